@@ -31,19 +31,17 @@ from typing import Any, Self, Unpack
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.admin import cache_from_proto, ledger_from_proto, tiers_from_proto
-from baton.cache_report import CacheReport, CacheTier
 from baton.completion import Cache, Choice, Completion, Delta, Messages, Model, Prompt
 from baton.errors import InvalidRequest, Unavailable
-from baton.ledger import Ledger
+from baton.ledger import CacheReport, CacheTier, Ledger
 from baton.pb import inference_pb2 as pb
 from baton.pb import inference_pb2_grpc
 from baton.pb.admin_pb2 import CacheRequest, ClearCacheRequest, LedgerRequest
 from baton.pb.admin_pb2_grpc import AdminStub
 from baton.request import CachePolicy, Sampling
-from baton.rpc import requests
-from baton.rpc.calls import ClientCall
-from baton.rpc.security import Security, client_credentials
+from baton.rpc import calls
+from baton.rpc.admin import cache_from_proto, ledger_from_proto, tiers_from_proto
+from baton.rpc.calls import ClientCall, Security, client_credentials
 
 __all__ = ["AsyncClient", "Choice", "Client", "Completion", "Delta", "Model"]
 
@@ -110,7 +108,7 @@ class AsyncClient(_Connection):
         **sampling: Unpack[Sampling],
     ) -> AsyncGenerator[Delta, None]:
         """Stream the completion of `prompt`."""
-        request = requests.generate_request(
+        request = calls.generate_request(
             self._model, prompt, sampling, cache=cache, cache_salt=cache_salt, report_progress=report_progress
         )
         return self._stream(request, self._call(timeout))
@@ -134,23 +132,23 @@ class AsyncClient(_Connection):
         self, text: str | Messages, *, add_special_tokens: bool = True, timeout: float | None = None
     ) -> list[int]:
         """The token ids of a text, or of a conversation rendered with the chat template."""
-        request = requests.tokenize_request(self._model, text, add_special_tokens)
+        request = calls.tokenize_request(self._model, text, add_special_tokens)
         return list((await self._ask(self._stub.Tokenize, request, timeout)).token_ids)
 
     async def detokenize(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, timeout: float | None = None
     ) -> str:
         """The text of token ids."""
-        request = requests.detokenize_request(self._model, token_ids, skip_special_tokens)
+        request = calls.detokenize_request(self._model, token_ids, skip_special_tokens)
         return str((await self._ask(self._stub.Detokenize, request, timeout)).text)
 
     async def get_model(self, *, timeout: float | None = None) -> Model:
         """The served model."""
-        return requests.model(await self._ask(self._stub.GetModel, pb.GetModelRequest(model=self._model), timeout))
+        return calls.model(await self._ask(self._stub.GetModel, pb.GetModelRequest(model=self._model), timeout))
 
     async def health(self, *, timeout: float | None = None) -> bool:
         """Whether the router serves requests now; raises Unavailable if it can't be reached."""
-        return requests.serving(await self._ask(self._health.Check, health_pb2.HealthCheckRequest(), timeout))
+        return calls.serving(await self._ask(self._health.Check, health_pb2.HealthCheckRequest(), timeout))
 
     async def ledger(self, *, timeout: float | None = None) -> Ledger:
         """The owners of memory in the process at `target`, which may also be a worker's control listener."""
@@ -181,7 +179,7 @@ class AsyncClient(_Connection):
         stream = self._stub.Generate(request, timeout=call.timeout, metadata=self._metadata)
         try:
             async for response in stream:
-                for delta in call.count_tokens(requests.deltas(response)):
+                for delta in call.count_tokens(calls.deltas(response)):
                     yield delta
         except grpc.RpcError as error:
             raise call.to_error(error) from None
@@ -221,7 +219,7 @@ class Client(_Connection):
         **sampling: Unpack[Sampling],
     ) -> Generator[Delta, None, None]:
         """Stream the completion of `prompt`."""
-        request = requests.generate_request(
+        request = calls.generate_request(
             self._model, prompt, sampling, cache=cache, cache_salt=cache_salt, report_progress=report_progress
         )
         return self._stream(request, self._call(timeout))
@@ -245,23 +243,23 @@ class Client(_Connection):
         self, text: str | Messages, *, add_special_tokens: bool = True, timeout: float | None = None
     ) -> list[int]:
         """The token ids of a text, or of a conversation rendered with the chat template."""
-        request = requests.tokenize_request(self._model, text, add_special_tokens)
+        request = calls.tokenize_request(self._model, text, add_special_tokens)
         return list(self._ask(self._stub.Tokenize, request, timeout).token_ids)
 
     def detokenize(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, timeout: float | None = None
     ) -> str:
         """The text of token ids."""
-        request = requests.detokenize_request(self._model, token_ids, skip_special_tokens)
+        request = calls.detokenize_request(self._model, token_ids, skip_special_tokens)
         return str(self._ask(self._stub.Detokenize, request, timeout).text)
 
     def get_model(self, *, timeout: float | None = None) -> Model:
         """The served model."""
-        return requests.model(self._ask(self._stub.GetModel, pb.GetModelRequest(model=self._model), timeout))
+        return calls.model(self._ask(self._stub.GetModel, pb.GetModelRequest(model=self._model), timeout))
 
     def health(self, *, timeout: float | None = None) -> bool:
         """Whether the router serves requests now; raises Unavailable if it can't be reached."""
-        return requests.serving(self._ask(self._health.Check, health_pb2.HealthCheckRequest(), timeout))
+        return calls.serving(self._ask(self._health.Check, health_pb2.HealthCheckRequest(), timeout))
 
     def ledger(self, *, timeout: float | None = None) -> Ledger:
         """The owners of memory in the process at `target`, which may also be a worker's control listener."""
@@ -292,7 +290,7 @@ class Client(_Connection):
         stream = self._stub.Generate(request, timeout=call.timeout, metadata=self._metadata)
         try:
             for response in stream:
-                yield from call.count_tokens(requests.deltas(response))
+                yield from call.count_tokens(calls.deltas(response))
         except grpc.RpcError as error:
             raise call.to_error(error) from None
         finally:

@@ -1,7 +1,8 @@
-"""The ledger: every owner of memory or of a request's state in one process. Pure.
+"""What a process tells of the memory that it holds. Pure: routers and clients import it too.
 
-Each owner is a `LedgerEntry`; `baton ledger` and the chaos suite read them through the Admin RPC. The invariant is:
-each page of a pool is free, cached, or its reference count equals the number of owners listed.
+The ledger has every owner of memory or of a request's state. Each owner is a `LedgerEntry`; `baton ledger` and the
+chaos suite read them through the Admin RPC. The invariant is: each page of a pool is free, cached, or its reference
+count equals the number of owners listed. A `CacheReport` has the tiers of the prefix cache.
 """
 
 from __future__ import annotations
@@ -37,3 +38,26 @@ class Ledger:
     pages_free: int = 0
     pages_cached: int = 0
     violation: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTier:
+    """The statistics of a tier; see admin.proto for the meaning of the fields."""
+
+    name: str
+    blocks: int = 0
+    bytes: int = 0
+    capacity_bytes: int = 0
+    hits: int = 0
+    misses: int = 0
+    bytes_per_second: float = 0.0
+    state: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """The tiers of one process, nearest first; `role` is "router", "prefill" or "decode"."""
+
+    process: str
+    role: str
+    tiers: tuple[CacheTier, ...] = ()

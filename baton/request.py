@@ -1,4 +1,4 @@
-"""Requests and their results, in plain Python.
+"""Requests and their results, in plain Python: what clients, routers and workers tell each other about a request.
 
 All parts of Baton use these types; they import neither torch nor grpc. Ranges are checked when a value is made, so that
 a bad one can't exist. What depends on the model is checked by `SamplingParams.check_vocabulary`.
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
 from baton.errors import InvalidRequest
+from baton.kv.format import Shard
 
 MAX_ID_LENGTH = 128
 MAX_ADDRESS_LENGTH = 300
@@ -271,6 +272,23 @@ class CachedTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class Prefilled:
+    """Prefill is done; `cached_tokens` were not computed, and `cached` tells where they came from."""
+
+    first_tokens: tuple[FirstToken, ...]
+    cached_tokens: int
+    cached: CachedTokens = field(default_factory=CachedTokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReport:
+    """Log-probabilities of a part of the prompt, from position `start` on; the prompt's first token has none."""
+
+    start: int
+    tokens: Sequence[TokenInfo]
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillProgress:
     """The computed part of a prompt, as in inference.proto. Cached tokens are done."""
 
@@ -353,3 +371,69 @@ def check_length(name: str, value: str | bytes, limit: int) -> None:
 def _check_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     if not low <= value <= high or (open_low and value == low):
         raise InvalidRequest(name, f"must be in {'(' if open_low else '['}{low}, {high}]", value)
+
+
+MAX_TICKET_BYTES = 4096
+"""Largest size of a signed ticket; a real one has about 200 bytes."""
+
+MAX_SHARDS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteExport:
+    """An export of another worker. Each of its `shards` serves a part of it, under the same transfer id.
+
+    `ticket` is the router's permission to fetch it; empty if the fleet has no ticket keys.
+    """
+
+    transfer_id: str
+    incarnation: str
+    shards: tuple[Shard, ...]
+    ticket: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixSource:
+    """A decode worker's export of the first `tokens` tokens of a prompt."""
+
+    export: RemoteExport
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveResult:
+    """The answer to a reservation; `never` if the request does not even fit an empty worker.
+
+    `retry_after_s` is 0 if unknown. The worker has the KV of the first `cached_tokens` tokens of the context, and keeps
+    it. If pages were missing, `room_tokens` is the largest context that another request could reserve now.
+    """
+
+    granted: bool
+    reason: str = ""
+    never: bool = False
+    retry_after_s: float = 0.0
+    cached_tokens: int = 0
+    room_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTimings:
+    """Durations on decode's clock, in milliseconds: from Start to commit, and from commit to slot."""
+
+    fetch_ms: float
+    slot_wait_ms: float
+
+
+@dataclass(slots=True)
+class Output:
+    """Tokens of one choice; `output_index` is the index of the first token; `finish` is set if the last token ends it.
+
+    `timings` come with the first output of a choice. An Output is made for every token, so it is not frozen: a frozen
+    dataclass takes three times as long to make.
+    """
+
+    choice_index: int
+    output_index: int
+    tokens: Sequence[TokenInfo]
+    finish: FinishReason | None = None
+    timings: DecodeTimings | None = None

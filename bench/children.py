@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from baton.errors import Unavailable
-from baton.launcher import bind_to_parent
+from baton.process.supervisor import bind_to_parent
 
 ANSWER_S = 900.0
 """For one line. The first line comes after loading, which may include compiling a model."""

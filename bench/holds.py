@@ -28,11 +28,10 @@ from collections.abc import AsyncIterator, Callable
 from types import FrameType
 from typing import Any
 
-from baton.config.decode import DecodeConfig
-from baton.config.prefill import PrefillConfig
 from baton.config.router import RouterConfig
-from baton.process import App, Running
-from baton.process import main as run_service
+from baton.config.worker import DecodeConfig, PrefillConfig
+from baton.process.service import App, Running
+from baton.process.service import main as run_service
 
 TICK_S = 0.0005
 SERVICES: dict[str, Any] = {"router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig}

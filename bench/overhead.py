@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from baton.config.decode import DecodeConfig
+from baton.config.worker import DecodeConfig
 from baton.engine.contract import KvHandle, OnLayer
 from baton.engine.core import EngineCore
 from baton.engine.executor import InProcessExecutor
@@ -45,12 +45,11 @@ from baton.model.decoder import Decoder
 from baton.model.layers import TensorParallel
 from baton.model.linear import TensorOptions
 from baton.native.library import NativeUnavailable, load
-from baton.request import CachePolicy, FirstToken, Handoff, SamplingParams, TokenInfo
-from baton.transfer.registry import ExportRegistry
-from baton.transfer.remote import RemoteExport
+from baton.process.executors import EngineThread
+from baton.request import CachePolicy, FirstToken, Handoff, RemoteExport, SamplingParams, TokenInfo
+from baton.transfer.export import ExportRegistry
 from baton.worker.start import open_cache
 from baton.worker.status import WorkerRole, new_identity
-from baton.worker.thread import EngineThread
 from bench.common import save
 from decode_svc.messages import AttemptKey, Reserve, Start
 from decode_svc.service import DecodeService

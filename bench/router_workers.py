@@ -17,13 +17,12 @@ from dataclasses import replace
 import grpc
 
 from baton import bundled
-from baton.digest import tokenizer_digest
 from baton.kv.format import KvFormat, attention_parts
+from baton.model.checkpoint import tokenizer_digest
 from baton.pb import decode_pb2, decode_pb2_grpc, inference_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.pb.worker_pb2_grpc import add_WorkerServicer_to_server
 from baton.rpc.server import listen
-from baton.worker.servicer import WorkerServicer
-from baton.worker.status import StatusHub, WorkerIdentity, WorkerLoad, WorkerRole
+from baton.worker.status import StatusHub, WorkerIdentity, WorkerLoad, WorkerRole, WorkerServicer
 
 TOKEN = 300
 """An ordinary token of the bundled model; every token is this one."""

@@ -9,21 +9,17 @@ from dataclasses import dataclass
 
 import grpc
 
-from baton.config.decode import DecodeConfig
+from baton.config.worker import DecodeConfig
 from baton.engine.contract import Engine, KvHandle
 from baton.kv.prefix import PrefixCache
 from baton.pb import decode_pb2_grpc
-from baton.request import Handoff
+from baton.request import Handoff, RemoteExport
 from baton.rpc.tls import Tls
-from baton.transfer.channels import KvChannels
+from baton.transfer.export import ExportRegistry
 from baton.transfer.fetcher import fetch as fetch_shards
-from baton.transfer.registry import ExportRegistry
-from baton.transfer.remote import RemoteExport
-from baton.transfer.servicer import SERVICE as KV_SERVICE
-from baton.transfer.servicer import KvServicer
-from baton.transfer.source import open_sources
-from baton.worker.listeners import Service, WorkerAddresses, serve_listeners
-from baton.worker.start import open_cache, start_runtime
+from baton.transfer.transport import SERVICE as KV_SERVICE
+from baton.transfer.transport import KvChannels, KvServicer, open_sources
+from baton.worker.start import Service, WorkerAddresses, open_cache, serve_listeners, start_runtime
 from baton.worker.status import WorkerRole
 from decode_svc.service import DecodeService
 from decode_svc.servicer import DecodeServicer

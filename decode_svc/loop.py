@@ -7,7 +7,7 @@ publishes its blocks and frees its pages and its slot, so that the next step run
 If a step raises, all sequences of its batch fail and publish nothing, and the engine drops its cached blocks, because
 they may be wrong too. The loop then audits the engine's pages: it goes on if the audit passes, and raises otherwise,
 which ends the worker. If one sequence can't join the batch, or gets no token, only that sequence fails. If steps give
-no token at all, `baton.worker.faults` suspects the worker; then nothing joins the batch until there is a token, or
+no token at all, `baton.worker.health` suspects the worker; then nothing joins the batch until there is a token, or
 until the batch is empty and the engine has been tested.
 
 While there is a batch, `spec.steps_ahead` steps stay unread, so that the device always has the next step to run. A
@@ -36,8 +36,7 @@ from dataclasses import dataclass, field
 from baton.engine.contract import Engine, ForwardPass, KvHandle, PassResult
 from baton.errors import NoToken, OutOfPages, Overloaded
 from baton.lifecycle import State
-from baton.worker.faults import FaultCounter
-from baton.worker.progress import Progress
+from baton.worker.health import FaultCounter, Progress
 from decode_svc.messages import FailureKind
 from decode_svc.scheduler import DecodeScheduler, StepOutput
 from decode_svc.sequence import Sequence

@@ -6,9 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from baton.errors import BatonError, EngineError, SourceUnreachable
-from baton.request import CachePolicy
-from baton.transfer.remote import RemoteExport
-from baton.worker.messages import Output, ReserveResult
+from baton.request import CachePolicy, Output, RemoteExport, ReserveResult
 
 
 @dataclass(frozen=True, slots=True)

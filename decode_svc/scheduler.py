@@ -28,8 +28,7 @@ from collections import abc
 from dataclasses import dataclass
 
 from baton.engine.contract import EngineSpec, KvHandle
-from baton.request import FinishReason, TokenInfo, finish_reason
-from baton.worker.messages import DecodeTimings
+from baton.request import DecodeTimings, FinishReason, TokenInfo, finish_reason
 from decode_svc.sequence import Sequence
 
 RESUME_TOKENS = 64

@@ -17,8 +17,7 @@ from baton.errors import IncompleteTransfer, InvalidRequest
 from baton.kv.hashing import DIGEST_BYTES, MAX_SALT_BYTES, PackedDigests, block_digests, chain_root
 from baton.ledger import LedgerEntry
 from baton.lifecycle import Lifecycle, State
-from baton.request import MAX_CHOICES, FirstToken, Handoff, SequenceState, check_token_ids, join_ids
-from baton.worker.messages import DecodeTimings
+from baton.request import MAX_CHOICES, DecodeTimings, FirstToken, Handoff, SequenceState, check_token_ids, join_ids
 from decode_svc.messages import AttemptKey, Failure, FailureKind, Reserve
 
 

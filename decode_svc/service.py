@@ -9,17 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from baton.config.decode import DecodeConfig
+from baton.config.worker import DecodeConfig
 from baton.engine.contract import Engine
 from baton.kv.prefix import PrefixCache
 from baton.ledger import Ledger, LedgerEntry
-from baton.transfer.registry import ExportRegistry
-from baton.worker.audit import IdleAudit, build_ledger
-from baton.worker.cache_tiers import CacheTiers
-from baton.worker.prefix_changes import PrefixChangeFeed
-from baton.worker.progress import Progress
-from baton.worker.status import StatusHub, WorkerIdentity, WorkerLoad
-from baton.worker.thread import EngineThread
+from baton.process.executors import EngineThread
+from baton.transfer.export import ExportRegistry
+from baton.worker.health import IdleAudit, Progress, build_ledger
+from baton.worker.prefix_cache import CacheTiers
+from baton.worker.status import PrefixChangeFeed, StatusHub, WorkerIdentity, WorkerLoad
 from decode_svc.messages import FailureKind
 from decode_svc.sequence import ledger_entries
 from decode_svc.worker import DecodeWorker, FetchKv

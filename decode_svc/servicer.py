@@ -14,10 +14,9 @@ import grpc
 
 from baton.errors import DeadlineExceeded, InvalidRequest
 from baton.pb import decode_pb2, decode_pb2_grpc
-from baton.request import CachePolicy, check_id
+from baton.request import CachePolicy, DecodeTimings, Output, ReserveResult, check_id
+from baton.rpc.channel import SILENCE_S, SilenceTimer
 from baton.rpc.convert import add_token, cache_policy_from_proto, export_from_proto, finish_to_proto
-from baton.rpc.silence import SILENCE_S, SilenceTimer
-from baton.worker.messages import DecodeTimings, Output, ReserveResult
 from baton.worker.status import WIRE_VERSION
 from decode_svc.messages import (
     AttemptKey,

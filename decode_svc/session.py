@@ -16,8 +16,8 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable
 
 from baton.errors import BatonError
-from baton.rpc.silence import HEARTBEAT_S
-from baton.worker.messages import Output, ReserveResult
+from baton.request import Output, ReserveResult
+from baton.rpc.channel import HEARTBEAT_S
 from decode_svc.messages import AttemptKey, Ended, Failure, SessionDown
 
 MAX_ANSWERS = 10_000

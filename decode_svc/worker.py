@@ -26,19 +26,16 @@ import math
 from collections import abc
 from typing import Protocol
 
-from baton.config.decode import DecodeConfig
+from baton.config.worker import DecodeConfig
 from baton.engine.contract import Engine, KvHandle
 from baton.errors import BatonError, OutOfPages, Overloaded
 from baton.kv.prefix import PrefixCache
 from baton.lifecycle import State
-from baton.request import Handoff
+from baton.request import Handoff, Output, RemoteExport, ReserveResult
 from baton.telemetry import metrics
-from baton.transfer.registry import ExportRegistry
-from baton.transfer.remote import RemoteExport
-from baton.worker.block_copier import BlockCopier
-from baton.worker.cache_tiers import CacheTiers
-from baton.worker.messages import Output, ReserveResult
-from baton.worker.progress import Progress
+from baton.transfer.export import ExportRegistry
+from baton.worker.health import Progress
+from baton.worker.prefix_cache import BlockCopier, CacheTiers
 from decode_svc.admission import Admission, SlotForecast
 from decode_svc.attempts import Attempts
 from decode_svc.claims import RENEW_S

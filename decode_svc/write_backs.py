@@ -22,7 +22,7 @@ from baton.errors import EngineError, OutOfPages
 from baton.ledger import LedgerEntry
 from baton.lifecycle import State
 from baton.telemetry import metrics
-from baton.worker.block_copier import MAX_WRITE_BACKS, BlockCopier
+from baton.worker.prefix_cache import MAX_WRITE_BACKS, BlockCopier
 from decode_svc.sequence import Published
 
 MAX_WAITING = 64

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from baton.config.prefill import PrefillConfig
+from baton.config.worker import PrefillConfig
 from baton.engine.process import prepare
-from baton.process import Running, main
+from baton.process.service import Running, main
 from baton.telemetry.logs import configure
 
 

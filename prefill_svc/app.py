@@ -10,21 +10,18 @@ from dataclasses import dataclass
 
 import grpc
 
-from baton.config.prefill import PrefillConfig
+from baton.config.worker import PrefillConfig
 from baton.engine.contract import Engine
 from baton.kv.prefix import PrefixCache
 from baton.pb import prefill_pb2_grpc
-from baton.transfer.registry import ExportRegistry
-from baton.transfer.servicer import SERVICE as KV_SERVICE
-from baton.transfer.servicer import KvServicer
-from baton.worker.cache_tiers import CacheTiers
-from baton.worker.listeners import Service, WorkerAddresses, serve_listeners
-from baton.worker.prefix_changes import PrefixChangeFeed
-from baton.worker.progress import Progress
-from baton.worker.start import open_cache, start_runtime
-from baton.worker.status import StatusHub, WorkerRole
-from prefill_svc.peers import PeerFetcher
-from prefill_svc.prefix import PrefixBackends
+from baton.transfer.export import ExportRegistry
+from baton.transfer.transport import SERVICE as KV_SERVICE
+from baton.transfer.transport import KvServicer
+from baton.worker.health import Progress
+from baton.worker.prefix_cache import CacheTiers
+from baton.worker.start import Service, WorkerAddresses, open_cache, serve_listeners, start_runtime
+from baton.worker.status import PrefixChangeFeed, StatusHub, WorkerRole
+from prefill_svc.prefix import PeerFetcher, PrefixBackends
 from prefill_svc.servicer import PrefillServicer
 from prefill_svc.worker import PrefillWorker
 

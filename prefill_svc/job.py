@@ -1,7 +1,7 @@
-"""One attempt at one prompt: the request, what it holds, and the stream of its events.
+"""One attempt at one prompt: the request, what it holds, its progress, and the stream of its events.
 
 A job goes through the states of `baton.lifecycle`, each with a deadline. For its caller it ends once: the last event of
-its stream is `PrefillDone` or an error. A job with an export is HELD from then on, until the export ends.
+its stream is `Prefilled` or an error. A job with an export is HELD from then on, until the export ends.
 `prefill_svc.worker` has the life of a job.
 """
 
@@ -12,30 +12,31 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from baton.engine.contract import KvHandle
+from baton.engine.contract import EngineSpec, KvHandle
 from baton.errors import BatonError, DeadlineExceeded, EngineError, Overloaded, Unavailable
 from baton.kv.prefix.contract import Hits
+from baton.ledger import LedgerEntry
 from baton.lifecycle import PREFILL_TOKEN_S, Lifecycle, State
 from baton.request import (
     CachedTokens,
     CachePolicy,
     FirstToken,
     Handoff,
+    Prefilled,
     PrefillProgress,
+    PrefixSource,
+    PromptReport,
     SamplingParams,
     SequenceState,
     TokenInfo,
     finish_reason,
     join_ids,
 )
-from baton.rpc.silence import HEARTBEAT_S
+from baton.rpc.channel import HEARTBEAT_S
 from baton.transfer.export import Export
-from baton.transfer.remote import PrefixSource
-from prefill_svc.estimate import PrefillEstimate
-from prefill_svc.load_plan import TierRun
 from prefill_svc.scheduler import Prompt
 
 PREPARING_S, _PREPARING_TOKEN_S = 120.0, 0.002
@@ -91,19 +92,11 @@ class PrefillTask:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillDone:
-    """The result of a prefill."""
+class TierRun:
+    """Consecutive blocks of one tier."""
 
-    first_tokens: tuple[FirstToken, ...]
-    cached: CachedTokens
-
-
-@dataclass(frozen=True, slots=True)
-class PromptReport:
-    """Log-probabilities of a part of the prompt, from position `start` on; the prompt's first token has none."""
-
-    start: int
-    tokens: Sequence[TokenInfo]
+    tier: str
+    blocks: range
 
 
 @dataclass(eq=False, slots=True)
@@ -153,7 +146,7 @@ class PrefillJob:
     _progress: PrefillProgress | None = None
     _report: deque[TokenInfo] = field(default_factory=deque)
     _reported: int = 0
-    _outcome: PrefillDone | BatonError | None = None
+    _outcome: Prefilled | BatonError | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
@@ -222,14 +215,14 @@ class PrefillJob:
         if self.life.is_overdue(time.monotonic()):
             raise overdue_error(self)
 
-    def finish(self, outcome: PrefillDone | BatonError) -> None:
+    def finish(self, outcome: Prefilled | BatonError) -> None:
         """Add the last event to the stream, once."""
         self.finished = True
         self._outcome = outcome
         self._changed.set()
 
-    async def events(self) -> AsyncIterator[PrefillDone | PrefillProgress | PromptReport | None]:
-        """Yield progress and parts of the report, None after HEARTBEAT_S without, and `PrefillDone` as soon as it is
+    async def events(self) -> AsyncIterator[Prefilled | PrefillProgress | PromptReport | None]:
+        """Yield progress and parts of the report, None after HEARTBEAT_S without, and `Prefilled` as soon as it is
         known: parts of the report may follow. Raises the error that ended the job.
         """
         done = False
@@ -271,7 +264,7 @@ def count_by_tier(sources: Sequence[tuple[str, int]], limit: int) -> dict[str, i
 
 def make_result(
     job: PrefillJob, tokens: Sequence[TokenInfo], eos_token_ids: frozenset[int]
-) -> tuple[Handoff, PrefillDone]:
+) -> tuple[Handoff, Prefilled]:
     """The handoff for decode and the result for the router, given one sampled token for each choice."""
     task, cached = job.task, job.cached_by_tier()
     first_tokens = tuple(
@@ -286,7 +279,7 @@ def make_result(
         task.params,
         first_tokens,
     )
-    return handoff, PrefillDone(first_tokens, cached)
+    return handoff, Prefilled(first_tokens, cached.total, cached)
 
 
 def overdue_error(job: PrefillJob) -> BatonError:
@@ -298,3 +291,125 @@ def overdue_error(job: PrefillJob) -> BatonError:
         limit_s = job.life.deadline - job.life.since
         return Overloaded(f"no chunk of the prompt was computed within {limit_s:.3g} s", retry_after=1.0)
     return Unavailable(f"the prefill was given up with {done}")
+
+
+INTERVAL_S = 0.1
+"""Shortest time between two reports; what is computed in between counts as one chunk."""
+
+_LATEST = 32
+"""Chunks that tell how busy the worker is now."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Tokens `start` to `end`, computed in `seconds`."""
+
+    start: int
+    end: int
+    seconds: float
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
+
+    @property
+    def middle(self) -> float:
+        return (self.start + self.end) / 2
+
+
+class _Fit:
+    """Seconds of a token at position 0, and how many more each position adds: least squares over all chunks."""
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = self._positions = self._squares = self._rise = 0.0
+
+    def add(self, chunk: _Chunk) -> None:
+        self._tokens += chunk.tokens
+        self._seconds += chunk.seconds
+        self._positions += chunk.tokens * chunk.middle
+        self._squares += chunk.tokens * chunk.middle**2
+        self._rise += chunk.seconds * chunk.middle
+
+    def solve(self) -> tuple[float, float]:
+        """Neither is less than 0, whatever the noise."""
+        center, mean_s = self._positions / self._tokens, self._seconds / self._tokens
+        spread = self._squares - self._positions * center
+        slope = max((self._rise - center * self._seconds) / spread, 0.0) if spread > 0 else 0.0
+        if (base := mean_s - slope * center) >= 0:
+            return base, slope
+        return 0.0, self._rise / self._squares
+
+
+class PrefillEstimate:
+    """Follows one prompt of `total` tokens from its first `record` on."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._fit = _Fit()
+        self._latest: deque[_Chunk] = deque(maxlen=_LATEST)
+        self._last: tuple[int, float] | None = None
+
+    def record(self, done: int, now: float) -> PrefillProgress | None:
+        """Record that `done` tokens are done at `now` (seconds), the first time those found in a cache.
+
+        Returns the progress to report, or None if the last one is younger than INTERVAL_S and this is not the end. It
+        has no rate and no time left as long as no token is known to take time.
+        """
+        if self._last is None:
+            self._last = done, now
+        before, since = self._last
+        if before < done < self._total and now < since + INTERVAL_S:
+            return None
+        if done > before:
+            chunk = _Chunk(before, done, now - since)
+            self._fit.add(chunk)
+            self._latest.append(chunk)
+            self._last = done, now
+        latest_s = sum(chunk.seconds for chunk in self._latest)
+        if latest_s <= 0:
+            return PrefillProgress(done, self._total)
+        base, slope = self._fit.solve()
+        busy = latest_s / sum(chunk.tokens * (base + slope * chunk.middle) for chunk in self._latest)
+        rest = self._total - done
+        return PrefillProgress(
+            done,
+            self._total,
+            tokens_per_second=1 / (busy * (base + slope * done)),
+            seconds_left=busy * rest * (base + slope * (done + rest / 2)),
+        )
+
+
+def ledger_entries(jobs: Iterable[PrefillJob], spec: EngineSpec, now: float) -> list[LedgerEntry]:
+    """One entry for each job that runs or holds pages; `now` is on the jobs' clock."""
+    return [_ledger_entry(job, spec, now) for job in dict.fromkeys(jobs)]
+
+
+def _ledger_entry(job: PrefillJob, spec: EngineSpec, now: float) -> LedgerEntry:
+    pages = spec.pages_for(len(job.ids)) if job.handle is not None else 0
+    kind, state, deadline_s, detail = "kv", job.life.state, job.life.deadline - now, ""
+    if job.finished:
+        kind, state, deadline_s, detail = _describe_finished(job)
+    elif job.task.transfer_id:
+        detail = f"transfer {job.task.transfer_id}"
+    return LedgerEntry(
+        job.task.name,
+        kind,
+        state.value,
+        pages,
+        pages * spec.page_size * spec.kv_format.token_bytes,
+        now - job.life.since,
+        None if math.isinf(deadline_s) else deadline_s,
+        detail=detail,
+    )
+
+
+def _describe_finished(job: PrefillJob) -> tuple[str, State, float, str]:
+    """Kind, state, seconds until the deadline, and detail of a job that is finished but whose pages are still in
+    use.
+    """
+    if job.export is None or job.export.closed:
+        return "kv", State.ENDED, math.inf, "cached blocks on their way"
+    detail = f"transfer {job.task.transfer_id}"
+    if job.export.ended:
+        return "draining", State.ENDED, math.inf, detail
+    return "export", job.life.state, job.export.lease_left, detail

@@ -4,37 +4,64 @@
     plan_load  ── blocks that came with the pages; hits to load          when its pages are allocated
     load       ── blocks of the cache, or of a decode worker, into the pages
     publish    ── after the load and after each chunk: others may share the blocks that are final
-    save       ── after each chunk of a long prompt: its blocks go to the shared store (`prefill_svc.saver`)
+    save       ── after each chunk of a long prompt: its blocks go to the shared store (`ChunkSaver`)
     write_back ── new blocks go to the cache, after the job's caller has its answer
 
 The pool is asked twice. At the look-up, so that the cache is asked only for the other blocks; and when pages are
 allocated, which is the answer that counts. Blocks that the pool has lost in between are looked up again. A block is
 loaded only if fetching it is faster than computing it (`baton.kv.prefix.fetch_cost`). At least one token is always
 computed: the one from which the next token is sampled.
+
+Which blocks are loaded, and from which tier, is a plan: a list of consecutive runs of blocks. The first run begins
+where the hits of the pool end.
+
+    pool │ host │ redis │ peer │ computed
+    have ▲      the cache's hits      ▲ the peer's, after the end of the cache's hits, or earlier if it is faster
+
+Long prompts are saved while they are computed: if this worker dies, another one resumes from the saved blocks.
+
+    after chunk n ── wait for the save of chunk n - 1, at most SAVE_WAIT_S ── begin to save chunk n
+
+So a death loses at most the chunk that was being computed, the one before it, and what a slow store has not taken yet.
+Nothing is dropped while the prompt is computed: if the wait is over, the save goes on, and later chunks find it further
+behind. After a failure of the store, the next chunk continues at the first block that is not stored. While the store
+can't be reached, saves fail at once, so nobody waits. The blocks before the first chunk are saved as well if the store
+has lost them: without them, no worker would find those after them.
+
+A prompt is long if it needs at least `long_chunks` chunks. A chunk takes about half a second of computing
+(`prefill_svc.scheduler.chunk_size`), so short prompts, which lose little, never wait. The job does not have the engine
+while it waits; other prompts are computed. Saves do not pass through the queue of other writes.
+
+A decode worker that has the prefix is one more tier (`PeerFetcher`). If a fetch fails, the tokens are computed.
 """
 
 from __future__ import annotations
 
+import asyncio
+import bisect
 import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from baton.engine.contract import Engine
-from baton.errors import EngineError
+from baton.engine.contract import Engine, KvHandle
+from baton.errors import EngineError, TransferError
 from baton.kv.cached_blocks import SLICE_NODES
 from baton.kv.prefix import PrefixCache
 from baton.kv.prefix.contract import FetchRate, Hits
 from baton.kv.prefix.fetch_cost import FetchCostModel
+from baton.kv.prefix.host import TIER as HOST
+from baton.process.executors import wait_to_end
+from baton.rates import DecayingRate
+from baton.request import PrefixSource
+from baton.rpc.tls import Tls
 from baton.telemetry import metrics
-from baton.worker.block_copier import BlockCopier
-from baton.worker.cache_tiers import POOL, CacheTiers
-from prefill_svc.job import PrefillJob
-from prefill_svc.load_plan import PEER, TierRun, add_peer, cached_runs, common_blocks, to_hits, truncate
-from prefill_svc.peers import PeerFetcher
-from prefill_svc.saver import ChunkSaver
+from baton.transfer.fetcher import fetch_prefix
+from baton.transfer.transport import KvChannels, open_sources
+from baton.worker.prefix_cache import POOL, BlockCopier, CacheTiers
+from prefill_svc.job import PrefillJob, TierRun
 
 _log = logging.getLogger(__name__)
 
@@ -243,3 +270,201 @@ class PrefixLoader:
         last = source.tokens // self._block - 1
         digest = job.digests[last] if last < len(job.digests) else b"\0"
         return blocks.stop if await self._peers.fetch(job.pages, source, tokens, digest) else blocks.start
+
+
+PEER = "peer"
+
+
+def cached_runs(hits: Hits, looked_up_from: int, have: int) -> list[TierRun]:
+    """The cache's hits from block `have` on, if the look-up began at block `looked_up_from`.
+
+    Empty if `have` lies before `looked_up_from`, because nothing is known about the blocks between them.
+    """
+    runs, at = [], looked_up_from
+    for tier, blocks in hits.runs:
+        start, at = max(at, have), at + blocks
+        if looked_up_from <= have and start < at:
+            runs.append(TierRun(tier, range(start, at)))
+    return runs
+
+
+def add_peer(
+    runs: Sequence[TierRun], have: int, peer_blocks: int, rates: Mapping[str, FetchRate], block_bytes: int
+) -> list[TierRun]:
+    """`runs` together with a peer that has the first `peer_blocks` blocks.
+
+    The peer supplies the blocks after the runs, and the blocks of the first run for which it is known to be faster and
+    of all runs after it.
+    """
+    kept: list[TierRun] = []
+    for run in runs:
+        at = run.blocks.start
+        if at < peer_blocks and _is_faster(
+            rates.get(PEER), rates.get(run.tier), min(run.blocks.stop, peer_blocks) - at, block_bytes
+        ):
+            break
+        kept.append(run)
+    at = kept[-1].blocks.stop if kept else have
+    if at >= peer_blocks:
+        return list(runs)
+    beyond = (
+        TierRun(run.tier, range(max(peer_blocks, run.blocks.start), run.blocks.stop)) for run in runs[len(kept) :]
+    )
+    return [*kept, TierRun(PEER, range(at, peer_blocks)), *(run for run in beyond if run.blocks)]
+
+
+def truncate(runs: Sequence[TierRun], blocks: int) -> list[TierRun]:
+    """The first `blocks` blocks of a plan."""
+    cut = []
+    for run in runs:
+        if blocks > 0:
+            cut.append(TierRun(run.tier, run.blocks[:blocks]))
+        blocks -= len(run.blocks)
+    return cut
+
+
+def to_hits(runs: Sequence[TierRun]) -> Hits:
+    """A plan as hits."""
+    return Hits(tuple((run.tier, len(run.blocks)) for run in runs))
+
+
+def _is_faster(rate: FetchRate | None, than: FetchRate | None, blocks: int, block_bytes: int) -> bool:
+    if rate is None or than is None:
+        return False
+    return _seconds(rate, blocks * block_bytes) < _seconds(than, blocks * block_bytes)
+
+
+def _seconds(rate: FetchRate, size: int) -> float:
+    return rate.latency_s + size / rate.bytes_per_s
+
+
+def common_blocks(digests: Sequence[bytes], others: Sequence[bytes]) -> int:
+    """Number of leading blocks that two chains have in common."""
+    shorter = min(len(digests), len(others))
+    return bisect.bisect_left(range(shorter), True, key=lambda block: digests[block] != others[block])
+
+
+SAVE_WAIT_S = 2.0
+"""A few chunks' time: a store that takes KV more slowly than the engine computes it may slow a prompt down so far."""
+
+_OWN_TIERS = (POOL, HOST)
+
+
+class ChunkSaver:
+    """Saves the blocks of one worker's long prompts; used on the asyncio loop only. `long_chunks` 0 saves none."""
+
+    def __init__(self, cache: PrefixCache, blocks: BlockCopier, block_size: int, long_chunks: int) -> None:
+        self._cache, self._blocks, self._block = cache, blocks, block_size
+        self._long_chunks, self._wait_s = long_chunks, SAVE_WAIT_S
+
+    async def save(self, job: PrefillJob) -> None:
+        """Begin to save the final blocks of a job, if it is long; call it after each chunk but the last."""
+        if job.saving is None and not self._is_long(job):
+            return
+        await self._wait(job)
+        if job.saving is None or job.saving.done():
+            job.saving = asyncio.create_task(self._save(job), name=f"save {job.task.name}")
+
+    async def finish(self, job: PrefillJob) -> None:
+        """Save the rest of a job that has been computed, for at most two waits; `job.saved` blocks need no write."""
+        if job.saving is not None:
+            await self.save(job)
+            await self._wait(job)
+            await self.stop(job)
+
+    async def stop(self, job: PrefillJob) -> None:
+        """End the save of a job; returns when its pages are not read any more."""
+        if job.saving is not None:
+            job.saving.cancel()
+            await wait_to_end(job.saving)
+
+    async def remove(self, job: PrefillJob) -> None:
+        """Remove what was saved of a job."""
+        final = range(job.computed // self._block if job.to_save else 0)
+        await self._cache.remove([job.digests[block] for block in final if job.to_save[block]])
+
+    def _own_blocks(self, job: PrefillJob) -> int:
+        """Leading blocks that this process had itself: the store was not asked for them."""
+        own = itertools.takewhile(lambda source: source[0] in _OWN_TIERS, job.sources)
+        return sum(tokens for _, tokens in own) // self._block
+
+    def _is_long(self, job: PrefillJob) -> bool:
+        missing, computed = len(job.ids) - job.cached_tokens, job.computed - job.cached_tokens
+        return job.task.cache.writes and 0 < self._long_chunks * computed <= missing
+
+    async def _wait(self, job: PrefillJob) -> None:
+        # Not even for a turn of the loop if it has ended: another prompt would get the engine out of its turn.
+        if job.saving is not None and not job.saving.done():
+            await asyncio.wait({job.saving}, timeout=self._wait_s)
+
+    async def _save(self, job: PrefillJob) -> None:
+        blocks = range(job.saved, job.computed // self._block)
+        try:
+            if not job.to_save:
+                job.to_save = await self._cache.select_saves(job.digests, self._own_blocks(job))
+                if not job.to_save:
+                    return
+            job.saved = await self._blocks.save(job.pages, job.digests, job.to_save, blocks)
+        except Exception:
+            _log.exception("%s: blocks could not be saved", job.task.name)
+
+
+_SLOWEST_BYTES_PER_S = 100e6
+
+
+class PeerFetcher:
+    """Decode workers as a cache tier; used on the asyncio loop only. Tickets are made out to `consumer`.
+
+    A fetch may take `budget_s` plus the time of its bytes at 100 MB/s. It fails if the exporter sends nothing for
+    `budget_s`.
+    """
+
+    def __init__(self, engine: Engine, tls: Tls | None, consumer: str, budget_s: float) -> None:
+        self._engine = engine
+        self._token_bytes = engine.spec.kv_format.token_bytes
+        self._channels = KvChannels(tls, "decode")
+        self._consumer = consumer
+        self._budget_s = budget_s
+        self._bytes_per_s = DecayingRate()
+
+    @property
+    def rate(self) -> FetchRate | None:
+        """The measured rate of recent fetches; None before the first one that succeeded."""
+        bytes_per_s = self._bytes_per_s.value
+        return FetchRate(0.0, bytes_per_s) if bytes_per_s else None
+
+    async def fetch(self, handle: KvHandle, source: PrefixSource, tokens: range, digest: bytes) -> bool:
+        """Pull `tokens` of the source's prefix into the handle; False if not all of them arrived.
+
+        `digest` is that of the last full block of the source's prefix, as this worker computed it. Returns or raises,
+        also when cancelled, only after the last write has ended.
+        """
+        size, arrived, began = len(tokens) * self._token_bytes, 0, time.monotonic()
+        timeout_s = self._budget_s + size / _SLOWEST_BYTES_PER_S
+        try:
+            async with open_sources(
+                self._channels,
+                source.export,
+                timeout_s=timeout_s,
+                stall_timeout_s=self._budget_s,
+                consumer=self._consumer,
+            ) as sources:
+                await fetch_prefix(
+                    sources,
+                    self._engine,
+                    handle,
+                    tokens=tokens,
+                    length=source.tokens,
+                    digest=digest,
+                    timeout_s=timeout_s,
+                )
+            arrived = size
+        except TransferError as error:
+            _log.info("%s: the prefix could not be fetched, and is computed: %s", handle.owner, error)
+        finally:
+            self._bytes_per_s.add(arrived, time.monotonic() - began)
+        return arrived == size
+
+    async def close(self) -> None:
+        """Close all channels; no fetch may be running."""
+        await self._channels.close()

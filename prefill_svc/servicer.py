@@ -8,13 +8,22 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from baton import executors
 from baton.engine.contract import EngineSpec
 from baton.errors import Cancelled, InvalidRequest
-from baton.executors import WORK
 from baton.kv.hashing import MAX_SALT_BYTES
 from baton.pb import prefill_pb2, prefill_pb2_grpc
-from baton.request import MAX_CHOICES, PrefillProgress, SamplingParams, check_count, check_id, check_length
+from baton.process import executors
+from baton.process.executors import WORK
+from baton.request import (
+    MAX_CHOICES,
+    Prefilled,
+    PrefillProgress,
+    PromptReport,
+    SamplingParams,
+    check_count,
+    check_id,
+    check_length,
+)
 from baton.rpc.convert import (
     cache_policy_from_proto,
     cached_to_proto,
@@ -25,7 +34,7 @@ from baton.rpc.convert import (
     token_array_from_proto,
     token_to_proto,
 )
-from prefill_svc.job import PrefillDone, PrefillTask, PromptReport
+from prefill_svc.job import PrefillTask
 from prefill_svc.worker import PrefillWorker
 
 MAX_TENANT_BYTES = 64
@@ -107,7 +116,7 @@ def task_from_proto(request: prefill_pb2.PrefillRequest, spec: EngineSpec, deadl
     )
 
 
-def event_to_proto(event: PrefillDone | PrefillProgress | PromptReport | None) -> prefill_pb2.PrefillEvent:
+def event_to_proto(event: Prefilled | PrefillProgress | PromptReport | None) -> prefill_pb2.PrefillEvent:
     """One message of the stream; None is a heartbeat."""
     if event is None:
         return prefill_pb2.PrefillEvent()
@@ -119,7 +128,7 @@ def event_to_proto(event: PrefillDone | PrefillProgress | PromptReport | None) -
     return prefill_pb2.PrefillEvent(
         done=prefill_pb2.PrefillDone(
             first_tokens=[first_token_to_proto(first) for first in event.first_tokens],
-            cached_tokens=event.cached.total,
+            cached_tokens=event.cached_tokens,
             cached=cached_to_proto(event.cached),
         )
     )

@@ -4,24 +4,31 @@
        └──────────┴──────────┴─────────┴──────────────┴── abort, deadline, fault ───────────────────────▲
 
 `_serve` is that life, from top to bottom. It waits for two decisions of the scheduler: for all its pages at once
-(`_allocate_pages`), and for the engine before each chunk (`prefill_svc.chunks`). Full blocks are published after each
+(`_allocate_pages`), and for the engine before each chunk (`ChunkRunner`). Full blocks are published after each
 chunk, so the work of an aborted job is not lost; those of a long prompt also go to the shared cache, so the work of a
 worker that dies is not lost either. After a fault of the engine all cached blocks are dropped, because
 they may be wrong. Finished KV is kept until its export has ended. Whenever no job is left, the worker audits itself.
+
+`ChunkRunner` shares the one engine. A job waits in `acquire_engine`. When the engine is free, the job that the
+scheduler chooses gets it, until its block ends. After every layer, and after each part of the prompt's logprobs, a
+running chunk checks whether its job was aborted or is late, and tells the export how many tokens are final. Then it
+lets the chunks of jobs pass that have preempted it: those that the scheduler chose while it was running.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from baton.config.prefill import PrefillConfig
-from baton.engine.contract import ChunkResult, Engine
+from baton.config.worker import PrefillConfig
+from baton.engine.contract import ChunkResult, Engine, PromptChunk, compute_chunk
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -34,17 +41,20 @@ from baton.errors import (
 )
 from baton.ledger import Ledger
 from baton.lifecycle import State
-from baton.tasks import wait_to_end
+from baton.process.executors import EngineThread, wait_to_end
+from baton.request import Prefilled
 from baton.telemetry import metrics
-from baton.transfer.registry import ExportRegistry
-from baton.worker.audit import IdleAudit, build_ledger
-from baton.worker.faults import FaultCounter
-from baton.worker.progress import Progress
+from baton.transfer.export import ExportRegistry
+from baton.worker.health import FaultCounter, IdleAudit, Progress, build_ledger
 from baton.worker.status import WorkerIdentity, WorkerLoad
-from baton.worker.thread import EngineThread
-from prefill_svc.chunks import ChunkRunner
-from prefill_svc.job import PrefillDone, PrefillJob, PrefillTask, count_by_tier, make_result, overdue_error
-from prefill_svc.ledger import entries
+from prefill_svc.job import (
+    PrefillJob,
+    PrefillTask,
+    count_by_tier,
+    ledger_entries,
+    make_result,
+    overdue_error,
+)
 from prefill_svc.prefix import PrefixBackends, PrefixLoader
 from prefill_svc.scheduler import PrefillScheduler, Prompt
 
@@ -145,7 +155,7 @@ class PrefillWorker:
         """The owners of pages, and whether the sums are right."""
         spec = self._engine.spec
         return await build_ledger(
-            self._identity, self._engine, lambda: entries(list(self._live_jobs), spec, time.monotonic())
+            self._identity, self._engine, lambda: ledger_entries(list(self._live_jobs), spec, time.monotonic())
         )
 
     def refuse(self) -> None:
@@ -185,7 +195,7 @@ class PrefillWorker:
         finally:
             self._free(job)
 
-    async def _prefill(self, job: PrefillJob) -> PrefillDone | BatonError:
+    async def _prefill(self, job: PrefillJob) -> Prefilled | BatonError:
         """Run a job up to its answer, which may be an error."""
         timeout = asyncio.timeout_at(_finite(job.life.deadline))
         try:
@@ -257,7 +267,7 @@ class PrefillWorker:
             self._changed()
             await self._prefix.save(job)
 
-    def _commit(self, job: PrefillJob, result: ChunkResult) -> PrefillDone:
+    def _commit(self, job: PrefillJob, result: ChunkResult) -> Prefilled:
         """Commit the KV to its export, with the first token of each choice."""
         handoff, done = make_result(job, result.tokens, self._engine.spec.eos_token_ids)
         if job.export is not None:
@@ -278,7 +288,7 @@ class PrefillWorker:
         if job.export is not None:
             await job.export_closed.wait()
 
-    def _end(self, job: PrefillJob, outcome: PrefillDone | BatonError) -> None:
+    def _end(self, job: PrefillJob, outcome: Prefilled | BatonError) -> None:
         """Give the caller the last event, once."""
         job.finish(outcome)
         if isinstance(outcome, BatonError):
@@ -396,3 +406,119 @@ class PrefillWorker:
 
 def _finite(deadline: float) -> float | None:
     return None if math.isinf(deadline) else deadline
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """One call to the engine; `seconds` are its own, without those of the chunks that preempted it."""
+
+    job: PrefillJob
+    start: int
+    end: int
+    preempts: bool
+    seconds: float = 0.0
+
+
+class ChunkRunner:
+    """Computes the chunks of one worker's `jobs`; used on the asyncio loop only."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        thread: EngineThread,
+        scheduler: PrefillScheduler,
+        progress: Progress,
+        jobs: Mapping[Prompt, PrefillJob],
+    ) -> None:
+        self._engine = engine
+        self._thread = thread
+        self._scheduler = scheduler
+        self._progress = progress
+        self._jobs = jobs
+        self._loop = asyncio.get_running_loop()
+        self._running: list[PrefillJob] = []
+        """The job that was given the free engine, then those that preempt it; they end in any order."""
+
+    @contextlib.asynccontextmanager
+    async def acquire_engine(self, job: PrefillJob) -> AsyncIterator[int]:
+        """Wait for the engine; yields the end of the chunk that the job must compute now."""
+        self._scheduler.make_ready(job.prompt, job.computed)
+        job.wakeup = self._loop.create_future()
+        self._assign_engine()
+        try:
+            yield await job.wakeup
+        finally:
+            if job in self._running:
+                self._running.remove(job)
+                # Not at once: this job may ask for the engine again, and may have fewer remaining tokens than others.
+                self._loop.call_soon(self._assign_engine)
+
+    async def run(self, job: PrefillJob, end: int) -> ChunkResult:
+        """Compute the job's next tokens up to `end`; call it while the job has the engine.
+
+        Returns or raises only when the engine no longer uses the job's pages. If the caller is cancelled,
+        CancelledError is raised after the chunk, whose tokens count. If the job's `error` is set or its deadline has
+        passed, the chunk ends after the current layer with that error.
+        """
+        job.computing_end = end
+        chunk = _Chunk(job, job.computed, end, preempts=job is not self._running[0])
+        run = self._thread.run_preempting if chunk.preempts else self._thread.run
+        call = run(self._compute, chunk)
+        cancelled = False
+        try:
+            await wait_to_end(call)
+        except asyncio.CancelledError:
+            cancelled = True
+        self._scheduler.charge(job.prompt, chunk.seconds)
+        result = call.result()
+        self._scheduler.finish_chunk(job.prompt, end, chunk.seconds)
+        metrics.PREFILL_TOKENS.labels("computed").inc(end - chunk.start)
+        job.computed = end
+        job.report(result.prompt_logprobs)
+        if cancelled:
+            raise asyncio.CancelledError
+        return result
+
+    def _assign_engine(self) -> None:
+        """Give the engine to the prompt that the scheduler chooses if it is free, and to those that may preempt it."""
+        while True:
+            choice = self._scheduler.next_chunk(self._running[0].prompt if self._running else None)
+            if choice is None:
+                break
+            prompt, end = choice
+            job = self._jobs[prompt]
+            if job.wakeup is None or job.wakeup.done():
+                # It was cancelled, but its coroutine has not run since.
+                self._scheduler.remove(prompt)
+                continue
+            self._running.append(job)
+            self._scheduler.start_chunk(prompt)
+            job.wakeup.set_result(end)
+        if not self._running:
+            self._progress.set_idle()
+
+    def _compute(self, chunk: _Chunk) -> ChunkResult:
+        """Compute one chunk; runs on the engine thread."""
+        job, began, others_s = chunk.job, time.monotonic(), 0.0
+
+        def on_layer(layer: int) -> None:
+            nonlocal others_s
+            self._progress.record()
+            job.check()
+            if job.export is not None:
+                job.export.advance(layer, chunk.end)
+            if not chunk.preempts:
+                paused = time.monotonic()
+                self._thread.preemption_point()
+                others_s += time.monotonic() - paused
+
+        self._progress.record()
+        job.check()
+        states = job.task.states() if chunk.end == len(job.ids) else ()
+        report = job.task.params.prompt_logprobs
+        try:
+            return compute_chunk(
+                self._engine, PromptChunk(job.pages, job.ids, chunk.start, chunk.end, on_layer, states, report)
+            )
+        finally:
+            chunk.seconds = time.monotonic() - began - others_s

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.config.router import RouterConfig
-from baton.process import Running, main
+from baton.process.service import Running, main
 from baton.telemetry.logs import configure
 from router.app import run
 from router.processes import prepare, run_several

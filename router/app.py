@@ -13,14 +13,13 @@ from functools import partial
 
 import grpc
 
-from baton import executors, freed_memory
-from baton.admin import ADMIN_SERVICE, AdminSources, add_admin
 from baton.config.router import RouterConfig
-from baton.digest import tokenizer_digest
-from baton.executors import WORK
 from baton.kv.hashing import request_salt
-from baton.model.checkpoint import resolve
+from baton.model.checkpoint import resolve, tokenizer_digest
 from baton.model.config import ModelConfig
+from baton.process import executors, freed_memory
+from baton.process.executors import WORK
+from baton.rpc.admin import ADMIN_SERVICE, AdminSources, add_admin
 from baton.rpc.server import MAX_STREAMS, Listener, check_reach, listen
 from baton.rpc.tls import Tls
 from baton.telemetry.ops import serve_ops

@@ -8,27 +8,46 @@ that are given back and timers wake it.
 
 When no worker of a role is there, requests wait in the queue too, each for `worker_wait_s`, and go on in order.
 
-A request that must run alone waits beside the queue: see `isolation.py`.
+A request that several worker deaths point at waits beside the queue, for workers of its own (`Isolation`):
+
+    its turn ── keep the quietest workers free of new requests ── empty ── reserve ── run ── first token from decode
+                                                                                             └─ the end of the turn
+
+One request at a time has the turn, in order of arrival; all its choices share it. A request waits for its turn until
+its deadline, or until it is no longer suspected. If the workers do not become empty in `wait_s`, the request runs among
+others after all: it may then kill a worker once more, but no request fails because others were isolated before it, and
+the next loss is evidence again. The first token from decode ends the turn: a request that kills does so before it.
+
+It has a prefill worker for itself. It has a decode worker for itself only if deaths of decode workers alone point at
+it: a long prompt takes minutes to compute, and a small fleet has one decode worker. If such a request kills a decode
+worker among others, that is evidence for its next turn. Otherwise the decode worker is kept only while the request
+waits there for pages, so that those that others give back go to it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 
 from baton.config.router import RouterConfig
-from baton.errors import InvalidRequest, Unavailable
+from baton.errors import BatonError, InvalidRequest, Unavailable
+from baton.kv.format import Shard
+from baton.lifecycle import State
+from baton.request import ReserveResult
 from baton.telemetry.metrics import BREAKERS_OPEN, QUEUE_LENGTH
-from router.isolation import Isolation
-from router.placement.policy import Selection, can_serve
-from router.placement.scheduler import PlacementRequest, PlacementScheduler, Waiter
+from router.placement.policy import PlacementQuery, Selection, can_serve, quietest_pair
+from router.placement.scheduler import PlacementRequest, PlacementScheduler, Refusal, Waiter, make_query
 from router.request import Deliver, Suspicion
-from router.workers.failures import Breakers
-from router.workers.pool import Pool
-from router.workers.prefill import PrefillAssignment
-from router.workers.reservation import Placement, Reserver
+from router.workers.calls import DecodeAttempt, PrefillAssignment, complete_shards
+from router.workers.failures import AttemptHealth, Breakers
+from router.workers.pool import Pool, WorkerLink
+
+_logger = logging.getLogger(__name__)
 
 
 class _Hopeless(Exception):
@@ -275,3 +294,329 @@ class Dispatcher:
         self.scheduler.remove(waiter)
         if not (turn := self._turns[waiter]).done():
             turn.set_exception(error)
+
+
+class Isolation:
+    """Places requests where nothing else runs; tells others by `Pool.keep` which workers are not for them."""
+
+    def __init__(
+        self, pool: Pool, reserver: Reserver, breakers: Breakers, *, wait_s: float, worker_wait_s: float
+    ) -> None:
+        self._pool = pool
+        self._reserver = reserver
+        self._breakers = breakers
+        self._wait_s = wait_s
+        self._worker_wait_s = worker_wait_s
+        self._attempts: dict[str, int] = {}
+        """Requests in the order of their turns, and how many of their attempts take part."""
+        self._pair: Selection | None = None
+        """Workers for the attempts of the request whose turn it is."""
+        self._granted: frozenset[str] = frozenset()
+        """The workers that these have for themselves."""
+        self._empty_by: float | None = None
+        self._event = asyncio.Event()
+        self._version = self._news = 0
+        self._loop = asyncio.get_running_loop()
+
+    def wake(self, *, news: bool) -> None:
+        """Something was given back; `news` when a worker that refused may have changed its mind."""
+        self._news += news
+        self._version += 1
+        self._event.set()
+
+    async def place(
+        self, request: PlacementRequest, deliver: Deliver, suspicion: Callable[[], Suspicion]
+    ) -> Placement | None:
+        """A place on workers of its own, with the grant that is to be released; None to run among others.
+
+        That is so when the request is no longer suspected, when no workers became empty in time, and when no worker
+        that is there can hold the request. Raises Unavailable when there were no workers for `worker_wait_s`.
+        """
+        name = request.request_id
+        self._attempts[name] = self._attempts.get(name, 0) + 1
+        placement = None
+        try:
+            request = replace(request, query=replace(request.query, alone=True))
+            placement = await self._place(request, deliver, suspicion)
+        finally:
+            if placement is None:
+                self._leave(name)
+        return placement
+
+    def _leave(self, name: str) -> None:
+        had_turn = self._has_turn(name)
+        self._attempts[name] -= 1
+        if self._attempts[name]:
+            if had_turn and self._granted:
+                # One that gave up kept more.
+                self._pool.keep(self._granted)
+            return
+        del self._attempts[name]
+        if had_turn:
+            self._pair = self._empty_by = None
+            self._granted = frozenset()
+            self.wake(news=False)
+            self._pool.keep(frozenset())
+
+    def _has_turn(self, name: str) -> bool:
+        return next(iter(self._attempts)) == name
+
+    async def _place(
+        self, request: PlacementRequest, deliver: Deliver, suspicion: Callable[[], Suspicion]
+    ) -> Placement | None:
+        never: Mapping[str, str] = {}
+        refused, gone_since = None, None
+        while suspected := suspicion():
+            seen, now, until = self._version, self._loop.time(), math.inf
+            if not can_serve(self._pool.fleet, decodes=request.query.decodes):
+                gone_since = now if gone_since is None else gone_since
+                until = gone_since + self._worker_wait_s
+                if now >= until:
+                    raise Unavailable(self._pool.describe_missing(self._worker_wait_s))
+                # The time in which a pair must become empty counts only while there is one.
+                if self._has_turn(request.request_id):
+                    self._empty_by = None
+            elif self._has_turn(request.request_id):
+                gone_since = None
+                query = self._reserver.query(request, never)
+                of_pair = suspected is Suspicion.DECODE
+                found = self._select(query, of_pair=of_pair)
+                if found is None:
+                    return None
+                selection, empty = found
+                own = frozenset((selection.prefill, *(selection.decode if of_pair else ())))
+                self._pool.keep(self._granted.union(own, selection.decode if refused else ()))
+                until = self._empty_by = self._empty_by or now + self._wait_s
+                if empty and refused != (selection, self._news):
+                    refused = selection, self._news
+                    answer = await self._reserve(request, query, selection, deliver, never)
+                    if isinstance(answer, Placement):
+                        self._pair, self._granted = selection, self._granted | own
+                        self._pool.keep(self._granted)
+                        # Other choices of the request may follow.
+                        self.wake(news=False)
+                        grant = IsolationGrant(partial(self._leave, request.request_id), of_pair=of_pair)
+                        return replace(answer, isolation=grant)
+                    never = answer.never
+                    continue
+                if now >= until:
+                    return None
+            else:
+                gone_since = None
+            await self._wait_change(seen, until)
+        return None
+
+    def _select(self, query: PlacementQuery, *, of_pair: bool) -> tuple[Selection, bool] | None:
+        """The pair to run at, and whether nothing but other choices of the request runs on what is to be kept of it."""
+        fleet, pair = self._pool.fleet, self._pair
+        has_own = not of_pair or (pair is not None and self._granted.issuperset(pair.decode))
+        if pair is not None and has_own and all(name in fleet for name in (pair.prefill, *pair.decode)):
+            return pair, True
+        return quietest_pair(fleet, query, self._breakers.excluded(), of_pair=of_pair)
+
+    async def _reserve(
+        self,
+        request: PlacementRequest,
+        query: PlacementQuery,
+        selection: Selection,
+        deliver: Deliver,
+        never: Mapping[str, str],
+    ) -> Placement | Refusal:
+        assignment, answer = self._reserver.assign(selection, query), None
+        try:
+            answer = await self._reserver.reserve(request, assignment, selection, deliver, never)
+        finally:
+            if not isinstance(answer, Placement):
+                assignment.release()
+        return answer
+
+    async def _wait_change(self, seen: int, until: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(None if math.isinf(until) else until):
+                while self._version == seen:
+                    self._event.clear()
+                    await self._event.wait()
+
+
+class IsolationGrant:
+    """The right of an attempt to run where no other request does, until `release`; `of_pair`: also on decode."""
+
+    def __init__(self, on_release: Callable[[], None], *, of_pair: bool) -> None:
+        self._on_release = on_release
+        self.of_pair = of_pair
+        self.released = False
+
+    def release(self) -> None:
+        """Let others use the workers; idempotent."""
+        if not self.released:
+            self.released = True
+            self._on_release()
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A worker that can give KV: where, and of which incarnation."""
+
+    shards: tuple[Shard, ...]
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The placement of an attempt; `decode` is None when nothing is to be decoded.
+
+    `consumer` is whom a KV ticket is made out to; what the attempt learns of its workers goes to `health`.
+    `pinned_tokens` are the leading ones that the decode worker has already, and `peer` is where prefill can fetch them.
+    """
+
+    prefill: PrefillAssignment
+    health: AttemptHealth
+    decode: DecodeAttempt | None = None
+    decode_name: str | None = None
+    decode_incarnation: str = ""
+    consumer: str = ""
+    pinned_tokens: int = 0
+    peer: Peer | None = None
+    isolation: IsolationGrant | None = None
+    """Set for a request that has workers for itself."""
+
+    def describe(self) -> str:
+        """The workers, for people."""
+        decode = f", decode at {self.decode_name}" if self.decode else ""
+        return f"prefill {self.prefill.link.name}{decode}"
+
+
+class Reserver:
+    """Opens assignments at prefill workers, and asks decode workers for pages."""
+
+    def __init__(self, pool: Pool, breakers: Breakers, timeout_s: float) -> None:
+        self._pool = pool
+        self._breakers = breakers
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._refused: dict[tuple[str, int], dict[str, DecodeAttempt]] = {}
+        """Attempts of requests that wait, by the decode worker that refused them."""
+
+    def query(self, request: PlacementRequest, never: Mapping[str, str]) -> PlacementQuery:
+        """The request to place, by the facts that are known now."""
+        return make_query(request, never, self._pool.fleet, self._pool.prefixes)
+
+    def assign(self, selection: Selection, query: PlacementQuery) -> PrefillAssignment:
+        """An assignment at the selected prefill worker."""
+        cached = min(query.prefill_match.tokens(selection.prefill), query.tokens)
+        return self._pool.prefill_link(selection.prefill).assign(query.tokens, cached)
+
+    async def reserve(
+        self,
+        request: PlacementRequest,
+        assignment: PrefillAssignment,
+        selection: Selection,
+        deliver: Deliver,
+        never: Mapping[str, str],
+    ) -> Placement | Refusal:
+        """Ask the decode workers in turn. The assignment stays the caller's until there is a placement."""
+        if not request.query.decodes:
+            self._dispatch(request, assignment, selection)
+            return Placement(assignment, self._breakers.begin(selection.prefill, None))
+        names = (*selection.decode, *self._last_resort(request, selection, never))
+        request.life.enter(State.RESERVING, self._loop.time(), self._timeout_s * len(names))
+        answers: dict[str, ReserveResult] = {}
+        refused = self._refused.setdefault((request.request_id, request.attempt), {})
+        for name in names:
+            link = self._pool.decode_link(name)
+            if link is None or link.session is None or not link.session.open:
+                continue
+            # The selection may have been made before the worker was kept for another request.
+            if name in self._pool.fleet.kept and not request.query.alone:
+                continue
+            attempt, consumer = link.session.attempt(request.request_id, request.attempt, deliver), link.consumer
+            incarnation = link.status.identity.incarnation if link.status else ""
+            digests = self._pool.prefixes.digests_to_pin(name, link.namespace, request.digests)
+            answer = answers[name] = await self._ask(attempt, request, digests)
+            if not answer.granted:
+                refused[name] = attempt
+            else:
+                refused.pop(name, None)
+                link.subtract_room(request.context_tokens - answer.cached_tokens, len(request.choices))
+                health = self._breakers.begin(selection.prefill, name)
+                self._dispatch(request, assignment, selection)
+                peer = self._peer(assignment, link) if answer.cached_tokens else None
+                return Placement(assignment, health, attempt, name, incarnation, consumer, answer.cached_tokens, peer)
+        request.life.enter(State.QUEUED, self._loop.time())
+        return self._refusal(request, selection, answers, never)
+
+    def withdraw(self, request: PlacementRequest) -> None:
+        """The request does not ask again: workers that refused it need not set pages aside for it."""
+        for attempt in self._refused.pop((request.request_id, request.attempt), {}).values():
+            attempt.withdraw()
+
+    def _refusal(
+        self,
+        request: PlacementRequest,
+        selection: Selection,
+        answers: Mapping[str, ReserveResult],
+        never: Mapping[str, str],
+    ) -> Refusal:
+        never = {**never}
+        for name, answer in answers.items():
+            if answer.never:
+                link = self._pool.decode_link(name)
+                never[name] = f"decode worker {link.name if link else name}: {answer.reason}"
+        room = max((answer.room_tokens for answer in answers.values()), default=0)
+        paired = {decode for prefill, decode in request.query.avoid_pairs if prefill == selection.prefill}
+        closed = never.keys() | self._pool.fleet.kept | paired
+        return Refusal(
+            never,
+            min((each.retry_after_s for each in answers.values() if each.retry_after_s), default=math.inf),
+            room,
+            closed=frozenset(name for name in closed if name in self._pool.fleet.decode),
+            lacks_forks=len(request.choices) > 1 and room >= request.context_tokens,
+        )
+
+    def _last_resort(self, request: PlacementRequest, selection: Selection, never: Mapping[str, str]) -> list[str]:
+        """Decode workers that the request avoids: better one of these than to wait for the others.
+
+        One that must run alone has no others but the worker that is kept for it.
+        """
+        fleet = self._pool.fleet
+        prefill = fleet.prefill.get(selection.prefill)
+        if request.query.alone or not request.avoided or prefill is None:
+            return []
+        query = self.query(request, never)
+        closed = {decode for prefill, decode in query.avoid_pairs if prefill == selection.prefill}
+        closed.update(query.never, selection.decode)
+        return [view.name for view in fleet.followers(prefill) if view.name in query.avoid and view.name not in closed]
+
+    def _dispatch(self, request: PlacementRequest, assignment: PrefillAssignment, selection: Selection) -> None:
+        """The prompt goes to its prefill worker at once."""
+        writes = request.cache.writes
+        self._pool.prefixes.dispatch(selection.prefill, request.digests, assignment.cached_tokens, writes=writes)
+
+    def _peer(self, assignment: PrefillAssignment, decode: WorkerLink) -> Peer | None:
+        """The decode worker, if the prefill worker can fetch KV from it: in its own format and with our KV tickets."""
+        status = decode.status
+        if status is None or decode.namespace != assignment.link.namespace or not self._pool.signs_for(status.identity):
+            return None
+        return Peer(complete_shards(status.identity.shards, decode.address), status.identity.incarnation)
+
+    async def _ask(self, attempt: DecodeAttempt, request: PlacementRequest, digests: bytes) -> ReserveResult:
+        """One worker's answer; one that doesn't come in time, or for a lost session, is a refusal."""
+        answer = ReserveResult(False, "no answer", False)
+        left = request.deadline - self._loop.time()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                answer = await attempt.reserve(
+                    context_tokens=request.context_tokens,
+                    max_new_tokens=request.max_new_tokens,
+                    choices=request.choices,
+                    deadline_ms=0 if math.isinf(left) else max(math.ceil(1e3 * left), 1),
+                    salt=request.salt,
+                    cache=request.cache,
+                    prefix_digests=digests,
+                )
+        except (TimeoutError, BatonError) as error:
+            _logger.warning("reservation %s/%d failed: %r", request.request_id, request.attempt, error)
+        finally:
+            if not answer.granted:
+                attempt.close()
+        return answer

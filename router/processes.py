@@ -2,7 +2,7 @@
 
     parent ── holds the port, serves nobody ── router 0, router 1, …      all listen on the port (SO_REUSEPORT), and the
       │                                                                   kernel spreads connections over them
-      ├─ one dies: its streams break, the others go on; it is started again (see baton.supervisor)
+      ├─ one dies: its streams break, the others go on; it is started again (see baton.process.supervisor)
       └─ SIGTERM: all drain, then it ends
 
 Routers need no state of each other, so these are full ones, as separate machines would run them. Each has an ops
@@ -19,14 +19,14 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from baton import freed_memory
 from baton.config import parse_address
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
-from baton.process import STOP_S, Running, main
+from baton.process import freed_memory
+from baton.process.service import STOP_S, Running, main
+from baton.process.sockets import bind
+from baton.process.supervisor import Supervisor, parse_listeners
 from baton.rpc.server import check_reach
-from baton.sockets import bind
-from baton.supervisor import Supervisor, parse_listeners
 from baton.telemetry.logs import configure
 from router.app import run
 

@@ -1,15 +1,13 @@
-"""Files and types that one request crosses, from the client to its answer.
+"""Files and types that one request enters, from the client to its answer.
 
     python scripts/trace_request.py [--list]
 
+A file or a type is entered if one of its functions runs for the request and does not run in a fleet without work. What
+every call crosses is left out: settings, metrics and logs, errors and their gRPC statuses, and generated stubs.
+
 A router, a prefill worker and a decode worker run in this process, with the bundled checkpoint and gRPC between them.
-After a first request, which pays for imports, a profiler watches all threads while a second one runs. Two counts:
-
-    crossed   functions that hand the request on: those on the stack when a gRPC message is written or read, when work
-              goes to another thread, or when a waiting task is woken. A reader who follows the request opens these.
-    entered   all functions, helpers included.
-
-Functions that also run without a request (heartbeats, status) do not count. A type counts by its methods.
+After a first request, which pays for imports, a profiler watches all threads: first without work, then while a second
+request runs. Helpers count like the rest. A type counts by its methods, those that `dataclass` writes included.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -29,89 +26,68 @@ if TYPE_CHECKING:
     from baton import AsyncClient
 
 PACKAGES = ("baton", "router", "prefill_svc", "decode_svc")
+PLUMBING = ("baton.config", "baton.telemetry", "baton.errors", "baton.rpc.errors", "baton.pb")
+"""Modules that every call crosses."""
+
 ROOT = Path(__file__).resolve().parent.parent
 IDLE_S = 3.0
 
-# Functions of grpc.aio, and of the standard library (in C or in Python), that hand something on.
-_MESSAGES = {"write", "read", "__aiter__", "__anext__"}
-_WAKING = {"put", "put_nowait", "set", "set_result", "submit", "call_soon_threadsafe"}
-
 Function: TypeAlias = tuple[CodeType, type | None]
-
-
-@dataclass
-class Functions:
-    """Functions that were entered, each with the type of its `self`; `crossed` are those that handed something on."""
-
-    entered: set[Function] = field(default_factory=set)
-    crossed: set[Function] = field(default_factory=set)
+"""A function, and the type of its `self`."""
 
 
 class Recorder:
     """Records functions while `record` runs."""
 
     def __init__(self) -> None:
-        self._found: Functions | None = None
+        self._found: set[Function] | None = None
 
     def profile(self, frame: FrameType, event: str, argument: Any) -> None:
         """The profile function of all threads (`sys.setprofile`)."""
-        found = self._found
-        if found is None or event not in ("call", "c_call"):
-            return
-        if event == "call":
-            found.entered.add(_function(frame))
-            name, file = frame.f_code.co_name, frame.f_code.co_filename
-            crosses = name in _MESSAGES if "grpc/aio" in file else name in _WAKING and not file.startswith(str(ROOT))
-        else:
-            crosses = getattr(argument, "__name__", "") in _WAKING
-        if crosses:
-            stack: FrameType | None = frame
-            while stack is not None:
-                found.crossed.add(_function(stack))
-                stack = stack.f_back
+        if event == "call" and self._found is not None:
+            code = frame.f_code
+            owner = frame.f_locals.get("self") if code.co_argcount and code.co_varnames[0] == "self" else None
+            self._found.add((code, None if owner is None else type(owner)))
 
     @contextlib.contextmanager
-    def record(self) -> Iterator[Functions]:
+    def record(self) -> Iterator[set[Function]]:
         """The functions until the block ends."""
-        self._found = found = Functions()
+        found: set[Function] = set()
+        self._found = found
         try:
             yield found
         finally:
             self._found = None
 
 
-def _function(frame: FrameType) -> Function:
-    code = frame.f_code
-    owner = frame.f_locals.get("self") if code.co_argcount and code.co_varnames[0] == "self" else None
-    return code, None if owner is None else type(owner)
-
-
 def file_of(code: CodeType) -> str | None:
-    """Path of a function's file within the repository; None if it is not Baton's."""
+    """Path of a function's file within the repository; None if it is not Baton's, or plumbing."""
     path = Path(code.co_filename)
-    if not path.is_relative_to(ROOT) or "pb" in path.parts:
+    if not path.is_relative_to(ROOT):
         return None
     inside = path.relative_to(ROOT)
-    return str(inside) if inside.parts[0] in PACKAGES else None
+    return str(inside) if _counts(".".join(inside.with_suffix("").parts)) else None
 
 
 def name_of(owner: type | None) -> str | None:
-    """Full name of a type; None if it is not Baton's."""
-    if owner is None or owner.__module__.split(".")[0] not in PACKAGES or ".pb" in owner.__module__:
-        return None
-    return f"{owner.__module__}.{owner.__qualname__}"
+    """Full name of a type; None if it is not Baton's, or plumbing."""
+    return f"{owner.__module__}.{owner.__qualname__}" if owner is not None and _counts(owner.__module__) else None
 
 
-async def trace(recorder: Recorder) -> tuple[Functions, Functions]:
+def _counts(module: str) -> bool:
+    plumbing = any(module == each or module.startswith(f"{each}.") for each in PLUMBING)
+    return module.split(".")[0] in PACKAGES and not plumbing
+
+
+async def trace(recorder: Recorder) -> tuple[set[Function], set[Function]]:
     """Functions of a fleet without work, and of one request."""
     # Imported here, so that every thread that they start is profiled.
     import decode_svc.app
     import prefill_svc.app
     import router.app
     from baton import AsyncClient
-    from baton.config.decode import DecodeConfig
-    from baton.config.prefill import PrefillConfig
     from baton.config.router import RouterConfig
+    from baton.config.worker import DecodeConfig, PrefillConfig
 
     async with contextlib.AsyncExitStack() as fleet:
         prefill = await fleet.enter_async_context(prefill_svc.app.run(PrefillConfig(threads=1)))
@@ -141,14 +117,13 @@ def main() -> None:
     threading.setprofile(recorder.profile)
     sys.setprofile(recorder.profile)
     idle, busy = asyncio.run(trace(recorder))
-    background = {code for code, _ in idle.entered}
-    for count, functions in (("entered", busy.entered), ("crossed", busy.crossed)):
-        own = [(code, owner) for code, owner in functions if code not in background]
-        files = {file for code, _ in own if (file := file_of(code))}
-        types = {name for _, owner in own if (name := name_of(owner))}
-        if arguments.list:
-            print("\n".join(["", *sorted(files), "", *sorted(types), ""]))
-        print(f"{count}: {len(files)} files, {len(types)} types")
+    background = {code for code, _ in idle}
+    own = [(code, owner) for code, owner in busy if code not in background]
+    files = {file for code, _ in own if (file := file_of(code))}
+    types = {name for _, owner in own if (name := name_of(owner))}
+    if arguments.list:
+        print("\n".join([*sorted(files), "", *sorted(types), ""]))
+    print(f"files entered: {len(files)}\ntypes entered: {len(types)}")
 
 
 if __name__ == "__main__":

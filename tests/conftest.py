@@ -12,7 +12,7 @@ from hypothesis import settings
 
 from tests.effort import PROFILE
 
-# As the services have it (baton.process): tests import gRPC before them.
+# As the services have it (baton.process.service): tests import gRPC before them.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 # A shell that is not interactive starts its background jobs with SIGINT ignored, and children inherit that. Tests that

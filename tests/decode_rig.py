@@ -8,18 +8,17 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from baton.config.decode import DecodeConfig
+from baton.config.worker import DecodeConfig
 from baton.engine.contract import Engine
 from baton.engine.fake import FakeEngine
 from baton.lifecycle import State
 from baton.pb import decode_pb2, decode_pb2_grpc, worker_pb2, worker_pb2_grpc
-from baton.request import FirstToken, Handoff, SamplingParams, SequenceState, finish_reason
+from baton.request import FirstToken, Handoff, RemoteExport, SamplingParams, SequenceState, finish_reason
 from baton.rpc.channel import control_channel
 from baton.rpc.convert import export_to_proto, finish_from_proto
 from baton.rpc.server import listen
-from baton.transfer.registry import ExportRegistry
-from baton.transfer.remote import RemoteExport
-from baton.transfer.servicer import KvServicer
+from baton.transfer.export import ExportRegistry
+from baton.transfer.transport import KvServicer
 from baton.worker.status import WIRE_VERSION
 from decode_svc.admission import SlotForecast
 from decode_svc.app import DecodeApp, run

@@ -22,9 +22,8 @@ import decode_svc.app
 import prefill_svc.app
 import router.app
 from baton import AsyncClient
-from baton.config.decode import DecodeConfig
-from baton.config.prefill import PrefillConfig
 from baton.config.router import RouterConfig
+from baton.config.worker import DecodeConfig, PrefillConfig
 from baton.engine.contract import Engine
 from tests.certificates import SECRET
 

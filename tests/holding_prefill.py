@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from baton.config.prefill import PrefillConfig
+from baton.config.worker import PrefillConfig
 from baton.engine.contract import ForwardPass, PromptChunk
 from baton.engine.core import EngineCore
-from baton.process import main
+from baton.process.service import main
 from prefill_svc.__main__ import start
 
 

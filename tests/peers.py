@@ -12,10 +12,10 @@ import grpc
 
 from baton.engine.contract import Engine, KvHandle
 from baton.pb import prefill_pb2
+from baton.request import PrefixSource, RemoteExport
 from baton.rpc.convert import prefix_source_to_proto
-from baton.transfer.registry import ExportRegistry
-from baton.transfer.remote import PrefixSource, RemoteExport
-from baton.transfer.servicer import KvServicer
+from baton.transfer.export import ExportRegistry
+from baton.transfer.transport import KvServicer
 from tests.decoding import digests
 from tests.engine_calls import prefill_chunk
 from tests.prefill import PROMPT, decoder

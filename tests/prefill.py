@@ -16,18 +16,17 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.config.prefill import PrefillConfig
+from baton.config.worker import PrefillConfig
 from baton.engine.fake import FakeEngine
 from baton.errors import BatonError
 from baton.kv.prefix.contract import Hits
 from baton.kv.prefix.fetch_cost import FetchCostModel, FetchDecision
 from baton.pb import inference_pb2, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
-from baton.request import CachePolicy, Handoff, SamplingParams, SequenceState
+from baton.request import CachePolicy, Handoff, RemoteExport, SamplingParams, SequenceState
 from baton.rpc.channel import control_channel, kv_channel
 from baton.rpc.convert import cache_policy_to_proto, sampling_to_proto
 from baton.transfer.fetcher import fetch
-from baton.transfer.remote import RemoteExport
-from baton.transfer.source import GrpcSource
+from baton.transfer.transport import GrpcSource
 from prefill_svc.app import PrefillApp, run
 from prefill_svc.job import PrefillJob
 from tests.metrics import sample

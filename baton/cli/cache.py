@@ -10,13 +10,11 @@ from typing import Any
 import click
 from rich.console import Console
 
-from baton.cache_report import CacheReport, CacheTier
-from baton.cli.failures import EXIT_HELP
-from baton.cli.options import DEFAULT_GRPC, connection
+from baton.cli.options import DEFAULT_GRPC, EXIT_HELP, connection, size, table
 from baton.cli.reach import Survey, addresses, survey_options
-from baton.cli.tables import size, table
 from baton.cli.warm import warm
 from baton.client import Client
+from baton.ledger import CacheReport, CacheTier
 
 _COLUMNS = ("tier", "blocks", "held", "capacity", "hits", "misses", "fetching", "state")
 _NUMBERS = ("blocks", "held", "capacity", "hits", "misses", "fetching")

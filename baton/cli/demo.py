@@ -14,10 +14,10 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from baton.cli.account import print_account
+from baton.cli.generate import print_account
 from baton.client import Client, Completion
 from baton.errors import BatonError
-from baton.launcher import bind_to_parent
+from baton.process.supervisor import bind_to_parent
 from baton.request import Sampling
 
 _PROMPT = '''class Queue:

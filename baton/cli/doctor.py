@@ -9,12 +9,12 @@ from importlib.metadata import version
 
 import click
 
-from baton import cores
 from baton.bench.machine import machine
 from baton.config.options import click_option, usage_errors
 from baton.config.worker import WorkerConfig
 from baton.native.build import NoCompiler, find_compiler
 from baton.native.library import select_kernels
+from baton.process import cores
 
 _KERNELS = next(field for field in dataclasses.fields(WorkerConfig) if field.name == "kernels")
 

@@ -1,10 +1,15 @@
-"""`baton generate`: one request, streamed to the terminal or printed as one JSON object."""
+"""`baton generate`: one request, streamed to the terminal or printed as one JSON object; and its prompts and account.
+
+Prompts may be in files: text, a conversation, or one prompt a line. A finished request is shown to people as its
+latency account.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -13,16 +18,25 @@ from typing import Any, Self
 import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
 
-from baton.cli.account import as_json, print_account
-from baton.cli.failures import EXIT_HELP, INTERRUPTED, fail
-from baton.cli.options import DEFAULT_GRPC, Seconds, TokenIds, connection, connection_options, sampling_options
-from baton.cli.prompts import read_messages, read_text
-from baton.client import Client, Completion, Delta
+from baton.cli.options import (
+    DEFAULT_GRPC,
+    EXIT_HELP,
+    INTERRUPTED,
+    Seconds,
+    TokenIds,
+    connection,
+    connection_options,
+    fail,
+    sampling_options,
+)
+from baton.client import Choice, Client, Completion, Delta
 from baton.completion import Prompt
 from baton.config.options import Address, usage_errors
-from baton.errors import BatonError
-from baton.request import PARAMETERS, CachePolicy, PrefillProgress
+from baton.errors import BatonError, InvalidRequest, preview
+from baton.request import PARAMETERS, CachePolicy, PrefillProgress, TokenInfo, Usage
+from baton.rpc import calls
 
 _CACHING = ("cache", "cache_salt")
 _POLICIES = [policy.value for policy in CachePolicy]
@@ -169,3 +183,157 @@ def _prompt(text: str | None, file: Path | None, token_ids: list[int] | None, ch
     if chat is not None:
         return read_messages(chat)
     return text if text is not None else token_ids or []
+
+
+_FORMS = {
+    "text": "a text that is not empty",
+    "token_ids": "a list of token ids that is not empty",
+    "messages": "a list of {role, content} that is not empty",
+}
+_SHOWN = 5
+
+
+def read_text(flag: str, file: Path) -> str:
+    """The content of the file that `flag` names; raises click.BadParameter."""
+    try:
+        return file.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise bad(flag, f"{str(file)!r} can't be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise bad(flag, f"{str(file)!r} is not valid UTF-8 at byte {error.start} (0x{byte:02x})") from None
+
+
+def read_messages(file: Path) -> list[dict[str, str]]:
+    """The conversation in the file of --chat: a JSON list of {role, content}; raises click.BadParameter."""
+    try:
+        messages = json.loads(read_text("--chat", file))
+    except (ValueError, RecursionError) as error:
+        raise bad("--chat", f"{str(file)!r} is not JSON: {error}") from None
+    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
+        raise bad("--chat", f"{str(file)!r} must hold a list of {{role, content}}")
+    return messages
+
+
+def read_prompts(file: Path) -> dict[int, Prompt]:
+    """The prompts in the file of --prompt-file by their lines, from 1.
+
+    A .jsonl file has one a line, any other file is one as a whole. A line of .jsonl is an object with one of text,
+    token_ids and messages; empty lines are passed over. Raises click.BadParameter naming each line that can't be a
+    prompt.
+    """
+    text = read_text("--prompt-file", file)
+    if file.suffix != ".jsonl":
+        lines: dict[int, Any] = {1: text} if text else {}
+    else:
+        # Not `splitlines`: strings may contain other characters that Unicode treats as the end of a line.
+        lines = {number: line for number, line in enumerate(text.split("\n"), 1) if line.strip()}
+    found, problems = {}, []
+    for number, line in lines.items():
+        try:
+            found[number] = _checked(line if file.suffix != ".jsonl" else _prompt_of(line))
+        except InvalidRequest as error:
+            problems.append(f"line {number}: {error}")
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise bad("--prompt-file", f"{str(file)!r}, {'; '.join(problems[:_SHOWN])}{more}")
+    if not found:
+        raise bad("--prompt-file", f"{str(file)!r} holds no prompt")
+    return found
+
+
+def bad(flag: str, problem: str) -> click.BadParameter:
+    """The refusal of what a flag says."""
+    return click.BadParameter(problem, param_hint=f"'{flag}'")
+
+
+def _prompt_of(line: str) -> Any:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest("prompt", f"is no JSON: {error}") from None
+    if not isinstance(value, dict) or len(value) != 1 or not value.keys() <= _FORMS.keys():
+        raise InvalidRequest("prompt", f"must be an object with one of {', '.join(_FORMS)}, got {preview(value)}")
+    ((form, prompt),) = value.items()
+    kind = str if form == "text" else list
+    if not isinstance(prompt, kind) or not prompt or (form != "text" and _is_chat(prompt) != (form == "messages")):
+        raise InvalidRequest(form, f"must be {_FORMS[form]}, got {preview(prompt)}")
+    return prompt
+
+
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt[0], dict)
+
+
+def _checked(prompt: Prompt) -> Prompt:
+    """The prompt, once it is known that a client would send it."""
+    calls.generate_request("", prompt, {})
+    return prompt
+
+
+_SOURCES = {"pool": "pool", "host": "host memory", "redis": "Redis", "peer": "a decode worker"}
+_ACCOUNT = {
+    "queue": "queue",
+    "prefill": "prefill",
+    "transfer": "transfer",
+    "slot_wait": "slot wait",
+    "decode": "decode",
+    "total": "total",
+}
+"""Fields of the timings, and their titles."""
+
+
+def print_account(completion: Completion, console: Console | None = None) -> None:
+    """Write where the request's time went, and its usage, to `console` (default: standard error)."""
+    console = console or Console(stderr=True, highlight=False)
+    if (timings := completion.timings_ms) is not None:
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for title in _ACCOUNT.values():
+            table.add_column(title, justify="right")
+        table.add_row(*(f"{getattr(timings, name):.1f} ms" for name in _ACCOUNT))
+        console.print(table)
+        console.print(f"first token {timings.first_token:.1f} ms, ITL {timings.mean_itl:.2f} ms", style="dim")
+    if (usage := completion.usage) is not None:
+        reasons = [choice.finish_reason.value for choice in completion.choices if choice.finish_reason]
+        console.print(
+            f"prompt {usage.prompt_tokens} tokens ({describe_cached(usage)}), "
+            f"completion {usage.completion_tokens} tokens, finish reason {', '.join(reasons)}",
+            style="dim",
+            soft_wrap=not console.is_terminal,
+        )
+
+
+def describe_cached(usage: Usage) -> str:
+    """The number of cached prompt tokens, where they came from, and how many decode already had."""
+    counts = {words: getattr(usage.cached, name) for name, words in _SOURCES.items()}
+    sources = ", ".join(f"{count} from {words}" for words, count in counts.items() if count)
+    held = f"; {usage.cached.decode} held by decode" if usage.cached.decode else ""
+    return f"{usage.cached_tokens} cached{': ' if sources else ''}{sources}{held}"
+
+
+def as_json(completion: Completion) -> dict[str, Any]:
+    """The completion as plain values: the first choice at the top, and all under `choices` if there are several."""
+    usage, timings = completion.usage, completion.timings_ms
+    result = {"request_id": completion.request_id} | (_choice(completion.choices[0]) if completion.choices else {})
+    if completion.prompt_tokens:
+        result["prompt_logprobs"] = [_token(token) for token in completion.prompt_tokens]
+    result["usage"] = asdict(usage) if usage else None
+    result["timings_ms"] = asdict(timings) if timings else None
+    if len(completion.choices) > 1:
+        result["choices"] = [{"index": choice.index} | _choice(choice) for choice in completion.choices]
+    return result
+
+
+def _choice(choice: Choice) -> dict[str, Any]:
+    return {
+        "text": choice.text,
+        "token_ids": choice.token_ids,
+        "finish_reason": choice.finish_reason.value if choice.finish_reason else None,
+        "stop": choice.stop,
+        "logprobs": None if choice.logprobs is None else [_token(token) for token in choice.logprobs],
+    }
+
+
+def _token(token: TokenInfo) -> dict[str, Any]:
+    top = [{"token_id": token_id, "logprob": logprob} for token_id, logprob in token.top]
+    return {"token_id": token.token_id, "logprob": token.logprob, "top": top}

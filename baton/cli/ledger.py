@@ -8,10 +8,8 @@ from typing import Any
 import click
 from rich.console import Console
 
-from baton.cli.failures import EXIT_HELP
-from baton.cli.options import DEFAULT_GRPC, connection
+from baton.cli.options import DEFAULT_GRPC, EXIT_HELP, connection, size, table
 from baton.cli.reach import Survey, addresses, survey_options
-from baton.cli.tables import size, table
 from baton.ledger import Ledger, LedgerEntry
 
 _COLUMNS = ("owner", "kind", "state", "pages", "bytes", "age", "deadline", "tenant", "detail")

@@ -1,17 +1,25 @@
-"""Types of command-line values that several commands use; their errors name flag and value."""
+"""What several commands share: types of values, tables, and failures.
+
+Errors of values name flag and value. Tables are fitted to a terminal; without one, each row is one line. A failure is
+one line on standard error, and an exit status that scripts can tell apart.
+"""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import click
+from rich.console import Console
+from rich.table import Table
 
 from baton.config.options import Address, flag_of
-from baton.errors import InvalidRequest
+from baton.errors import BatonError, InvalidRequest, Overloaded
 from baton.request import PARAMETERS
 from baton.rpc.calls import MAX_TIMEOUT_S
 
@@ -136,3 +144,74 @@ def sampling_options(command: F) -> F:
         default = "" if parameter.default in (None, ()) else f"  [default: {str(parameter.default).lower()}]"
         command = click.option(flags, default=None, help=parameter.help + default, **_KINDS[parameter.kind])(command)
     return command
+
+
+FAILED, USAGE, TRY_AGAIN, TIMED_OUT, INTERRUPTED = 1, 2, 75, 124, 130
+_STATUS = {
+    "INVALID_ARGUMENT": USAGE,
+    "RESOURCE_EXHAUSTED": TRY_AGAIN,
+    "UNAVAILABLE": TRY_AGAIN,
+    "DEADLINE_EXCEEDED": TIMED_OUT,
+}
+
+EXIT_HELP = (
+    "Exit status: 0 done, 1 failed, 2 bad usage or INVALID_ARGUMENT, 75 try again later (RESOURCE_EXHAUSTED, "
+    "UNAVAILABLE), 124 the deadline passed, 130 Ctrl-C."
+)
+
+
+def exit_status(error: BatonError) -> int:
+    """The exit status for an error."""
+    return _STATUS.get(error.grpc_status, FAILED)
+
+
+def describe(error: BatonError) -> str:
+    """Status and message of an error, and when to retry if the error says so."""
+    after = error.retry_after if isinstance(error, Overloaded) else None
+    again = "" if after is None else f" (try again in {after:.3g} s)"
+    return f"{error.grpc_status}: {error}{again}"
+
+
+@contextmanager
+def extra_installed(extra: str) -> Iterator[None]:
+    """If a module is missing, say which extra of the package has it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"{error.name} is missing: pip install 'baton[{extra}]'") from None
+
+
+def fail(error: BatonError) -> NoReturn:
+    """Print what failed and end the process."""
+    click.echo(f"error: {describe(error)}", err=True)
+    sys.exit(exit_status(error))
+
+
+_ANY_WIDTH = 1 << 20
+
+
+def output() -> Console:
+    """Standard output."""
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        # Each row is one line, however long, so that grep finds it.
+        console.width = _ANY_WIDTH
+    return console
+
+
+def table(columns: Sequence[str], numbers: Collection[str]) -> Table:
+    """An empty table; the columns in `numbers` are right-aligned."""
+    made = Table(box=None, pad_edge=False, header_style="dim")
+    for name in columns:
+        made.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
+    return made
+
+
+def size(count: float) -> str:
+    """A number of bytes with its unit, for people."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} GiB"

@@ -16,9 +16,17 @@ from typing import Any, Generic, TypeVar
 import click
 from rich.console import Console
 
-from baton.cli.failures import FAILED, INTERRUPTED, describe, exit_status
-from baton.cli.options import AddressList, F, Seconds, connection_options
-from baton.cli.tables import output
+from baton.cli.options import (
+    FAILED,
+    INTERRUPTED,
+    AddressList,
+    F,
+    Seconds,
+    connection_options,
+    describe,
+    exit_status,
+    output,
+)
 from baton.client import Client
 from baton.config.options import usage_errors
 from baton.errors import BatonError, Unavailable

@@ -12,10 +12,18 @@ from typing import Any
 
 import click
 
-from baton.cli.account import describe_cached
-from baton.cli.failures import EXIT_HELP, FAILED, INTERRUPTED, describe, exit_status
-from baton.cli.options import DEFAULT_GRPC, Seconds, connection, connection_options
-from baton.cli.prompts import read_prompts
+from baton.cli.generate import describe_cached, read_prompts
+from baton.cli.options import (
+    DEFAULT_GRPC,
+    EXIT_HELP,
+    FAILED,
+    INTERRUPTED,
+    Seconds,
+    connection,
+    connection_options,
+    describe,
+    exit_status,
+)
 from baton.client import AsyncClient
 from baton.completion import Prompt
 from baton.config.options import Address, usage_errors

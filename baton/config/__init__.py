@@ -1,9 +1,10 @@
 """Settings, each declared once as a field of a frozen dataclass; flags, variables, help and checks follow from it.
 
-options   read it first: `option` and `Settings`, and how click turns them into flags
-worker, prefill, decode, router    the settings of each kind of process
-roles     the classes by role; `command` and `load` fill them from flags and BATON_* variables
-values    how addresses and sizes are written; the package imports only this, so that clients do not import click
+options          read it first: `option` and `Settings`, and how click turns them into flags
+worker, router   the settings of each kind of process
+roles            the classes by role; `command` and `load` fill them from flags and BATON_* variables
+watched          files of settings that may be replaced while a process runs
+values           how addresses and sizes are written; the package imports only this, so that clients do not import click
 """
 
 from baton.config.values import is_loopback, parse_address, parse_bytes

@@ -12,10 +12,9 @@ from typing import Any, TypeVar, cast
 
 import click
 
-from baton.config.decode import DecodeConfig
 from baton.config.options import STYLE, Settings, SettingsCommand, click_option, usage_errors, variable_of
-from baton.config.prefill import PrefillConfig
 from baton.config.router import RouterConfig
+from baton.config.worker import DecodeConfig, PrefillConfig
 
 S = TypeVar("S", bound=Settings)
 

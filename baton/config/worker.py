@@ -1,18 +1,16 @@
-"""Settings that prefill and decode workers share."""
+"""Settings of prefill and decode workers, and those that both share."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
-from baton import bundled, cores
+from baton import bundled
 from baton.config.options import Settings, option
-from baton.engine.config import KV_HOMES
+from baton.engine.config import KV_HOMES, EngineConfig
+from baton.lifecycle import PREFILL_TOKEN_S
 from baton.native import KERNELS
+from baton.process import cores
 from baton.telemetry.logs import LEVELS
-
-if TYPE_CHECKING:
-    from baton.engine.config import EngineConfig
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -142,4 +140,82 @@ class WorkerConfig(Settings):
             num_kv_buffers=self.num_kv_buffers,
             block_size=self.block_size,
             threads=self.threads,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillConfig(WorkerConfig):
+    """Settings of one prefill worker.
+
+    Raises ConfigError naming the field and the value seen.
+    """
+
+    chunk_size: int = option(0, help="Tokens in a chunk; 0: depends on prompt length and measured rate.", minimum=0)
+    long_prompt_chunks: int = option(
+        16,
+        help="Chunks from which a prompt is long: its blocks go to Redis after each chunk, so that another worker can "
+        "resume it; 0: never.",
+        minimum=0,
+        hidden=True,
+    )
+    max_waiting: int = option(
+        64, help="Largest number of prompts that wait for their first chunk.", minimum=1, hidden=True
+    )
+    cache_memory: int = option(256 << 20, help="Host memory for cached prefixes; 0: none.", unit="bytes")
+    lease_s: float = option(
+        10.0, help="Seconds for which finished KV is kept if nobody fetches it.", minimum=0.01, hidden=True
+    )
+    drain_s: float = option(
+        30.0, help="Seconds that running prompts and fetches of finished KV get in a drain.", minimum=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig(WorkerConfig):
+    """Settings of one decode worker.
+
+    A decode worker reads cached prefixes from its own pages only, and writes new ones to Redis. Raises ConfigError
+    naming the field and the value seen.
+    """
+
+    slots: int = option(32, help="Largest number of sequences in the generation batch.", minimum=1)
+    reserve_tokens: int = option(
+        256,
+        help="New tokens of a choice that a reservation has pages for; longer outputs get more pages later.",
+        minimum=1,
+    )
+    host_kv_memory: int = option(
+        512 << 20, help="Host memory for the KV of sequences that are paused because pages are missing.", unit="bytes"
+    )
+    convert_kv: bool = option(
+        False, help="Accept KV of another element type and convert it; decode then caches none of it."
+    )
+    start_timeout_s: float = option(
+        10.0, help="Seconds for which pages are reserved for a request that has not started.", minimum=0.01, hidden=True
+    )
+    fetch_timeout_s: float = option(
+        600.0,
+        help="Longest time in seconds from a request's start until all its KV has arrived, with its prefill; 0.1 s "
+        "more for each token of its context.",
+        minimum=0.01,
+        hidden=True,
+    )
+    fetch_stall_s: float = option(
+        30.0,
+        help="Seconds without a frame after which a KV transfer fails. An open export sends one each second.",
+        minimum=0.01,
+        hidden=True,
+    )
+    drain_s: float = option(30.0, help="Seconds that running sequences get to finish in a drain.", minimum=0)
+
+    def fetch_limit_s(self, context_tokens: int) -> float:
+        """Longest time in seconds that the KV of a context may take to arrive; a long prompt's prefill takes longer."""
+        return self.fetch_timeout_s + PREFILL_TOKEN_S * context_tokens
+
+    def engine_config(self) -> EngineConfig:
+        """The settings of the engine."""
+        return replace(
+            super().engine_config(),
+            slots=self.slots,
+            host_kv_memory=self.host_kv_memory,
         )

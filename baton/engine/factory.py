@@ -7,7 +7,6 @@ import time
 
 import torch
 
-from baton import freed_memory
 from baton.engine import host_memory, huge_pages
 from baton.engine.config import EngineConfig, default_page_size, default_segment_tokens
 from baton.engine.contract import EngineSpec
@@ -25,6 +24,7 @@ from baton.model.load import LoadedModel, load_model
 from baton.model.zeros import RegistrationError
 from baton.native.decoder import NativeDecoder, unsupported
 from baton.native.library import Kernels, select_kernels
+from baton.process import freed_memory
 
 _log = logging.getLogger(__name__)
 

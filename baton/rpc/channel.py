@@ -1,4 +1,4 @@
-"""Channels between processes, and the options that both ends of a connection share.
+"""Channels between processes, the options that both ends of a connection share, and the detection of silent peers.
 
 TCP reports a closed peer at once. Keepalive pings find a peer that is stopped or cut off, within
 `KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS`. gRPC's own threads answer pings, so a peer that
@@ -7,11 +7,16 @@ its own, so that it never shares a connection with control.
 
 The credentials of a channel do not change. Code that keeps a channel for long must compare the `generation` of its
 `Tls` with the one that the channel was made with, and dial again when it differs.
+
+`SilenceTimer` finds a stream on which no message came for too long. After a process was stopped, or its event loop was
+blocked, all its timers fire at once, before it has read the messages that came meanwhile. So a check that runs late
+does not end the stream, but waits once more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 
 import grpc
 
@@ -77,3 +82,65 @@ def _channel(address: str, tls: Tls | None, role: str, options: Options) -> grpc
         return grpc.aio.insecure_channel(address, options=options)
     named = [*options, ("grpc.ssl_target_name_override", role_name(role))]
     return grpc.aio.secure_channel(address, tls.channel_credentials(), options=named)
+
+
+HEARTBEAT_S = 1.0
+"""Longest time between two messages of a live peer."""
+
+SILENCE_S = 5.0
+"""A peer that sent nothing for so long is dead, stopped or cut off."""
+
+LATE_S = 0.5
+"""A timer that fires so much after its time tells that this process was stopped or busy, and nothing of its peers."""
+
+
+class SilenceTimer:
+    """Calls `on_silence` once if `reset` is not called for `limit_s` seconds; use as a context manager."""
+
+    def __init__(self, limit_s: float, on_silence: Callable[[], object]) -> None:
+        self.limit_s = limit_s
+        self.expired = False
+        """Whether the stream was silent for too long."""
+        self._on_silence = on_silence
+        self._loop = asyncio.get_running_loop()
+        self._checked_at = 0.0
+        self._expires_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> SilenceTimer:
+        self.reset()
+        self._arm(self._expires_at)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Stop watching the stream."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def ended_call(self) -> bool:
+        """Whether a CancelledError of this task comes from `on_silence`, and not from who cancels the task."""
+        # A caller that had the task in a variable would be part of a cycle: the task keeps the error, this its
+        # traceback, and the traceback the variable. All that the call holds would wait for the garbage collector.
+        task = asyncio.current_task()
+        return self.expired and not (task is not None and task.cancelling())
+
+    def reset(self) -> None:
+        """Start again, because a message came."""
+        self._expires_at = self._loop.time() + self.limit_s
+
+    def _arm(self, due: float) -> None:
+        self._checked_at = due
+        self._timer = self._loop.call_at(due, self._check)
+
+    def _check(self) -> None:
+        now = self._loop.time()
+        if now < self._expires_at:
+            self._arm(self._expires_at)
+        elif now > self._checked_at + LATE_S:
+            self._arm(now + min(LATE_S, self.limit_s))
+        else:
+            self.expired = True
+            self._on_silence()

@@ -28,10 +28,10 @@ from grpc_reflection.v1alpha import reflection
 
 from baton.config import is_loopback, parse_address
 from baton.errors import ConfigError
+from baton.process.sockets import bind
 from baton.rpc.channel import CONTROL_MESSAGE_BYTES, KEEPALIVE, METADATA_BYTES, METADATA_MAX_BYTES, Options
 from baton.rpc.errors import ErrorInterceptor
 from baton.rpc.tls import SETTINGS, Tls, admit
-from baton.sockets import bind
 
 MAX_STREAMS = 4096
 """Concurrent calls of one connection; further calls wait at the client, each until its deadline."""

@@ -24,8 +24,8 @@ from typing import Any, Protocol
 
 import grpc
 
+from baton.config.watched import WatchedFiles
 from baton.errors import ConfigError, PermissionDenied
-from baton.watched import WatchedFiles
 
 SETTINGS = ("tls_cert", "tls_key", "tls_ca")
 ROLES = ("router", "prefill", "decode", "admin", "client")

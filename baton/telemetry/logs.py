@@ -1,6 +1,6 @@
 r"""Logs: one event, one line, on standard error.
 
-    2026-01-31T12:00:00.123Z INFO prefill/prefill-0 baton.transfer.registry: lease over for t-17
+    2026-01-31T12:00:00.123Z INFO prefill/prefill-0 baton.transfer.export: lease over for t-17
 
 Line breaks within an event, such as those of a traceback, are written as `\n`, so that lines of many processes can be
 mixed.

@@ -20,7 +20,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from baton.errors import ConfigError
-from baton.sockets import bind
+from baton.process.sockets import bind
 
 _GRACE_S = 1
 

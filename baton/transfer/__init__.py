@@ -1,9 +1,9 @@
-"""Moves KV between workers; any worker may export KV (`exports`, `servicer`) and fetch it (`fetcher`).
+"""Moves KV between workers; any worker may export KV (`export`) and fetch it (`fetcher`).
 
     exporter                                              consumer
     ExportRegistry.open ── advance × n ── commit ──┐             fetch, fetch_prefix
          Export.frames(box) ── wire ── KvServicer ══════▶ KvSource ── Receiver ── engine.write_kv
                                             └─ released, lease over or failed ── on_closed
 
-Read `fetcher` first. A transport for KV implements `source.KvSource`; gRPC is the only one so far.
+Read `fetcher` first. A transport for KV implements `transport.KvSource`; gRPC is the only one so far.
 """

@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError
 
+from baton.config.watched import watch_file
 from baton.errors import ConfigError, PermissionDenied, preview
 from baton.pb import kv_pb2
-from baton.transfer.remote import MAX_TICKET_BYTES
-from baton.watched import watch_file
+from baton.request import MAX_TICKET_BYTES
 
 if TYPE_CHECKING:
     # Imported with the first key: it takes 0.2 s, and many workers have no key.

@@ -1,6 +1,6 @@
-"""The frames of a stream of KV. Data frames are encoded by hand, compatible with the message `KvFrame`.
+"""The frames of a stream of KV, and what a stream has carried.
 
-A stream is data frames, then one manifest, then one commit (`baton.transfer.closing`):
+A stream is data frames, then one manifest, then one commit with the handoff:
 
     data        0A <len> header   12 <len> payload        header: ... 3D <checksum>
     manifest    1A <len> KvManifest
@@ -8,29 +8,238 @@ A stream is data frames, then one manifest, then one commit (`baton.transfer.clo
 
 If the consumer would wait long for the next of them, it gets PROGRESS, an empty message, in between.
 
-The generated class writes exactly these bytes, and can read them. The hand-made code copies the payload once when it is
-sent, and not at all when it is received. Reading is strict: fields must be in ascending order, with no unknown field
-and no bytes left over.
+Data frames are encoded by hand, and are the bytes that the generated class `KvFrame` would write. The hand-made code
+copies the payload once when it is sent, and not at all when it is received. Reading is strict: fields must be in
+ascending order, with no unknown field and no bytes left over. A handoff of a million tokens has 4 MB, so its place in a
+commit is written and found by hand as well.
 
 A flipped bit is always noticed. The checksum covers the payload and the header before the checksum. The tags and
 lengths outside of these must fit the frame exactly. A valid frame of another export fails the checksum too, because the
-checksum begins with the transfer id.
+checksum begins with the transfer id. Manifest and commit must be encoded exactly as their contents are serialized here;
+the manifest is compared with the frames before it, the commit with the length and the shards that were asked for, and
+with the SHA-256 of its handoff.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import struct
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 import crc32c
+from google.protobuf.message import DecodeError, Message
 
-from baton.errors import CorruptFrame, TransferError, preview
-from baton.kv.format import DTYPE_BYTES, PartData
-from baton.rpc.packed import begin_field, read_varint, varint
-from baton.transfer import closing
+from baton.errors import BatonError, CorruptFrame, TransferError, preview
+from baton.kv.format import DTYPE_BYTES, PartData, Shard
+from baton.pb import kv_pb2
+from baton.request import Handoff
+from baton.rpc.convert import (
+    begin_field,
+    handoff_from_wire,
+    handoff_to_wire,
+    read_varint,
+    shard_from_proto,
+    shard_to_proto,
+    split,
+    varint,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A box in the space of (token, layer, head). A box without tokens asks for the commit only."""
+
+    tokens: range
+    layers: range
+    heads: range
+
+
+class Coverage:
+    """The part of a box that was carried. No token of a layer may be carried twice."""
+
+    def __init__(self, box: Box) -> None:
+        self._box = box
+        self._runs: dict[int, list[list[int]]] = {layer: [] for layer in box.layers}
+
+    def add(self, layer: int, tokens: range, heads: range) -> None:
+        """Add one frame; raises CorruptFrame if it lies outside the box, or if some of it was carried before."""
+        box = self._box
+        if layer not in box.layers or heads != box.heads or not _within(tokens, box.tokens):
+            raise CorruptFrame(
+                f"a frame of layer {layer}, tokens {_span(tokens)}, heads {_span(heads)} lies outside of "
+                f"layers {_span(box.layers)}, tokens {_span(box.tokens)}, heads {_span(box.heads)}"
+            )
+        runs = self._runs[layer]
+        at = bisect_right(runs, [tokens.start, tokens.stop])
+        before = runs[at - 1] if at else None
+        after = runs[at] if at < len(runs) else None
+        if (before and before[1] > tokens.start) or (after and after[0] < tokens.stop):
+            raise CorruptFrame(f"tokens {_span(tokens)} of layer {layer} were sent twice")
+        joins_before = before is not None and before[1] == tokens.start
+        joins_after = after is not None and after[0] == tokens.stop
+        start = before[0] if before and joins_before else tokens.start
+        stop = after[1] if after and joins_after else tokens.stop
+        runs[at - joins_before : at + joins_after] = [[start, stop]]
+
+    def runs(self) -> tuple[TokenRun, ...]:
+        """The longest runs of tokens carried, by layer and token."""
+        return tuple((layer, start, stop) for layer, runs in self._runs.items() for start, stop in runs)
+
+    def missing(self) -> list[Box]:
+        """The gaps: one box for each part of a layer that was not carried."""
+        gaps = []
+        for layer, runs in self._runs.items():
+            at = self._box.tokens.start
+            for start, stop in [*runs, [self._box.tokens.stop, self._box.tokens.stop]]:
+                if at < start:
+                    gaps.append(Box(range(at, start), range(layer, layer + 1), self._box.heads))
+                at = stop
+        return gaps
+
+
+def _within(inner: range, outer: range) -> bool:
+    return outer.start <= inner.start < inner.stop <= outer.stop
+
+
+def _span(span: range) -> str:
+    return f"[{span.start}, {span.stop})"
+
+
+HANDOFF_VERSION = 3
+
+_COMMIT, _HANDOFF = 4, 3
+"""Numbers of the fields `KvFrame.commit` and `KvCommit.handoff`."""
+
+_COMMIT_TAG = begin_field(_COMMIT, 0)[:1]
+
+TokenRun = tuple[int, int, int]
+"""(layer, first token, end of tokens): consecutive tokens of one layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The frames that a stream has carried, of the layers and heads of `shard`.
+
+    `digest` is the CRC-32C over the checksums of the frames, in the order in which they were sent.
+    """
+
+    frames: int
+    runs: tuple[TokenRun, ...]
+    digest: int
+    shard: Shard
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The end of a stream; `handoff` is a serialized Handoff whose SHA-256 is checked, None for the export of a
+    prefix.
+
+    `shards` are all shards of the exporter. `prefix_digest` is the digest of a prefix's last full block.
+    """
+
+    length: int
+    version: int
+    handoff: bytes | memoryview | None
+    shards: tuple[Shard, ...]
+    prefix_digest: bytes = b""
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """A manifest as a frame."""
+    ranges = [kv_pb2.KvRange(layer=layer, token_start=start, token_end=end) for layer, start, end in manifest.runs]
+    return _bytes(
+        kv_pb2.KvFrame(
+            manifest=kv_pb2.KvManifest(
+                frames=manifest.frames, ranges=ranges, digest=manifest.digest, shard=shard_to_proto(manifest.shard)
+            )
+        )
+    )
+
+
+def encode_commit(
+    length: int,
+    handoff: bytes | memoryview | None,
+    shards: Sequence[Shard],
+    version: int = HANDOFF_VERSION,
+    prefix_digest: bytes = b"",
+) -> bytes:
+    """A commit frame for an export of `length` tokens; `handoff` is a serialized Handoff, None for the export of a
+    prefix.
+    """
+    commit = Commit(length, version, handoff, tuple(shards), prefix_digest)
+    before, after = _around_handoff(commit)
+    return b"".join((before, handoff or b"", after))
+
+
+def _around_handoff(commit: Commit) -> tuple[bytes, bytes]:
+    """The commit's frame before its handoff, and after it."""
+    handoff = commit.handoff
+    first = kv_pb2.KvCommit(length=commit.length, version=0 if handoff is None else commit.version)
+    last = kv_pb2.KvCommit(
+        digest=hashlib.sha256(handoff or b"").digest(),
+        prefix_digest=commit.prefix_digest,
+        shards=map(shard_to_proto, commit.shards),
+    )
+    size = len(handoff or b"")
+    before, after = _bytes(first) + (begin_field(_HANDOFF, size) if size else b""), _bytes(last)
+    return begin_field(_COMMIT, len(before) + size + len(after)) + before, after
+
+
+def _decode_closing(frame: bytes) -> Manifest | Commit:
+    """Decode and check a manifest or a commit; raises CorruptFrame."""
+    try:
+        if frame.startswith(_COMMIT_TAG):
+            return _commit(frame)
+        message = kv_pb2.KvFrame.FromString(frame)
+    except DecodeError:
+        raise CorruptFrame(f"a frame of {len(frame)} bytes can't be read") from None
+    if message.HasField("manifest"):
+        manifest = _manifest(message.manifest)
+        if encode_manifest(manifest) != frame:
+            raise CorruptFrame("a manifest is not encoded as its contents demand")
+        return manifest
+    raise CorruptFrame(f"a frame of {len(frame)} bytes is neither data nor manifest nor commit")
+
+
+def pack(handoff: Handoff) -> bytes:
+    """Serialize a handoff; takes milliseconds for prompts of hundreds of thousands of tokens."""
+    return b"".join(handoff_to_wire(handoff))
+
+
+def unpack(data: bytes | memoryview, vocab_size: int) -> Handoff:
+    """Deserialize a handoff; raises TransferError if the bytes are not a valid one, or have other token ids."""
+    try:
+        return handoff_from_wire(data, vocab_size)
+    except (DecodeError, BatonError) as error:
+        raise TransferError(f"the handoff can't be read: {error}") from error
+
+
+def _manifest(message: kv_pb2.KvManifest) -> Manifest:
+    runs = tuple((run.layer, run.token_start, run.token_end) for run in message.ranges)
+    return Manifest(message.frames, runs, message.digest, shard_from_proto(message.shard))
+
+
+def _commit(frame: bytes) -> Commit:
+    """The commit in a frame, its handoff a view into it; raises CorruptFrame or DecodeError."""
+    body = memoryview(frame)[read_varint(memoryview(frame), len(_COMMIT_TAG))[1] :]
+    rest, found = split(body, _HANDOFF)
+    message, handoff = kv_pb2.KvCommit.FromString(rest), found.get(_HANDOFF)
+    shards = tuple(map(shard_from_proto, message.shards))
+    commit = Commit(message.length, message.version, handoff, shards, message.prefix_digest)
+    before, after = _around_handoff(commit)
+    whole = len(before) + len(handoff or b"") + len(after)
+    if not (frame.startswith(before) and frame.endswith(after) and len(frame) == whole):
+        raise CorruptFrame("a commit's digest is not that of its handoff")
+    return commit
+
+
+def _bytes(message: Message) -> bytes:
+    return bytes(message.SerializeToString(deterministic=True))
+
 
 PROGRESS = b""
 """A frame without fields: the export is alive, but has nothing to send yet."""
@@ -94,13 +303,13 @@ def extend_digest(digest: int, checksum: int) -> int:
     return int(crc32c.crc32c(_FIXED.pack(checksum), digest))
 
 
-def decode(frame: bytes, seed: int = 0) -> KvData | closing.Manifest | closing.Commit:
+def decode(frame: bytes, seed: int = 0) -> KvData | Manifest | Commit:
     """Decode and check one frame of the export with that seed; the payload is not copied.
 
     Raises CorruptFrame; TransferError for a valid frame with an unknown element type.
     """
     if not frame.startswith(_DATA):
-        return closing.decode(frame)
+        return _decode_closing(frame)
     fields = list(islice(_fields(memoryview(frame)), _OUTER_FIELDS))
     match fields:
         case [(1, memoryview() as header), (2, memoryview() as payload)]:

@@ -31,14 +31,13 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from baton.cache_report import CacheTier
 from baton.kv.hashing import NAME_BYTES, PackedDigests, block_digests, chain_root
+from baton.ledger import CacheTier
 from baton.telemetry.metrics import INDEX_BLOCKS
 
 if TYPE_CHECKING:
-    from baton.worker.prefix_changes import PrefixChange
-    from baton.worker.status import WorkerIdentity, WorkerRole
-    from router.serving.tenants import RunOnThread
+    from baton.process.executors import RunOnThread
+    from baton.worker.status import PrefixChange, WorkerIdentity, WorkerRole
 
 _INLINE_TOKENS = 4096
 """Hashed in less than half a millisecond; more leaves the event loop."""

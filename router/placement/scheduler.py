@@ -27,7 +27,7 @@ from router.placement.policy import Excluded, PlacementQuery, Selection, can_ser
 from router.placement.prefix_directory import Digests, PrefixDirectory
 from router.placement.queue import SHORTEST_RETRY_S, RequestQueue
 from router.placement.refusals import Ask, RefusalGate, Try
-from router.retries import AvoidedWorker
+from router.workers.failures import AvoidedWorker
 
 _PROBE_S = 1.0
 """After a refusal without a hint: news could get lost, and the queue must not stand for ever."""

@@ -22,11 +22,10 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from baton.errors import BatonError, DeadlineExceeded, Unavailable
-from baton.rpc.silence import LATE_S
+from baton.rpc.channel import LATE_S
 from baton.telemetry.metrics import CLIENTS_STALLED, REQUESTS
 from router.dispatcher import Dispatcher
-from router.output.processor import OutputProcessor
-from router.output.queue import Update
+from router.output import OutputProcessor, Update
 from router.pipeline import Pipeline
 from router.serving.tenants import Caller, Tenants
 from router.serving.validator import ChatPrompt, GenerateRequest, RequestValidator, ServedModel, TextPrompt

@@ -22,9 +22,9 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
-from baton.admin import ADMIN_SERVICE
 from baton.errors import BatonError, CorruptFrame, InvalidRequest, PermissionDenied
 from baton.pb import inference_pb2
+from baton.rpc.admin import ADMIN_SERVICE
 from baton.rpc.convert import (
     add_token,
     cache_policy_from_proto,
@@ -32,13 +32,12 @@ from baton.rpc.convert import (
     pieces,
     progress_to_proto,
     sampling_from_proto,
+    split,
     timings_to_proto,
     usage_to_proto,
 )
-from baton.rpc.errors import begin, write
-from baton.rpc.packed import split
-from baton.rpc.strict import utf8
-from router.output.queue import ChoiceUpdate, Update
+from baton.rpc.errors import begin, utf8, write
+from router.output import ChoiceUpdate, Update
 from router.serving.front_door import FrontDoor
 from router.serving.tenants import HEADER, Tenants
 from router.serving.validator import ChatPrompt, GenerateRequest, Prompt, TextPrompt, TokenPrompt

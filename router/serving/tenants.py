@@ -22,16 +22,17 @@ import contextlib
 import hmac
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from baton.cores import usable
+from baton.config.watched import watch_file
 from baton.errors import ConfigError, Overloaded, Unauthenticated
 from baton.keys import MAX_KEY_LENGTH, ApiKey, digest, parse
-from baton.watched import watch_file
+from baton.process.cores import usable
+from baton.process.executors import RunOnThread
 from router.placement.queue import FairQueue
 
 HEADER = "authorization"
@@ -120,13 +121,6 @@ WAITING_BYTES = 64 << 20
 """Bytes of one tenant's requests that may wait for a thread; a single request may be larger."""
 
 T = TypeVar("T")
-
-
-class RunOnThread(Protocol):
-    """Runs a function on a thread for one tenant."""
-
-    def __call__(self, function: Callable[[], T], /) -> Awaitable[T]:
-        """Its result, or what it raises."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

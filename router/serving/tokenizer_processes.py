@@ -29,10 +29,10 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import IO
 
-from baton import freed_memory
-from baton.digest import tokenizer_digest
 from baton.errors import EngineError, Unavailable
-from baton.launcher import bind_to_parent
+from baton.model.checkpoint import tokenizer_digest
+from baton.process import freed_memory
+from baton.process.supervisor import bind_to_parent
 from baton.tokenizer import Tokenizer
 
 LONG_TEXT = 128 << 10

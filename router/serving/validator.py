@@ -19,8 +19,7 @@ from baton.request import MAX_CACHE_SALT_BYTES, CachePolicy, SamplingParams, che
 from baton.rpc.channel import CONTROL_MESSAGE_BYTES
 from baton.rpc.convert import token_array_from_proto, token_ids_from_proto
 from baton.tokenizer import Tokenizer
-from router.output.stops import StopStrings
-from router.request import NoText, Request
+from router.request import NoText, Request, StopStrings
 from router.serving.tenants import Threads
 from router.serving.tokenizer_processes import LONG_TEXT, TokenizerProcesses
 

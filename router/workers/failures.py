@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass, field
 
 from baton.breaker import Breaker, Permit
+from router.placement.fleet import DecodeView, PrefillView
 from router.placement.policy import Excluded
 
 Key = tuple[str, ...]
@@ -165,6 +166,19 @@ class WorkerLoss:
         listeners, self._listeners = self._listeners, []
         for listener in listeners:
             listener()
+
+
+@dataclass(frozen=True, slots=True)
+class AvoidedWorker:
+    """An incarnation of a worker that failed a request; `loss` is the lost connection, if it was one."""
+
+    worker: str
+    incarnation: str
+    loss: WorkerLoss | None = None
+
+    def applies(self, view: PrefillView | DecodeView) -> bool:
+        """Whether the incarnation that is at the address now is to be avoided."""
+        return self.incarnation == view.incarnation and (self.loss is None or self.loss.death)
 
 
 class WorkerLosses:

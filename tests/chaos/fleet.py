@@ -28,7 +28,7 @@ import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton import keys
-from baton.launcher import bind_to_parent
+from baton.process.supervisor import bind_to_parent
 from tests.redis_server import BINARIES
 
 ROOT = Path(__file__).resolve().parents[2]

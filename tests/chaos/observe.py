@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from baton.admin import ledger_from_proto
 from baton.ledger import Ledger
 from baton.pb import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
+from baton.rpc.admin import ledger_from_proto
 from tests.chaos.fleet import Fleet
 
 ATTEMPTS_FAILED = "baton_attempts_failed_total"

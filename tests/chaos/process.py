@@ -18,11 +18,10 @@ import threading
 import time
 from typing import Any
 
-from baton.config.decode import DecodeConfig
-from baton.config.prefill import PrefillConfig
+from baton.config.worker import DecodeConfig, PrefillConfig
 from baton.engine.fake import FakeEngine
-from baton.process import Running
-from baton.process import main as serve
+from baton.process.service import Running
+from baton.process.service import main as serve
 from baton.telemetry.logs import configure
 
 VOCABULARY = 1000

@@ -18,12 +18,10 @@ from baton.errors import TransferError
 from baton.kv.format import DTYPE_BYTES, PartData, Shard
 from baton.pb import kv_pb2
 from baton.request import Handoff
-from baton.transfer import closing, wire
-from baton.transfer.closing import pack, unpack
-from baton.transfer.coverage import Box
-from baton.transfer.fetcher import pull
-from baton.transfer.receiver import Receiver
-from baton.transfer.registry import ExportRegistry
+from baton.transfer import wire
+from baton.transfer.export import ExportRegistry
+from baton.transfer.fetcher import Receiver, pull
+from baton.transfer.wire import Box, pack, unpack
 from tests.effort import fuzz
 from tests.engine_calls import prefill_chunk
 from tests.fuzz.mutation import arbitrary, damaged_stream, mutated, spliced
@@ -122,7 +120,7 @@ def streams() -> Iterator[Streams]:
     streams.loop.close()
 
 
-def decoded(frame: bytes) -> wire.KvData | closing.Manifest | closing.Commit | None:
+def decoded(frame: bytes) -> wire.KvData | wire.Manifest | wire.Commit | None:
     try:
         return wire.decode(frame, SEED)
     except TransferError:
@@ -141,12 +139,11 @@ def test_a_damaged_frame_is_noticed(rng: random.Random, streams: Streams) -> Non
     found = decoded(damaged)
     if isinstance(found, wire.KvData):
         assert damaged == frame
-    elif isinstance(found, closing.Manifest):
-        assert closing.encode_manifest(found) == damaged
-    elif isinstance(found, closing.Commit):
+    elif isinstance(found, wire.Manifest):
+        assert wire.encode_manifest(found) == damaged
+    elif isinstance(found, wire.Commit):
         assert (
-            closing.encode_commit(found.length, found.handoff, found.shards, found.version, found.prefix_digest)
-            == damaged
+            wire.encode_commit(found.length, found.handoff, found.shards, found.version, found.prefix_digest) == damaged
         )
 
 
@@ -227,11 +224,11 @@ def _invented(rng: random.Random, streams: Streams) -> bytes:
         return rng.choice((*streams.frames, wire.PROGRESS))
     if kind == 1:
         runs = tuple((number(LAYERS), number(TOKENS), number(TOKENS)) for _ in range(rng.randrange(5)))
-        return closing.encode_manifest(closing.Manifest(number(8), runs, number(99), _shard(number)))
+        return wire.encode_manifest(wire.Manifest(number(8), runs, number(99), _shard(number)))
     if kind == 2:
         body = rng.choice((mutated(rng, pack(handoff(TOKENS))), pack(handoff(TOKENS)), arbitrary(rng), None))
         shards = [_shard(number) for _ in range(rng.choice((1, 1, 0, 2)))]
-        return closing.encode_commit(rng.choice((TOKENS, number(20))), body, shards, rng.choice((2, 2, 2, number(3))))
+        return wire.encode_commit(rng.choice((TOKENS, number(20))), body, shards, rng.choice((2, 2, 2, number(3))))
     tokens, heads = rng.randrange(1, 4), rng.choice((HEADS, HEADS, 1, 3))
     start = rng.choice((rng.randrange(TOKENS), number(TOKENS)))
     names, dtypes = ("k", "v", "latent", "k" * 200, ""), ("float32", "float16", "bfloat16")

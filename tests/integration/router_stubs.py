@@ -18,15 +18,13 @@ import grpc
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
-from baton.digest import tokenizer_digest
 from baton.engine.contract import Engine
 from baton.kv.format import KvFormat, KvPart
 from baton.kv.prefix import NullPrefixCache
+from baton.model.checkpoint import tokenizer_digest
 from baton.pb import decode_pb2, decode_pb2_grpc, inference_pb2, prefill_pb2, prefill_pb2_grpc, worker_pb2_grpc
 from baton.rpc.server import listen
-from baton.worker.prefix_changes import PrefixChangeFeed
-from baton.worker.servicer import WorkerServicer
-from baton.worker.status import StatusHub, WorkerIdentity, WorkerLoad, WorkerRole
+from baton.worker.status import PrefixChangeFeed, StatusHub, WorkerIdentity, WorkerLoad, WorkerRole, WorkerServicer
 
 MAX_MODEL_LEN = 64
 KV = KvFormat((KvPart("k", "float32", (2, 4)), KvPart("v", "float32", (2, 4))), layers=2, block_size=16)

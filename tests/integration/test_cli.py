@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from baton import Client
-from baton.launcher import bind_to_parent
+from baton.process.supervisor import bind_to_parent
 from tests.processes import gone
 
 BATON = [sys.executable, "-m", "baton"]

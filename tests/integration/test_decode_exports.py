@@ -14,12 +14,12 @@ from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine
 from baton.errors import TicketRefused, TransferError
 from baton.kv.format import PartData
+from baton.request import RemoteExport
 from baton.rpc.channel import kv_channel
 from baton.telemetry import metrics
 from baton.transfer.fetcher import fetch_prefix
-from baton.transfer.remote import RemoteExport
-from baton.transfer.source import GrpcSource
 from baton.transfer.tickets import TicketSigner
+from baton.transfer.transport import GrpcSource
 from tests.certificates import fleet
 from tests.decode_rig import WAIT_S, Rig, SessionRouter, rig
 from tests.decoding import alone, digests, greedy

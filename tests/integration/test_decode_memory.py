@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from baton.admin import ledger_from_proto
 from baton.errors import EngineError
 from baton.lifecycle import State
 from baton.pb import admin_pb2, admin_pb2_grpc, decode_pb2
+from baton.rpc.admin import ledger_from_proto
 from baton.rpc.channel import control_channel
 from tests.decode_rig import WAIT_S, Rig, SessionRouter, rig
 from tests.decoding import alone, greedy

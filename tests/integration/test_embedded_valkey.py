@@ -16,7 +16,7 @@ from tests.prefix_redis import BLOCKS, CLOCK, DIGESTS, fill, found, hits, open_c
 
 async def test_a_killed_server_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
     """Its death is a miss, and no error; what comes after it is cached again, at the same URL."""
-    caplog.set_level("INFO", "baton.supervisor")
+    caplog.set_level("INFO", "baton.process.supervisor")
     async with embedded_valkey() as url:
         cache = open_cache(url)
         await fill(cache)
@@ -33,7 +33,7 @@ async def test_a_killed_server_is_started_again(caplog: pytest.LogCaptureFixture
                 await cache.flush()
         assert await hits(cache) == (6, 6)
         await cache.close()
-    killed, ready = (record.getMessage() for record in caplog.records if record.name == "baton.supervisor")
+    killed, ready = (record.getMessage() for record in caplog.records if record.name == "baton.process.supervisor")
     assert killed.startswith("the embedded Valkey was killed by SIGKILL; its last line: ")
     assert killed.endswith("; it is started again at once")
     assert ready == "the embedded Valkey is ready again"

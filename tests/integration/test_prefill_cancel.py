@@ -13,7 +13,7 @@ from baton.kv.prefix import Payload
 from baton.ledger import LedgerEntry
 from baton.pb import kv_pb2, prefill_pb2
 from baton.rpc.channel import kv_channel
-from baton.worker import block_copier
+from baton.worker import prefix_cache
 from tests.prefill import PROMPT, WAIT_S, Client, Gate, read, serving, status_of
 from tests.prefix_cache import MemoryPrefixCache
 from tests.unit.transfer.support import Gate as CopyGate
@@ -162,7 +162,7 @@ class SlowCopies(FakeEngine):
 async def test_loading_stops_after_the_copy_in_progress(
     caches: list[SlowCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_copier, "COPY_BYTES", 1)
+    monkeypatch.setattr(prefix_cache, "COPY_BYTES", 1)
     engine = SlowCopies(layers=8)
     async with serving(engine) as client:
         await client.done()

@@ -18,8 +18,8 @@ from collections.abc import AsyncGenerator, AsyncIterator
 import pytest
 
 from baton.engine.fake import FakeEngine
-from baton.transfer.coverage import Box
 from baton.transfer.export import Export
+from baton.transfer.wire import Box
 from tests.prefill import Gate, serving
 
 LONG = [(7 * i) % 1000 for i in range(1000)]

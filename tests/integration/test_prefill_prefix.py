@@ -194,7 +194,7 @@ async def test_many_blocks_that_were_loaded_are_shared_slice_by_slice(
             published.append(len(digests))
             super().publish(handle, digests)
 
-    monkeypatch.setattr("baton.worker.block_copier.PUBLISH_BLOCKS", 2)
+    monkeypatch.setattr("baton.worker.prefix_cache.PUBLISH_BLOCKS", 2)
     published: list[int] = []
     async with serving(redis=valkey.url) as client:
         await client.done()

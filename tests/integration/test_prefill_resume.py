@@ -9,7 +9,7 @@ from asyncio.subprocess import PIPE, Process
 from pathlib import Path
 from types import SimpleNamespace
 
-from baton.config.prefill import PrefillConfig
+from baton.config.worker import PrefillConfig
 from tests.checkpoints import greedy, load_reference, make_checkpoint, prompt_ids
 from tests.fleet import Fleet
 from tests.redis_server import Server

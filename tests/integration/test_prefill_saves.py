@@ -43,7 +43,7 @@ class Watching(FakeEngine):
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt waits for the server as long as a busy machine takes."""
-    monkeypatch.setattr("prefill_svc.saver.SAVE_WAIT_S", WAIT_S)
+    monkeypatch.setattr("prefill_svc.prefix.SAVE_WAIT_S", WAIT_S)
 
 
 @pytest.mark.parametrize("writes", ["first", "second"])

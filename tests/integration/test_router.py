@@ -13,9 +13,9 @@ import pytest
 
 import router.pipeline
 from baton.pb import decode_pb2, inference_pb2, prefill_pb2
+from baton.request import RemoteExport
 from baton.rpc.convert import export_from_proto
-from baton.transfer.remote import RemoteExport
-from router.attempt import Attempt
+from router.pipeline import Attempt
 from tests.integration.router_bench import bench, whole
 from tests.integration.router_stubs import (
     KV,

@@ -14,10 +14,10 @@ from baton.errors import EngineError
 from baton.pb import decode_pb2, inference_pb2, prefill_pb2, worker_pb2
 from baton.request import TokenInfo
 from baton.worker.status import WorkerStatus
-from router.output import processor
+from router import output as output_module
 from router.request import Prefilled
-from router.workers import link, session
-from router.workers import prefill as prefill_call
+from router.workers import calls
+from router.workers import pool as pool_module
 from tests.integration.router_bench import Answer, bench, refused, until, whole
 from tests.integration.router_stubs import (
     LENGTH,
@@ -74,9 +74,9 @@ async def test_failed_attempt_goes_on_elsewhere_without_a_seam(tmp_path: Path, k
 async def test_a_request_that_can_not_be_told_ends_and_its_session_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bad, told, emit = letter(25), asyncio.Event(), processor._Choice._emit
+    bad, told, emit = letter(25), asyncio.Event(), output_module._Choice._emit
 
-    def breaks(self: processor._Choice, token: TokenInfo, *rest: Any) -> None:
+    def breaks(self: output_module._Choice, token: TokenInfo, *rest: Any) -> None:
         if token.token_id == bad:
             raise ValueError("it has no text")
         emit(self, token, *rest)
@@ -89,7 +89,7 @@ async def test_a_request_that_can_not_be_told_ends_and_its_session_goes_on(
         else:
             down.send(start.key, 0, 2, [letter(2)], LENGTH)
 
-    monkeypatch.setattr(processor._Choice, "_emit", breaks)
+    monkeypatch.setattr(output_module._Choice, "_emit", breaks)
     async with bench(tmp_path) as b:
         b.decode[0].script = speaks
         broken, fine = b.call(max_tokens=9), b.call(max_tokens=3)
@@ -104,7 +104,7 @@ async def test_a_request_that_can_not_be_told_ends_and_its_session_goes_on(
 async def test_a_message_that_can_not_be_handled_costs_its_session_and_another_follows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bad, read = letter(25), session.token_from_proto
+    bad, read = letter(25), calls.token_from_proto
 
     def breaks(message: inference_pb2.TokenInfo) -> TokenInfo:
         if message.token_id == bad:
@@ -117,7 +117,7 @@ async def test_a_message_that_can_not_be_handled_costs_its_session_and_another_f
         else:
             down.send(start.key, 0, 1, [bad])
 
-    monkeypatch.setattr(session, "token_from_proto", breaks)
+    monkeypatch.setattr(calls, "token_from_proto", breaks)
     async with bench(tmp_path) as b:
         b.decode[0].script = once
         assert (await b.answer(max_tokens=3)).text() == text(0, 3)
@@ -130,7 +130,7 @@ async def test_a_prefill_that_can_not_be_read_ends_its_request(tmp_path: Path, m
 
     async with bench(tmp_path) as b:
         with monkeypatch.context() as broken:
-            broken.setattr(prefill_call, "prefilled_from_proto", breaks)
+            broken.setattr(calls, "prefilled_from_proto", breaks)
             assert (await refused(b.call(max_tokens=3))).code() is grpc.StatusCode.INTERNAL
         assert (await b.answer(max_tokens=3)).text() == text(0, 3)
 
@@ -138,7 +138,7 @@ async def test_a_prefill_that_can_not_be_read_ends_its_request(tmp_path: Path, m
 async def test_a_status_that_can_not_be_handled_costs_its_watch_and_another_follows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, broken = link.status_from_proto, asyncio.Event()
+    read, broken = pool_module.status_from_proto, asyncio.Event()
 
     def breaks(message: worker_pb2.WorkerStatus) -> WorkerStatus:
         if not broken.is_set():
@@ -147,7 +147,7 @@ async def test_a_status_that_can_not_be_handled_costs_its_watch_and_another_foll
         return read(message)
 
     async with bench(tmp_path) as b:
-        monkeypatch.setattr(link, "status_from_proto", breaks)
+        monkeypatch.setattr(pool_module, "status_from_proto", breaks)
         b.prefill[0].status.notify()
         await until(b.app, lambda: broken.is_set() and len(b.app.pool.fleet.prefill) == 1)
         assert (await b.answer(max_tokens=3)).text() == text(0, 3)

@@ -15,9 +15,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from baton.kv.hashing import block_digests, chain_root, request_salt
 from baton.pb import decode_pb2, inference_pb2, kv_pb2, prefill_pb2
-from baton.request import MAX_CACHE_SALT_BYTES
+from baton.request import MAX_CACHE_SALT_BYTES, PrefixSource, RemoteExport
 from baton.rpc.convert import prefix_source_from_proto
-from baton.transfer.remote import PrefixSource, RemoteExport
 from baton.transfer.tickets import TicketSigner
 from tests.integration.router_bench import Answer, Bench, bench, refused, until, whole
 from tests.integration.router_stubs import KV, DownStream, StubDecode, StubPrefill, letter

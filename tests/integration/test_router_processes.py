@@ -24,8 +24,8 @@ import pytest
 from baton import bundled
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
-from baton.launcher import bind_to_parent
 from baton.pb import inference_pb2, inference_pb2_grpc
+from baton.process.supervisor import bind_to_parent
 from router.processes import run_several
 from tests.processes import gone
 

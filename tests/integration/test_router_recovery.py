@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from prometheus_client import REGISTRY
 
+import router.workers.calls
 import router.workers.failures
-import router.workers.session
 from baton import AsyncClient
 from baton.kv.hashing import tenant_salt
 from baton.pb import decode_pb2, kv_pb2, prefill_pb2

@@ -15,17 +15,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.errors import PermissionDenied, TicketRefused
 from baton.pb import admin_pb2, decode_pb2, inference_pb2, kv_pb2, prefill_pb2, worker_pb2
+from baton.request import RemoteExport
 from baton.rpc.channel import control_channel, kv_channel
 from baton.rpc.server import listen
 from baton.rpc.tls import principal_of
+from baton.transfer.export import ExportRegistry
 from baton.transfer.fetcher import fetch
-from baton.transfer.registry import ExportRegistry
-from baton.transfer.remote import RemoteExport
-from baton.transfer.servicer import SERVICE as KV_SERVICE
-from baton.transfer.servicer import KvServicer
-from baton.transfer.source import GrpcSource
 from baton.transfer.tickets import LEEWAY_S, TicketSigner, TicketVerifier
-from baton.worker.listeners import KV_ROLES
+from baton.transfer.transport import SERVICE as KV_SERVICE
+from baton.transfer.transport import GrpcSource, KvServicer
+from baton.worker.start import KV_ROLES
 from tests import certificates
 from tests.integration.secure_fleet import SecureFleet, client_channel, secure_fleet
 from tests.unit.transfer.support import INCARNATION, WHOLE, Engine, contents, faults, handoff, prefilled, ready, whole

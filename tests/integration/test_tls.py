@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import prefill_svc.app
 from baton import AsyncClient, keys
-from baton.config.prefill import PrefillConfig
+from baton.config.worker import PrefillConfig
 from baton.engine.fake import FakeEngine, expected_tokens
 from baton.errors import ConfigError, Unauthenticated, Unavailable
 from baton.rpc.channel import control_channel, kv_channel

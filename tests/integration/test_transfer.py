@@ -22,10 +22,10 @@ from baton.kv.format import PartData, Shard
 from baton.pb import kv_pb2, kv_pb2_grpc
 from baton.rpc.errors import from_rpc_error
 from baton.telemetry.metrics import TRANSFER_BYTES, TRANSFER_FAULTS
-from baton.transfer.coverage import Box
+from baton.transfer.export import ExportRegistry
 from baton.transfer.fetcher import fetch, pull
-from baton.transfer.registry import ExportRegistry
-from baton.transfer.servicer import KvServicer
+from baton.transfer.transport import KvServicer
+from baton.transfer.wire import Box
 from tests.engine_calls import prefill_chunk
 from tests.integration.transfer_pair import TOKENS, Pair, fetch_shards, flip, running, sharded
 from tests.metrics import count

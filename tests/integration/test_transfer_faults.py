@@ -16,7 +16,7 @@ from baton.errors import (
     TransferError,
 )
 from baton.rpc.channel import kv_channel
-from baton.transfer.source import GrpcSource
+from baton.transfer.transport import GrpcSource
 from tests.integration.transfer_pair import TOKENS, Cable, Pair, flip, running
 from tests.unit.transfer.support import (
     Gate,

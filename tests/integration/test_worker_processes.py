@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 import grpc
 import pytest
 
-from baton.config.decode import DecodeConfig
+from baton.config.worker import DecodeConfig
 from baton.errors import ConfigError
 from baton.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from baton.request import SamplingParams

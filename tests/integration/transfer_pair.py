@@ -11,16 +11,14 @@ import grpc
 
 from baton.kv.format import Shard
 from baton.pb import kv_pb2
-from baton.request import Handoff
+from baton.request import Handoff, RemoteExport
 from baton.rpc.channel import kv_channel
 from baton.rpc.server import listen
 from baton.telemetry.metrics import EXPORTS_OPEN
-from baton.transfer.coverage import Box
+from baton.transfer.export import ExportRegistry
 from baton.transfer.fetcher import fetch, fetch_prefix
-from baton.transfer.registry import ExportRegistry
-from baton.transfer.remote import RemoteExport
-from baton.transfer.servicer import SERVICE, KvServicer
-from baton.transfer.source import GrpcSource
+from baton.transfer.transport import SERVICE, GrpcSource, KvServicer
+from baton.transfer.wire import Box
 from tests.metrics import count
 from tests.unit.transfer.support import (
     HEADS,

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from baton.config.decode import DecodeConfig
+from baton.config.worker import DecodeConfig
 from baton.engine.config import EngineConfig
 from baton.engine.factory import build
 from baton.pb import inference_pb2
 from baton.request import SamplingParams
 from baton.rpc.server import listen
 from baton.telemetry.metrics import REUSED_TOKENS, SEQUENCES_PAUSED, TRANSFER_BYTES
-from baton.transfer.servicer import SERVICE, KvServicer
+from baton.transfer.transport import SERVICE, KvServicer
 from decode_svc.app import run
 from tests.checkpoints import make_checkpoint, prompt_ids
 from tests.decode_rig import Exporter, Rig, SessionRouter

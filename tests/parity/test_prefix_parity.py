@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from baton.config.prefill import PrefillConfig
+from baton.config.worker import PrefillConfig
 from baton.engine.config import EngineConfig
 from baton.engine.contract import Engine
 from baton.engine.factory import build

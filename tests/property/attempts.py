@@ -13,9 +13,8 @@ from baton.engine.fake import FakeEngine
 from baton.errors import NotFound, TransferError
 from baton.request import CachePolicy, FinishReason
 from baton.transfer import wire
-from baton.transfer.closing import Commit, Manifest
-from baton.transfer.coverage import Box
-from baton.transfer.registry import ExportRegistry
+from baton.transfer.export import ExportRegistry
+from baton.transfer.wire import Box, Commit, Manifest
 from decode_svc.messages import AttemptKey, FailureKind, SessionDown
 from decode_svc.session import RouterSession
 from tests.decoding import LoggingEngine, Prefilled, alone, digests, prefill

@@ -18,8 +18,7 @@ from baton.engine.fake import expected_tokens
 from baton.kv.format import KvFormat, KvPart
 from baton.pb import decode_pb2, inference_pb2, prefill_pb2
 from baton.rpc.convert import sampling_from_proto
-from baton.worker.servicer import status_to_proto
-from baton.worker.status import WorkerIdentity, WorkerLoad, WorkerRole, WorkerStatus
+from baton.worker.status import WorkerIdentity, WorkerLoad, WorkerRole, WorkerStatus, status_to_proto
 
 KV = KvFormat((KvPart("k", "float32", (2, 4)),), layers=2, block_size=16)
 BEAT_S = 1.0

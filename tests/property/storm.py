@@ -21,11 +21,11 @@ from baton.engine.fake import expected_tokens
 from baton.errors import BatonError
 from baton.request import SamplingParams
 from router.dispatcher import Dispatcher
-from router.output.processor import OutputProcessor
+from router.output import OutputProcessor
 from router.pipeline import Pipeline
 from router.request import Request
 from router.serving.tenants import Threads
-from router.workers import link as worker_module
+from router.workers import pool as worker_module
 from router.workers.pool import Pool
 from tests.property.fleet import SimulatedFleet, Worker
 from tests.property.virtual import VirtualLoop

@@ -20,14 +20,12 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from baton.config.decode import DecodeConfig
-from baton.config.worker import WorkerConfig
+from baton.config.worker import DecodeConfig, WorkerConfig
 from baton.engine.contract import KvHandle
 from baton.errors import EngineError, IncompleteTransfer
 from baton.lifecycle import PREFILL_TOKEN_S, State
-from baton.request import CachePolicy, Handoff, SamplingParams
-from baton.transfer.registry import ExportRegistry
-from baton.transfer.remote import RemoteExport
+from baton.request import CachePolicy, Handoff, RemoteExport, SamplingParams
+from baton.transfer.export import ExportRegistry
 from baton.worker.status import WorkerRole, new_identity
 from decode_svc.admission import OFFER_S
 from decode_svc.loop import StepReport

@@ -26,10 +26,9 @@ from baton.errors import (
     TransferError,
     Unavailable,
 )
-from baton.transfer import registry, wire
-from baton.transfer.export import Export
-from baton.transfer.receiver import Receiver
-from baton.transfer.registry import ExportRegistry
+from baton.transfer import export, wire
+from baton.transfer.export import Export, ExportRegistry
+from baton.transfer.fetcher import Receiver
 from tests.effort import machine_test
 from tests.property.virtual import VirtualLoop
 from tests.unit.transfer.support import INCARNATION, LAYERS, WHOLE, Engine, contents, handoff, prefilled, whole
@@ -77,7 +76,7 @@ class ExportsMachine(RuleBasedStateMachine):
         self.all: list[Exported] = []
         self.ended: list[str] = []
         self.fetches: list[Fetch] = []
-        self._remembered, registry.REMEMBERED = registry.REMEMBERED, REMEMBERED
+        self._remembered, export.REMEMBERED = export.REMEMBERED, REMEMBERED
         self.exports = self.loop.call(self._made)
         handle = prefilled(self.engine, TOKENS)
         self.truth = contents(self.engine, handle, whole(TOKENS))
@@ -325,7 +324,7 @@ class ExportsMachine(RuleBasedStateMachine):
             assert not self.exports._waiters
             assert not self.exports._open
         finally:
-            registry.REMEMBERED = self._remembered
+            export.REMEMBERED = self._remembered
             self.loop.close()
 
 

@@ -23,11 +23,11 @@ from baton.errors import BatonError
 from baton.pb import decode_pb2
 from baton.request import SamplingParams, Usage
 from router.dispatcher import Dispatcher
-from router.output.processor import OutputProcessor
+from router.output import OutputProcessor
 from router.pipeline import Pipeline
 from router.request import Request
 from router.serving.tenants import Threads
-from router.workers import link as worker_module
+from router.workers import pool as worker_module
 from router.workers.pool import Pool
 from tests.effort import machine_test
 from tests.property.fleet import Held, Job, SimulatedFleet, Worker

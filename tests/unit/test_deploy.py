@@ -18,10 +18,9 @@ import pytest
 import yaml
 
 from baton.config import parse_bytes
-from baton.config.decode import DecodeConfig
-from baton.config.prefill import PrefillConfig
 from baton.config.roles import load
 from baton.config.router import RouterConfig
+from baton.config.worker import DecodeConfig, PrefillConfig
 from tests.redis_server import BINARIES, Server
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

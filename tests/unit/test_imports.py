@@ -18,7 +18,6 @@ PACKAGES = ("baton", *SERVICES)
 
 PURE = (
     "baton.breaker",
-    "baton.cache_report",
     "baton.completion",
     "baton.config",
     "baton.config.roles",
@@ -38,16 +37,12 @@ PURE = (
     "baton.lifecycle",
     "baton.rates",
     "baton.request",
-    "baton.transfer.remote",
-    "baton.worker.messages",
     "decode_svc.admission",
     "decode_svc.attempts",
     "decode_svc.claims",
     "decode_svc.scheduler",
     "decode_svc.sequence",
-    "prefill_svc.load_plan",
     "prefill_svc.scheduler",
-    "router.output.stops",
     "router.placement.prefix_directory",
     "router.placement.fleet",
     "router.placement.policy",
@@ -55,30 +50,26 @@ PURE = (
     "router.placement.refusals",
     "router.placement.scheduler",
     "router.request",
-    "router.retries",
     "router.workers.failures",
 )
 IMPURE = ("torch", "grpc", "asyncio", "transformers", "redis", "google.protobuf", "baton.pb")
 
 EDGES = (
-    "baton.admin",
     "baton.client",
     "baton.rpc",
-    "baton.transfer.closing",
-    "baton.transfer.servicer",
-    "baton.transfer.source",
     "baton.transfer.tickets",
-    "baton.worker.listeners",
-    "baton.worker.servicer",
+    "baton.transfer.transport",
+    "baton.transfer.wire",
+    "baton.worker.start",
+    "baton.worker.status",
     "decode_svc.app",
     "decode_svc.servicer",
     "prefill_svc.app",
     "prefill_svc.servicer",
     "router.app",
     "router.serving.servicer",
-    "router.workers.link",
-    "router.workers.prefill",
-    "router.workers.session",
+    "router.workers.calls",
+    "router.workers.pool",
 )
 """Where generated stubs may be used: servicers and their registration, conversion, and who calls a stub."""
 
@@ -215,7 +206,7 @@ def test_importing_baton_is_light() -> None:
 
 
 def test_the_default_executor_is_left_to_names() -> None:
-    """A look-up that hangs holds its thread; work that shares these threads would wait for it (`baton.executors`)."""
+    """A look-up that hangs holds its thread; work that shares these threads would wait for it (`executors`)."""
     found = []
     for path in (each for package in PACKAGES for each in (ROOT / package).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -19,7 +19,7 @@ from typing import Any
 
 from baton.bench.load.workload import Job, Lengths
 from baton.errors import InvalidRequest, preview
-from baton.rpc import requests
+from baton.rpc import calls
 
 _TEXT, _IDS = "a text", "a list of token ids"
 _PROMPT = {"text": (_TEXT,), "prompt": (_TEXT, _IDS), "token_ids": (_IDS,), "prompt_token_ids": (_IDS,)}
@@ -100,7 +100,7 @@ def _line(number: int, text: str) -> Line:
         raise InvalidRequest(name, f"must be a whole number of at least 1, got {preview(tokens)}")
     salt = values.get("cache_salt", "")
     # As a client checks what it sends.
-    requests.generate_request("", prompt, {"max_tokens": tokens}, cache_salt=salt)
+    calls.generate_request("", prompt, {"max_tokens": tokens}, cache_salt=salt)
     return Line(number, prompt, tokens, salt)
 
 

@@ -9,7 +9,7 @@ import click
 
 from baton.cli.bench.engine import engine
 from baton.cli.bench.serve import serve
-from baton.cli.failures import INTERRUPTED
+from baton.cli.options import INTERRUPTED
 
 
 class _BenchGroup(click.Group):

@@ -10,9 +10,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from baton.cli.failures import INTERRUPTED, extra_installed
-from baton.cli.options import ReportFile
-from baton.cli.tables import output, size, table
+from baton.cli.options import INTERRUPTED, ReportFile, extra_installed, output, size, table
 from baton.errors import BatonError, ConfigError
 from baton.native import KERNELS
 

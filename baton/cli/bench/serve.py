@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from baton.cli.failures import FAILED, INTERRUPTED
-from baton.cli.options import ReportFile, Seconds, connection, connection_options
+from baton.cli.options import FAILED, INTERRUPTED, ReportFile, Seconds, connection, connection_options
 from baton.config.options import usage_errors
 
 if TYPE_CHECKING:
@@ -131,7 +130,7 @@ def serve(target: str, json_file: Path | None, **flags: Any) -> None:
 
     from baton.bench.interrupts import at_interrupt, interrupt
     from baton.bench.load.outcome import RequestFailed
-    from baton.cli.tables import output
+    from baton.cli.options import output
 
     settings = _settings(target, flags)
     console = Console(stderr=True, highlight=False, markup=False)

@@ -15,12 +15,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from baton import AsyncClient
-from baton.admin import ADMIN_SERVICE, AdminSources, add_admin
-from baton.cache_report import CacheReport, CacheTier
 from baton.cli.main import main
 from baton.errors import InvalidRequest, Overloaded, Unsupported
-from baton.ledger import Ledger
+from baton.ledger import CacheReport, CacheTier, Ledger
 from baton.pb import inference_pb2 as pb
+from baton.rpc.admin import ADMIN_SERVICE, AdminSources, add_admin
 from baton.rpc.server import Listener, listen
 from tests.fake_router import Router
 from tests.fake_router import served as router_served

@@ -20,7 +20,7 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 import baton.cli.generate
-from baton.cli.account import print_account
+from baton.cli.generate import print_account
 from baton.cli.main import main
 from baton.completion import Choice, Completion
 from baton.errors import DeadlineExceeded, EngineError, InvalidRequest, NotFound, Overloaded, Unavailable

@@ -12,10 +12,10 @@ import grpc
 import pytest
 from click.testing import CliRunner, Result
 
-from baton.admin import ADMIN_SERVICE, ledger_to_proto
 from baton.cli.main import main
 from baton.ledger import Ledger, LedgerEntry
 from baton.pb import admin_pb2, admin_pb2_grpc
+from baton.rpc.admin import ADMIN_SERVICE, ledger_to_proto
 from baton.rpc.server import Listener, listen
 from tests.certificates import fleet, tls
 

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from baton import keys
-from baton.cli.certs import make_all
-from baton.cli.secure import SecureFleet
-from baton.config.decode import DecodeConfig
+from baton.cli.certs import SecureFleet, make_all
 from baton.config.roles import load
 from baton.config.router import RouterConfig
+from baton.config.worker import DecodeConfig
 from baton.errors import ConfigError
 from baton.rpc.tls import Tls
 

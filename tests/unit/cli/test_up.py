@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.launcher import bind_to_parent
+from baton.process.supervisor import bind_to_parent
 from tests.processes import gone
 
 STUB = Path(__file__).with_name("stub_up.py")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from baton import cores
 from baton.cli import up
-from baton.cli.up_options import UpOptions
+from baton.cli.up import UpOptions
+from baton.process import cores
 
 
 @pytest.fixture(autouse=True)

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from baton.config.decode import DecodeConfig
 from baton.config.options import flag_of
-from baton.config.prefill import PrefillConfig
 from baton.config.roles import ROLES, command, load
 from baton.config.router import RouterConfig
-from baton.config.worker import WorkerConfig
+from baton.config.worker import DecodeConfig, PrefillConfig, WorkerConfig
 from baton.errors import ConfigError
 
 OPERATIONS = Path(__file__).parents[3] / "docs" / "operations.md"

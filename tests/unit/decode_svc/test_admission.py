@@ -9,7 +9,7 @@ import pytest
 
 from baton.errors import Overloaded
 from baton.request import SamplingParams
-from baton.worker.progress import Progress
+from baton.worker.health import Progress
 from decode_svc.admission import KEEP, OFFER_S, SPAN_S, Admission, SlotForecast
 from decode_svc.attempts import Attempts
 from decode_svc.loop import DecodeLoop, StepReport

@@ -11,7 +11,7 @@ from baton.engine.contract import KvHandle
 from baton.errors import EngineError
 from baton.lifecycle import State
 from baton.request import FinishReason, SequenceState
-from baton.worker.progress import Progress
+from baton.worker.health import Progress
 from decode_svc.loop import DecodeLoop, FailedSequence, StepReport
 from decode_svc.messages import FailureKind
 from decode_svc.sequence import Sequence

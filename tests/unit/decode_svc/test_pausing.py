@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from baton.engine.contract import KvHandle
 from baton.lifecycle import State
 from baton.request import SamplingParams, SequenceState
-from baton.worker.progress import Progress
+from baton.worker.health import Progress
 from decode_svc.loop import DecodeLoop, StepReport
 from decode_svc.messages import FailureKind
 from decode_svc.sequence import RollingBlockHasher, Sequence

@@ -10,10 +10,8 @@ import pytest
 from baton.errors import InvalidRequest, Overloaded
 from baton.kv.format import Shard
 from baton.pb import decode_pb2, inference_pb2, kv_pb2
-from baton.request import FinishReason, TokenInfo
+from baton.request import DecodeTimings, FinishReason, Output, RemoteExport, ReserveResult, TokenInfo
 from baton.rpc.convert import export_to_proto
-from baton.transfer.remote import RemoteExport
-from baton.worker.messages import DecodeTimings, Output, ReserveResult
 from baton.worker.status import WIRE_VERSION
 from decode_svc.messages import (
     AttemptKey,

@@ -12,13 +12,11 @@ from typing import cast
 
 import pytest
 
-from baton.config.decode import DecodeConfig
-from baton.config.worker import WorkerConfig
+from baton.config.worker import DecodeConfig, WorkerConfig
 from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine
-from baton.request import CachePolicy, Handoff, SamplingParams
-from baton.transfer.registry import ExportRegistry
-from baton.transfer.remote import RemoteExport
+from baton.request import CachePolicy, Handoff, RemoteExport, SamplingParams
+from baton.transfer.export import ExportRegistry
 from baton.worker.status import WorkerRole, new_identity
 from decode_svc.messages import AttemptKey, FailureKind, Reserve, Start
 from decode_svc.service import DecodeService
@@ -179,7 +177,7 @@ def test_no_more_is_evicted_for_a_session_that_has_ended(evicting: Evicting) -> 
 def test_the_blocks_of_a_long_context_are_published_in_slices(
     evicting: Evicting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.worker.block_copier.PUBLISH_BLOCKS", 2)
+    monkeypatch.setattr("baton.worker.prefix_cache.PUBLISH_BLOCKS", 2)
     published = list[int]()
     publish = evicting.engine.publish
     monkeypatch.setattr(evicting.engine, "publish", lambda *each: (published.append(len(each[1])), publish(*each)))

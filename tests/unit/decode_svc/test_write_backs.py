@@ -12,7 +12,7 @@ from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine
 from baton.errors import OutOfPages
 from baton.telemetry import metrics
-from baton.worker.block_copier import MAX_WRITE_BACKS, BlockCopier
+from baton.worker.prefix_cache import MAX_WRITE_BACKS, BlockCopier
 from decode_svc.sequence import Published
 from decode_svc.write_backs import MAX_WAITING, WriteBacks
 from tests.decoding import digests

@@ -36,7 +36,7 @@ print(sorted(os.sched_getaffinity(0)), torch.get_num_threads())
 
 THREADS = """
 import sys
-from baton import cores
+from baton.process import cores
 from baton.engine.process import prepare
 cpus, threads, quota = sys.argv[1].split(" ")
 if quota != "None":

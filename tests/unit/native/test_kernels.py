@@ -16,13 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from baton import freed_memory
 from baton.kv.format import KEYS, VALUES
 from baton.model.attention import AttentionBatch, KvCache
 from baton.model.gumbel import lowest_noise
 from baton.native import abi
 from baton.native.library import isa, multiplies_exactly
 from baton.native.packed import TYPES, PackedWeight
+from baton.process import freed_memory
 from tests.kernels import needs_native
 from tests.unit.model.attention_contract import Case, block_cases, cases, check, decode_cases, in_dtypes, sharp_cases
 

@@ -11,13 +11,13 @@ import pytest
 
 from baton.engine.contract import ChunkResult
 from baton.engine.fake import FakeEngine
+from baton.process.executors import EngineThread
 from baton.request import SamplingParams
-from baton.worker.progress import Progress
-from baton.worker.thread import EngineThread
-from prefill_svc import chunks
-from prefill_svc.chunks import ChunkRunner
+from baton.worker.health import Progress
+from prefill_svc import worker as worker_module
 from prefill_svc.job import PrefillJob, PrefillTask
 from prefill_svc.scheduler import PrefillScheduler, Prompt
+from prefill_svc.worker import ChunkRunner
 
 
 class Thread:
@@ -104,7 +104,7 @@ class Clock:
 
 async def test_a_short_prompt_goes_between_two_layers_of_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, thread = Clock(1, 6), EngineThread()
-    monkeypatch.setattr(chunks, "time", clock)
+    monkeypatch.setattr(worker_module, "time", clock)
     engine = FakeEngine(layers=2, chunk_time=2.0, delay=clock.delay)
     worker = Worker(100, engine, thread)
     long = worker.start("long", 400)

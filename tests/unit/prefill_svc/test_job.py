@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Sequence
 
 from baton.engine.fake import FakeEngine
-from baton.request import CachedTokens, PrefillProgress, SamplingParams, TokenInfo
-from prefill_svc.job import PREPARING_S, PrefillDone, PrefillJob, PrefillTask, PromptReport
+from baton.request import Prefilled, PrefillProgress, PromptReport, SamplingParams, TokenInfo
+from prefill_svc.job import PREPARING_S, PrefillJob, PrefillTask
 from prefill_svc.scheduler import PrefillScheduler
 
-DONE = PrefillDone((), CachedTokens())
+DONE = Prefilled((), 0)
 
 
 def create(ids: Sequence[int]) -> PrefillJob:

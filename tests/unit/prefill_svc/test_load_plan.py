@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from baton.kv.prefix.contract import FetchRate, Hits
-from prefill_svc.load_plan import TierRun, add_peer, cached_runs, common_blocks, to_hits, truncate
+from prefill_svc.prefix import TierRun, add_peer, cached_runs, common_blocks, to_hits, truncate
 
 HITS = Hits((("host", 2), ("redis", 3)))
 SLOW, QUICK = FetchRate(0.001, 1e6), FetchRate(0.0, 1e9)

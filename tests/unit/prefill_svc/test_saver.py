@@ -11,9 +11,9 @@ import pytest
 from baton.engine.fake import FakeEngine
 from baton.kv.prefix import Payload
 from baton.request import CachePolicy, SamplingParams
-from baton.worker.block_copier import BlockCopier
+from baton.worker.prefix_cache import BlockCopier
 from prefill_svc.job import PrefillJob, PrefillTask
-from prefill_svc.saver import ChunkSaver
+from prefill_svc.prefix import ChunkSaver
 from prefill_svc.scheduler import PrefillScheduler
 from tests.engine_calls import prefill_chunk
 from tests.prefix_cache import MemoryPrefixCache
@@ -46,7 +46,7 @@ class Rig:
         self.engine, self.store = FakeEngine(), Store()
         self.block = self.engine.spec.kv_format.block_size
         blocks = BlockCopier(self.engine, self.store)
-        with mock.patch("prefill_svc.saver.SAVE_WAIT_S", wait_s):
+        with mock.patch("prefill_svc.prefix.SAVE_WAIT_S", wait_s):
             self.saver = ChunkSaver(self.store, blocks, self.block, long_chunks)
         params = SamplingParams(max_tokens=1, temperature=0.0)
         task = PrefillTask("r", 0, "", IDS, (), (0,), params, cache=cache or CachePolicy.READ_WRITE)

@@ -11,16 +11,15 @@ from typing import Any, cast
 from baton.config.router import RouterConfig
 from baton.kv.format import KvFormat, KvPart
 from baton.lifecycle import Lifecycle, State
-from baton.worker.messages import ReserveResult
-from router.dispatcher import Dispatcher
+from baton.request import ReserveResult
+from router.dispatcher import Dispatcher, Placement
 from router.placement.fleet import DecodeView, FleetView, PrefillView
 from router.placement.policy import PlacementQuery
 from router.placement.prefix_directory import PrefixDirectory
 from router.placement.scheduler import PlacementRequest
 from router.request import Suspicion
-from router.retries import AvoidedWorker
+from router.workers.failures import AvoidedWorker
 from router.workers.pool import Pool
-from router.workers.reservation import Placement
 
 KV = KvFormat((KvPart("k", "float32", (2, 4)),), layers=2, block_size=16)
 GRANTED, FULL = ReserveResult(True, "", False), ReserveResult(False, "full", False)

@@ -9,17 +9,16 @@ from typing import Any, cast
 
 import pytest
 
-import router.attempt
+import router.pipeline
 from baton.config.router import RouterConfig
 from baton.errors import DeadlineExceeded
-from baton.request import FinishReason, FirstToken, SamplingParams, TokenInfo
-from router.attempt import Attempt, AttemptDeps, RequestState
-from router.output.processor import OutputProcessor
-from router.request import Deliver, Prefilled, Request
-from router.retries import History
+from baton.request import FinishReason, FirstToken, Prefilled, SamplingParams, TokenInfo
+from router.output import OutputProcessor
+from router.pipeline import Attempt, AttemptDeps, History, RequestState
+from router.request import Deliver, Request
 from router.serving.tenants import Threads
+from router.workers.calls import Abandoner
 from router.workers.pool import Pool
-from router.workers.prefill import Abandoner
 from tests.unit.router.dispatching import FakePool, dispatcher, settle
 
 
@@ -42,7 +41,7 @@ async def outcome(monkeypatch: pytest.MonkeyPatch, *, arrives: bool) -> OutputPr
         loop.call_soon(block)
         await loop.create_future()
 
-    monkeypatch.setattr(router.attempt, "call_prefill", prefill)
+    monkeypatch.setattr(router.pipeline, "call_prefill", prefill)
     config = RouterConfig(prefill=("p:1",), decode=("d:1",))
     pool = FakePool()
     deps = AttemptDeps(cast(Pool, pool), dispatcher(pool), config, Abandoner(), None, Threads(1))
@@ -68,12 +67,12 @@ async def test_without_it_the_deadline_holds(monkeypatch: pytest.MonkeyPatch) ->
 async def test_a_long_prompt_waits_for_its_tenants_threads_before_it_has_a_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(router.attempt, "LARGE_REQUEST", 1)
+    monkeypatch.setattr(router.pipeline, "LARGE_REQUEST", 1)
 
     async def prefill(*_: Any, deliver: Deliver, **__: Any) -> None:
         deliver(Prefilled((FirstToken(0, TokenInfo(7), FinishReason.LENGTH),), 0))
 
-    monkeypatch.setattr(router.attempt, "call_prefill", prefill)
+    monkeypatch.setattr(router.pipeline, "call_prefill", prefill)
     pool, loop, threads, busy, go = (
         FakePool(),
         asyncio.get_running_loop(),

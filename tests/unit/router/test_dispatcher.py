@@ -9,7 +9,7 @@ import pytest
 
 from baton.errors import InvalidRequest, Overloaded, Unavailable
 from baton.lifecycle import State
-from baton.worker.messages import ReserveResult
+from baton.request import ReserveResult
 from tests.unit.router.dispatching import (
     FULL,
     GRANTED,

@@ -9,12 +9,12 @@ import pytest
 
 from baton.errors import Unavailable
 from baton.lifecycle import Lifecycle, State
+from router.dispatcher import Placement, Reserver
 from router.placement.policy import PlacementQuery, Selection
 from router.placement.scheduler import PlacementRequest
 from router.request import Suspicion
 from router.workers.failures import Breakers
 from router.workers.pool import Pool
-from router.workers.reservation import Placement, Reserver
 from tests.unit.router.dispatching import (
     FULL,
     GRANTED,

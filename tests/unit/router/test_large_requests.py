@@ -15,7 +15,7 @@ from baton.config.router import RouterConfig
 from baton.engine.fake import FakeEngine
 from baton.errors import OutOfPages, Overloaded
 from baton.lifecycle import Lifecycle, State
-from baton.worker.messages import ReserveResult
+from baton.request import ReserveResult
 from decode_svc.admission import Admission, SlotForecast
 from decode_svc.attempts import Attempts
 from decode_svc.messages import AttemptKey, Reserve

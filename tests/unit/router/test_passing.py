@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton.worker.messages import ReserveResult
+from baton.request import ReserveResult
 from router.dispatcher import Dispatcher
 from tests.unit.router.dispatching import (
     FULL,

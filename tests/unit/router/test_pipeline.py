@@ -10,7 +10,7 @@ import pytest
 from baton.config.router import RouterConfig
 from baton.errors import Unavailable
 from baton.request import SamplingParams
-from router.output.processor import OutputProcessor
+from router.output import OutputProcessor
 from router.pipeline import Pipeline
 from router.request import Request
 from router.serving.tenants import Threads

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import BatonError, Overloaded, TransferError, Unavailable
+from router.pipeline import FORGIVEN_TOKENS, MOST_ATTEMPTS, MOST_EXCUSED, History, RetryBudget
 from router.request import Blame, Cause, Failed, Suspicion
-from router.retries import FORGIVEN_TOKENS, MOST_ATTEMPTS, MOST_EXCUSED, History, RetryBudget
 from router.workers.failures import WorkerLoss, WorkerLosses
 
 FAULT = Failed(TransferError("the link broke"), Blame.PAIR)

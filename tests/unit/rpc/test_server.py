@@ -20,10 +20,10 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from baton import errors
 from baton.pb import inference_pb2 as pb
 from baton.pb import inference_pb2_grpc
+from baton.process.sockets import bind
 from baton.rpc.channel import control_channel, kv_channel
 from baton.rpc.errors import ErrorInterceptor, from_rpc_error
 from baton.rpc.server import Listener, listen
-from baton.sockets import bind
 
 INFERENCE = "baton.v1.Inference"
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from baton.telemetry.metrics import EXPORTS_OPEN
-from baton.transfer.registry import ExportRegistry
+from baton.transfer.export import ExportRegistry
 from tests.metrics import count
 from tests.unit.transfer.support import INCARNATION, LAYERS, Engine
 

@@ -12,10 +12,9 @@ from baton.engine.fake import FakeEngine
 from baton.kv.format import PartData, Shard
 from baton.request import FirstToken, Handoff, SamplingParams, TokenInfo
 from baton.telemetry.metrics import TRANSFER_FAULTS
-from baton.transfer import closing, wire
-from baton.transfer.coverage import Box
-from baton.transfer.export import Export
-from baton.transfer.registry import ExportRegistry
+from baton.transfer import wire
+from baton.transfer.export import Export, ExportRegistry
+from baton.transfer.wire import Box
 from tests.engine_calls import prefill_chunk
 from tests.metrics import count
 
@@ -138,7 +137,7 @@ async def collect(export: Export, box: Box) -> list[bytes]:
         return [frame async for frame in frames]
 
 
-def decoded(frame: bytes) -> wire.KvData | closing.Manifest | closing.Commit:
+def decoded(frame: bytes) -> wire.KvData | wire.Manifest | wire.Commit:
     """A frame of the export "t"."""
     return wire.decode(frame, SEED)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import CorruptFrame
-from baton.transfer.coverage import Box, Coverage
+from baton.transfer.wire import Box, Coverage
 
 BOX = Box(range(5, 30), range(1, 4), range(2))
 

@@ -15,9 +15,9 @@ from baton.errors import (
     IncompleteTransfer,
     InvalidRequest,
 )
-from baton.transfer import closing, wire
-from baton.transfer.coverage import Box
-from baton.transfer.registry import ExportRegistry
+from baton.transfer import wire
+from baton.transfer.export import ExportRegistry
+from baton.transfer.wire import Box
 from tests.engine_calls import prefill_chunk
 from tests.unit.transfer.support import (
     HEADS,
@@ -69,10 +69,8 @@ async def test_frames_follow_production(exports: ExportRegistry, engine: Engine)
             await anext(frames)
     chunks = [[(0, 4), (4, 5)], [(5, 9), (9, 12)]]
     assert places(seen) == [(layer, *run) for chunk in chunks for layer in range(LAYERS) for run in chunk]
-    assert manifest == closing.Manifest(
-        len(seen), tuple((la, 0, TOKENS) for la in range(LAYERS)), manifest.digest, WHOLE
-    )
-    assert isinstance(commit, closing.Commit)
+    assert manifest == wire.Manifest(len(seen), tuple((la, 0, TOKENS) for la in range(LAYERS)), manifest.digest, WHOLE)
+    assert isinstance(commit, wire.Commit)
     assert commit.length == TOKENS
 
 

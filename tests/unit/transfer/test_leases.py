@@ -13,7 +13,7 @@ from baton.errors import (
     Unavailable,
 )
 from baton.telemetry.metrics import LEASES_EXPIRED
-from baton.transfer.registry import REASON_LENGTH, ExportRegistry
+from baton.transfer.export import REASON_LENGTH, ExportRegistry
 from tests.metrics import count
 from tests.unit.transfer.support import (
     INCARNATION,

@@ -9,12 +9,10 @@ from contextlib import aclosing
 import pytest
 
 from baton.errors import CorruptFrame, IncompleteTransfer, InvalidRequest, TransferError
-from baton.transfer import closing, wire
-from baton.transfer.coverage import Box
-from baton.transfer.export import PROGRESS_S
-from baton.transfer.fetcher import pull
-from baton.transfer.receiver import Receiver
-from baton.transfer.registry import ExportRegistry
+from baton.transfer import wire
+from baton.transfer.export import PROGRESS_S, ExportRegistry
+from baton.transfer.fetcher import Receiver, pull
+from baton.transfer.wire import Box
 from tests.property.virtual import VirtualLoop
 from tests.unit.transfer.support import (
     HEADS,
@@ -57,8 +55,8 @@ async def test_a_prefix_is_final_and_leased_at_once_without_handoff(exports: Exp
     assert [(each.layer, each.tokens) for each in data if isinstance(each, wire.KvData)] == [
         (layer, range(TOKENS)) for layer in range(LAYERS)
     ]
-    assert isinstance(manifest, closing.Manifest)
-    assert commit == closing.Commit(TOKENS, 0, None, (WHOLE,), NAME)
+    assert isinstance(manifest, wire.Manifest)
+    assert commit == wire.Commit(TOKENS, 0, None, (WHOLE,), NAME)
     with pytest.raises(InvalidRequest, match="was committed already"):
         export.commit_prefix(NAME)
 
@@ -120,8 +118,8 @@ def test_a_consumer_of_the_end_hears_that_the_beginning_is_being_computed(box: B
     assert told == [PROGRESS_S * second for second in range(1, 8)]
     assert [type(decoded(frame)) for _, frame in heard if frame != wire.PROGRESS] == [
         *[wire.KvData] * (LAYERS if box is REST else 0),
-        closing.Manifest,
-        closing.Commit,
+        wire.Manifest,
+        wire.Commit,
     ]
     loop.finish()
     loop.close()

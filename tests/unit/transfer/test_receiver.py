@@ -11,11 +11,9 @@ from baton.errors import CorruptFrame, IncompleteTransfer, TransferError
 from baton.kv.format import Shard
 from baton.request import Handoff
 from baton.transfer import wire
-from baton.transfer.closing import Manifest, encode_commit, encode_manifest, pack
-from baton.transfer.coverage import Box
-from baton.transfer.fetcher import pull
-from baton.transfer.receiver import Receiver
-from baton.transfer.registry import ExportRegistry
+from baton.transfer.export import ExportRegistry
+from baton.transfer.fetcher import Receiver, pull
+from baton.transfer.wire import Box, Manifest, encode_commit, encode_manifest, pack
 from tests.unit.transfer.support import (
     HEADS,
     INCARNATION,

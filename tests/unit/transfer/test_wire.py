@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from baton.errors import CorruptFrame, TransferError
 from baton.kv.format import DTYPE_BYTES, PartData, Shard
 from baton.pb import kv_pb2
-from baton.transfer import closing, wire
+from baton.transfer import wire
 from tests.unit.transfer.support import WHOLE
 
 UINT32 = st.integers(0, 2**32 - 1)
@@ -75,23 +75,23 @@ SHARDS = st.builds(Shard, st.just(""), SPANS, SPANS)
 
 @given(UINT32, st.lists(st.tuples(UINT32, UINT32, UINT32), max_size=4), UINT32, SHARDS)
 def test_manifests_are_read_as_they_were_made(
-    frames: int, runs: list[closing.TokenRun], digest: int, shard: Shard
+    frames: int, runs: list[wire.TokenRun], digest: int, shard: Shard
 ) -> None:
-    manifest = closing.Manifest(frames, tuple(runs), digest, shard)
-    assert wire.decode(closing.encode_manifest(manifest)) == manifest
+    manifest = wire.Manifest(frames, tuple(runs), digest, shard)
+    assert wire.decode(wire.encode_manifest(manifest)) == manifest
 
 
 @given(UINT32, UINT32, st.lists(SHARDS, max_size=3), st.binary(min_size=1))
 def test_commits_are_read_as_they_were_made(length: int, version: int, shards: list[Shard], handoff: bytes) -> None:
-    frame = closing.encode_commit(length, handoff, shards, version)
+    frame = wire.encode_commit(length, handoff, shards, version)
     assert kv_pb2.KvFrame.FromString(frame).SerializeToString(deterministic=True) == frame
-    assert wire.decode(frame) == closing.Commit(length, version, handoff, tuple(shards))
+    assert wire.decode(frame) == wire.Commit(length, version, handoff, tuple(shards))
 
 
 @given(UINT32, st.binary())
 def test_a_commit_that_hands_nothing_over_names_its_prefix(length: int, name: bytes) -> None:
-    frame = closing.encode_commit(length, None, (WHOLE,), prefix_digest=name)
-    assert wire.decode(frame) == closing.Commit(length, 0, None, (WHOLE,), name)
+    frame = wire.encode_commit(length, None, (WHOLE,), prefix_digest=name)
+    assert wire.decode(frame) == wire.Commit(length, 0, None, (WHOLE,), name)
 
 
 def test_a_checksum_of_zero_is_sent_all_the_same() -> None:
@@ -102,10 +102,10 @@ def test_a_checksum_of_zero_is_sent_all_the_same() -> None:
 @pytest.mark.parametrize(
     "frame",
     [
-        closing.encode_manifest(closing.Manifest(3, ((0, 0, 5), (2, 7, 300)), 0xDEADBEEF, WHOLE)),
-        closing.encode_commit(300, b"handoff", (WHOLE,)),
-        closing.encode_commit(300, None, ()),
-        closing.encode_commit(300, None, (WHOLE, WHOLE), prefix_digest=b"name"),
+        wire.encode_manifest(wire.Manifest(3, ((0, 0, 5), (2, 7, 300)), 0xDEADBEEF, WHOLE)),
+        wire.encode_commit(300, b"handoff", (WHOLE,)),
+        wire.encode_commit(300, None, ()),
+        wire.encode_commit(300, None, (WHOLE, WHOLE), prefix_digest=b"name"),
     ],
 )
 def test_a_flipped_bit_of_manifest_or_commit_changes_or_breaks_it(frame: bytes) -> None:

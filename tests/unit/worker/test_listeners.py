@@ -9,18 +9,16 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.cache_report import CacheTier
 from baton.config.worker import WorkerConfig
 from baton.engine.contract import EngineSpec
 from baton.kv.format import KvFormat, KvPart
-from baton.ledger import Ledger
+from baton.ledger import CacheTier, Ledger
 from baton.pb import worker_pb2, worker_pb2_grpc
 from baton.rpc.channel import control_channel
-from baton.worker import progress as progress_module
-from baton.worker.listeners import Service, serve_listeners
-from baton.worker.progress import Progress
-from baton.worker.servicer import status_from_proto
-from baton.worker.status import StatusHub, WorkerLoad, WorkerRole, new_identity
+from baton.worker import health as health_module
+from baton.worker.health import Progress
+from baton.worker.start import Service, serve_listeners
+from baton.worker.status import StatusHub, WorkerLoad, WorkerRole, new_identity, status_from_proto
 
 FORMAT = KvFormat((KvPart("k", "float32", (2, 4)),), layers=3, block_size=16)
 SPEC = EngineSpec("print", FORMAT, 100, 64, frozenset({1}), 16, 8, 4)
@@ -65,7 +63,7 @@ REST: dict[str, Any] = {
 async def test_watchers_learn_who_the_worker_is_and_when_it_drains_and_health_follows_progress(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(progress_module, "HANG_LOOKS", 1_000_000)
+    monkeypatch.setattr(health_module, "HANG_LOOKS", 1_000_000)
     config = WorkerConfig(stall_s=0.05)
     hub = StatusHub(new_identity(config, WorkerRole.DECODE, SPEC, "digest"), WorkerLoad)
     now = 0.0

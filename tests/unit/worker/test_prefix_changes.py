@@ -17,10 +17,18 @@ from baton.kv.hashing import block_digests
 from baton.kv.prefix import NullPrefixCache
 from baton.kv.prefix.contract import PrefixesChanged
 from baton.pb import worker_pb2
-from baton.worker import prefix_changes
-from baton.worker.prefix_changes import PrefixChange, PrefixChangeFeed
-from baton.worker.servicer import status_from_proto, status_to_proto
-from baton.worker.status import StatusHub, WorkerLoad, WorkerRole, WorkerStatus, new_identity
+from baton.worker import status
+from baton.worker.status import (
+    PrefixChange,
+    PrefixChangeFeed,
+    StatusHub,
+    WorkerLoad,
+    WorkerRole,
+    WorkerStatus,
+    new_identity,
+    status_from_proto,
+    status_to_proto,
+)
 
 DIGESTS = block_digests(bytes(32), range(640), 16)
 NAMES = [digest[:8] for digest in DIGESTS]
@@ -170,7 +178,7 @@ async def test_a_block_is_held_while_any_tier_has_it(bench: Bench) -> None:
 async def test_long_news_come_in_parts_and_a_watcher_that_lags_is_told_anew(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix_changes, "MAX_NAMES", 4)
+    monkeypatch.setattr(status, "MAX_NAMES", 4)
     monkeypatch.setattr("baton.worker.status.MAX_INTERVAL_S", 60.0)
     bench.host.tell(DIGESTS[:11])
     merged = []

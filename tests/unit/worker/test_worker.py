@@ -12,15 +12,22 @@ from typing import Any
 import pytest
 
 from baton.config.worker import WorkerConfig
-from baton.digest import tokenizer_digest
 from baton.engine.contract import EngineSpec
 from baton.errors import InvalidRequest
 from baton.kv.format import KvFormat, KvPart, Shard
+from baton.model.checkpoint import tokenizer_digest
+from baton.process.executors import EngineThread
 from baton.worker import status as status_module
-from baton.worker.progress import HANG_LOOKS, Progress, watch_progress
-from baton.worker.servicer import status_from_proto, status_to_proto
-from baton.worker.status import StatusHub, WorkerLoad, WorkerRole, WorkerStatus, new_identity
-from baton.worker.thread import EngineThread
+from baton.worker.health import HANG_LOOKS, Progress, watch_progress
+from baton.worker.status import (
+    StatusHub,
+    WorkerLoad,
+    WorkerRole,
+    WorkerStatus,
+    new_identity,
+    status_from_proto,
+    status_to_proto,
+)
 
 FORMAT = KvFormat((KvPart("k", "float32", (2, 4)), KvPart("v", "float32", (2, 4))), layers=3, block_size=16)
 SPEC = EngineSpec("print", FORMAT, 100, 64, frozenset({1}), 16, 8, 4)
@@ -130,7 +137,7 @@ async def test_closing_the_engine_thread_does_not_mind_what_it_takes_meanwhile(m
             closing.set()
             return taken.wait(60) and super().cancel()
 
-    monkeypatch.setattr("baton.worker.thread.Future", Slow)
+    monkeypatch.setattr("baton.process.executors.Future", Slow)
     thread = EngineThread()
 
     def work() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.kv.hashing import NAME_BYTES, PackedDigests
-from baton.worker.prefix_changes import PrefixChange
-from baton.worker.status import WorkerRole
+from baton.worker.status import PrefixChange, WorkerRole
 from router.placement.prefix_directory import EXPECTED_S, NO_MATCH, BlockNamespace, PrefixDirectory
 
 ONE, OTHER = BlockNamespace("m", "f" * 64, 16), BlockNamespace("m", "e" * 64, 4)

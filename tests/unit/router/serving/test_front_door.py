@@ -9,7 +9,7 @@ import pytest
 
 from baton.errors import Overloaded, Unavailable
 from baton.request import FinishReason, SamplingParams, TokenInfo
-from router.output.processor import OutputProcessor
+from router.output import OutputProcessor
 from router.pipeline import Pipeline
 from router.request import Output, Request
 from router.serving.front_door import FrontDoor, StallGuard

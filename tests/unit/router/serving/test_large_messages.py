@@ -14,15 +14,14 @@ from unittest.mock import AsyncMock, MagicMock, Mock
 import pytest
 from google.protobuf.descriptor import Descriptor
 
-import router.attempt
+import router.pipeline
 import router.serving.servicer
 import router.serving.validator
 from baton.errors import InvalidRequest
 from baton.pb import inference_pb2 as pb
 from baton.request import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from baton.rpc.channel import CONTROL_MESSAGE_BYTES
-from baton.rpc.convert import token_array_from_proto, token_ids_from_proto
-from baton.rpc.packed import begin_field, varint
+from baton.rpc.convert import begin_field, token_array_from_proto, token_ids_from_proto, varint
 from baton.tokenizer import Tokenizer
 from router.serving.servicer import (
     InferenceServicer,
@@ -219,8 +218,8 @@ async def test_a_long_prompt_is_made_into_a_message_off_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: int
 ) -> None:
     seen: list[bool] = []
-    monkeypatch.setattr(router.attempt, "LARGE_REQUEST", large, raising=False)
-    monkeypatch.setattr(router.attempt, "prefill_message", noted(router.attempt.prefill_message, seen))
+    monkeypatch.setattr(router.pipeline, "LARGE_REQUEST", large, raising=False)
+    monkeypatch.setattr(router.pipeline, "prefill_message", noted(router.pipeline.prefill_message, seen))
     async with bench(tmp_path) as b:
         await b.answer(max_tokens=1)
         assert len(b.prefill[0].requests[0].prompt_token_ids) == 3

@@ -18,8 +18,8 @@ import tokenizers
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from baton.digest import tokenizer_digest
 from baton.errors import EngineError, Unavailable
+from baton.model.checkpoint import tokenizer_digest
 from baton.tokenizer import Tokenizer
 from router.serving import tokenizer_processes
 from router.serving.tokenizer_processes import TokenizerProcesses

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from baton.errors import ConfigError
+from router.workers.calls import complete_address
 from router.workers.pool import Discovery
-from router.workers.prefill import complete_address
 
 
 async def test_static_addresses_are_told_once() -> None:

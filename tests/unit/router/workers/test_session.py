@@ -7,15 +7,24 @@ import asyncio
 import grpc.aio
 
 from baton.pb import decode_pb2
+from baton.request import CachePolicy
 from router.request import DecodeEnded, Event, Failed
-from router.workers.session import DecodeSession, Prefix
+from router.workers.calls import DecodeSession
 
 
 async def granted(session: DecodeSession, events: list[Event]) -> decode_pb2.AttemptKey:
     """An attempt that the worker has granted."""
     attempt = session.attempt("r", 0, events.append)
     asking = asyncio.create_task(
-        attempt.reserve(context_tokens=1, max_new_tokens=1, choices=(0,), deadline_ms=1, prefix=Prefix())
+        attempt.reserve(
+            context_tokens=1,
+            max_new_tokens=1,
+            choices=(0,),
+            deadline_ms=1,
+            salt=b"",
+            cache=CachePolicy.OFF,
+            prefix_digests=b"",
+        )
     )
     await asyncio.sleep(0)
     session._dispatch(decode_pb2.SessionDown(reserved=[decode_pb2.ReserveResult(key=attempt.key, granted=True)]))

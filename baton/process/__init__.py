@@ -1,0 +1,9 @@
+"""The life of a process: its start and end, its children, its threads, and what it takes of the machine.
+
+service       a service from its settings to its exit status: start, serve, drain
+supervisor    child processes: started, restarted when they die, ended with this one
+executors     threads for work that is too long for an event loop, and the engine thread
+sockets       sockets as servers bind them
+cores         the cores that this process may use
+freed_memory  memory that is kept in the process when it is freed
+"""

@@ -1,0 +1,242 @@
+"""How a worker finds out that it must not go on: no progress, wrong values, or pages that nobody owns.
+
+    progress ──(limit_s without any)──▶ stalled: NOT_SERVING ──(HANG_LOOKS more looks without any)──▶ hung: replaced
+
+A hang is counted in looks, not in seconds: a process that was stopped for an hour is not hung when it goes on.
+
+If the logits of a request are not finite, its input may be the cause, or the worker: bad weights, bad memory. When
+LIMIT different requests got no token, and no request between them got one, the worker computes tokens for a prompt of
+its own. If it gets them, the requests were the cause. If not, the worker is.
+
+The audit runs whenever the worker is idle. The pool's own audit checks that each page is free, cached, or counted by
+its owners. The ledger compares these owners with the entries of the service. If no entry names an owner, the service
+has lost it, and its pages would never be freed. An owner's name is "request/attempt", followed by "/choice" if choices
+have pages of their own. An owner is lost in this sense if two audits list it, and the service names it neither between
+them nor after them. The second audit is needed because a caller may use the same name for its next request, which must
+not end the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from baton.engine.contract import Engine, PromptChunk, compute_chunk
+from baton.errors import EngineError, NoToken, OutOfPages
+from baton.kv.pool import DRAINING
+from baton.ledger import Ledger, LedgerEntry
+from baton.lifecycle import State
+from baton.process import executors
+from baton.process.executors import WORK
+from baton.request import SamplingParams, SequenceState
+from baton.rpc.admin import LedgerSource
+from baton.worker.status import WorkerIdentity
+
+_log = logging.getLogger(__name__)
+
+_CHECKS_PER_LIMIT = 4
+HANG_LOOKS = 2 * _CHECKS_PER_LIMIT
+"""Looks in a row that find a stall, after which the engine counts as hung."""
+
+
+class Progress:
+    """When the engine last made progress; the engine thread records it after each layer and each step.
+
+    In between, another number of `heartbeat` (`Engine.heartbeat`) than at the last look counts as progress.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, heartbeat: Callable[[], int] = lambda: 0) -> None:
+        self._clock = clock
+        self._heartbeat = heartbeat
+        self._recorded_at: float | None = None
+        self._seen, self._seen_at = 0, -math.inf
+
+    def record(self) -> None:
+        """Record that there is work, and that it has just made progress."""
+        self._recorded_at = self._clock()
+
+    def set_idle(self) -> None:
+        """Record that there is no work."""
+        self._recorded_at = None
+
+    def stalled_s(self) -> float:
+        """Seconds since the last progress was recorded or seen; 0 without work. Call it from one thread."""
+        recorded_at = self._recorded_at
+        if recorded_at is None:
+            return 0.0
+        now, number = self._clock(), self._heartbeat()
+        if number != self._seen:
+            self._seen, self._seen_at = number, now
+        return now - max(recorded_at, self._seen_at)
+
+
+async def watch_progress(progress: Progress, limit_s: float, report: Callable[[bool], object]) -> None:
+    """Call `report(False)` after `limit_s` seconds without progress, and `report(True)` when there is progress again.
+
+    Runs until cancelled, or until the engine hangs: after about 3 times `limit_s`. Looks four times in each `limit_s`,
+    so a stall is reported after at most 1.5 times that.
+    """
+    looks = 0
+    while looks < HANG_LOOKS:
+        await asyncio.sleep(limit_s / _CHECKS_PER_LIMIT)
+        stalled = progress.stalled_s() >= limit_s
+        if stalled != bool(looks):
+            report(not stalled)
+        looks = looks + 1 if stalled else 0
+
+
+LIMIT = 3
+SELF_TEST = "self-test"
+"""The owner of the pages that the worker's own prompt uses."""
+
+_PROMPT_TOKENS = 16
+
+
+class FaultCounter:
+    """The latest requests for which no token could be computed."""
+
+    def __init__(self) -> None:
+        self._requests: set[str] = set()
+
+    @property
+    def suspected(self) -> bool:
+        """Whether LIMIT different requests have failed since the last token. `check_engine` must say why."""
+        return len(self._requests) >= LIMIT
+
+    def record_success(self) -> None:
+        """Record that a token was computed."""
+        self._requests.clear()
+
+    def record_failure(self, request_id: str) -> None:
+        """Record that no token could be computed for this request."""
+        self._requests.add(request_id)
+
+    def check_engine(self, engine: Engine, progress: Progress, *, step: bool) -> None:
+        """Compute a token for a prompt of the worker's own, and another one by a `step`, then count anew.
+
+        Call it on the engine thread; for a `step`, with an empty batch. Raises EngineError if there is no token. If no
+        page is free, nothing is found out.
+        """
+        requests = sorted(self._requests)
+        self._requests.clear()
+        try:
+            _compute_own(engine, progress, step=step)
+        except OutOfPages as error:
+            _log.warning("%s got no token, and the worker can't be tested: %s", ", ".join(requests), error)
+        except Exception as error:
+            raise EngineError(
+                f"{len(requests)} different requests got no token, with no good token between them, and neither did "
+                f"the worker's own prompt ({error}): {requests}"
+            ) from error
+        else:
+            _log.warning("%s got no token; the worker's own prompt did, so they are the cause", ", ".join(requests))
+
+
+def _compute_own(engine: Engine, progress: Progress, *, step: bool) -> None:
+    spec, greedy = engine.spec, SamplingParams(temperature=0.0)
+    ids = tuple(range(min(_PROMPT_TOKENS, spec.vocab_size, max(1, spec.max_model_len - 2))))
+    handle = engine.reserve(SELF_TEST, len(ids) + 1)
+    try:
+        prompt = SequenceState(greedy, ids)
+        chunk = PromptChunk(handle, ids, 0, len(ids), lambda _: progress.record(), (prompt,))
+        result = compute_chunk(engine, chunk)
+        if step:
+            engine.insert(handle, SequenceState(greedy, ids, (result.tokens[0].token_id,)))
+            for _, found in engine.launch().result().steps:
+                if isinstance(found, NoToken):
+                    raise found
+    finally:
+        engine.free(handle)
+
+
+MIN_INTERVAL_S = 1.0
+
+
+async def build_ledger(
+    identity: WorkerIdentity, engine: Engine, entries: Callable[[], Sequence[LedgerEntry]]
+) -> Ledger:
+    """The ledger now: the entries, freed pages that copies still use, and whether the sums are right.
+
+    `entries` is called on the loop. An entry has the owner's name that was given to `Engine.reserve`.
+    """
+    violation, draining, listed = "", list[LedgerEntry](), entries()
+    page_bytes = engine.spec.page_size * engine.spec.kv_format.token_bytes
+    try:
+        pages = await executors.run(WORK, engine.audit)
+        listed = entries()
+        for name, count in pages.items():
+            if name.endswith(DRAINING):
+                owner = name.removesuffix(DRAINING)
+                draining.append(LedgerEntry(owner, "draining", State.ENDED.value, count, count * page_bytes))
+        orphans = _owners(pages) - {entry.owner for entry in listed} - {SELF_TEST}
+        if orphans:
+            orphans &= _owners(await executors.run(WORK, engine.audit))
+            orphans -= {entry.owner for entry in entries()}
+        if orphans:
+            violation = f"no running request owns the pages of {', '.join(sorted(orphans))}"
+    except EngineError as error:
+        violation = str(error)
+    stats = engine.stats()
+    return Ledger(
+        identity.worker_id,
+        identity.role.value,
+        identity.incarnation,
+        (*listed, *draining),
+        stats.total,
+        stats.free,
+        stats.cached,
+        violation,
+    )
+
+
+def _owners(pages: dict[str, int]) -> set[str]:
+    return {name for name in pages if not name.endswith(DRAINING)}
+
+
+class IdleAudit:
+    """Builds the ledger when the worker has become idle, at most every MIN_INTERVAL_S; no request waits for it.
+
+    Calls `on_violation` on the loop, once, if the ledger shows a violation.
+    """
+
+    def __init__(
+        self, ledger: LedgerSource, idle: Callable[[], bool], on_violation: Callable[[EngineError], object]
+    ) -> None:
+        self._ledger = ledger
+        self._idle = idle
+        self._on_violation = on_violation
+        self._wanted = asyncio.Event()
+
+    def notify(self) -> None:
+        """Tell the audit that the worker may have become idle."""
+        if self._idle():
+            self._wanted.set()
+
+    async def run(self) -> None:
+        """Audit whenever the worker becomes idle, until cancelled, or until a violation is found."""
+        while True:
+            await self._wanted.wait()
+            self._wanted.clear()
+            if not self._idle():
+                continue
+            ledger = await self._ledger()
+            if ledger.violation:
+                _log.error("%s", describe(ledger))
+                self._on_violation(EngineError(f"the ledger does not add up: {ledger.violation}"))
+                return
+            await asyncio.sleep(MIN_INTERVAL_S)
+
+
+def describe(ledger: Ledger) -> str:
+    """A ledger as lines of text, the violation first."""
+    where = f"{ledger.role} {ledger.process} {ledger.incarnation}".rstrip()
+    sums = f"{ledger.pages_free} of {ledger.pages_total} pages are free, {ledger.pages_cached} are cached"
+    lines = [f"{where}: {ledger.violation or 'the sums are right'}; {sums}"]
+    lines += (
+        f"  {entry.owner} {entry.kind} {entry.state}: {entry.pages} pages, {entry.bytes} bytes, {entry.age_s:.1f} s"
+        for entry in ledger.entries
+    )
+    return "\n".join(lines)

@@ -1,0 +1,431 @@
+"""From tokens, in whatever order they come, to what the client is sent.
+
+Each choice emits its tokens in the order of their output index and drops those it has had, so that token 2 may
+arrive before token 1, and a new attempt may repeat what an old one said. Text comes from an incremental detokenizer
+through a stop matcher. What is new gathers in the output queue until the client's stream takes it, so a slow client
+costs its own max_tokens of memory and holds back nobody.
+
+    add ──▶ [Update] [Update] [Update, still filling] ──▶ take: one at a time, oldest first, each at most MESSAGE_BYTES
+
+As one message, what gathers for a client that reads slowly could be larger than the client accepts (gRPC's default is
+4 MiB), and the answer would be lost. So it is cut as it comes: text, tokens and finish of a choice keep their order,
+and usage and timings are in the last message.
+
+The latency account has durations on the router's clock, but for decode's own, which are durations too.
+
+    arrival ──queue── dispatch ──prefill── first token ──transfer── ──slot wait── ──decode── end
+
+The parts add up to the total exactly. Decode begins to fetch when prefill is dispatched, so only the part of the
+fetch that comes after prefill counts as transfer. Decode is the rest, so that no time is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from baton.request import (
+    CachedTokens,
+    DecodeTimings,
+    FinishReason,
+    FirstToken,
+    Output,
+    Prefilled,
+    PrefillProgress,
+    Timings,
+    TokenInfo,
+    Usage,
+)
+from baton.telemetry.metrics import ITL, TTFT
+from router.request import Request, StopStrings
+
+
+@dataclass(slots=True)
+class Account:
+    """Times are in seconds on one monotonic clock; of several attempts the first one's count."""
+
+    arrived: float
+    dispatched: float | None = None
+    first_token: float | None = None
+    decode: DecodeTimings | None = None
+    tokens: dict[int, tuple[float, float, int]] = field(default_factory=dict)
+    """First time, last time and number of tokens by choice."""
+
+    def on_dispatch(self, now: float) -> None:
+        """Prefill was called."""
+        if self.dispatched is None:
+            self.dispatched = now
+
+    def on_decode(self, timings: DecodeTimings) -> None:
+        """Decode has reported its share."""
+        if self.decode is None:
+            self.decode = timings
+
+    def on_tokens(self, choice: int, count: int, now: float) -> float | None:
+        """Tokens of a choice came; returns the time per token since those before, None for the first."""
+        if self.first_token is None:
+            self.first_token = now
+        first, last, seen = self.tokens.get(choice, (now, now, 0))
+        self.tokens[choice] = (first, now, seen + count)
+        return (now - last) / count if seen else None
+
+    def timings(self, now: float) -> Timings:
+        """The account of a request that ends now, in milliseconds."""
+        total = 1e3 * (now - self.arrived)
+        queue = 1e3 * ((now if self.dispatched is None else self.dispatched) - self.arrived)
+        until_first = 1e3 * ((now if self.first_token is None else self.first_token) - self.arrived)
+        prefill = until_first - queue
+        left = total - until_first
+        transfer = slot_wait = 0.0
+        if self.decode is not None:
+            transfer = min(max(self.decode.fetch_ms - prefill, 0.0), left)
+            slot_wait = min(max(self.decode.slot_wait_ms, 0.0), left - transfer)
+        decode = max(left - transfer - slot_wait, 0.0)
+        gaps = sum(count - 1 for _, _, count in self.tokens.values())
+        spans = sum(last - first for first, last, _ in self.tokens.values())
+        return Timings(
+            queue=queue,
+            prefill=prefill,
+            transfer=transfer,
+            slot_wait=slot_wait,
+            decode=decode,
+            total=queue + prefill + transfer + slot_wait + decode,
+            first_token=until_first,
+            mean_itl=1e3 * spans / gaps if gaps else 0.0,
+        )
+
+
+class _Choice:
+    """One choice from its first token to its finish."""
+
+    def __init__(self, index: int, request: Request, queue: OutputQueue) -> None:
+        self.index = index
+        self.output_ids: list[int] = []
+        self.finish: FinishReason | None = None
+        self._params = request.params
+        self._queue = queue
+        self._early: dict[int, tuple[TokenInfo, FinishReason | None]] = {}
+        self._detokenizer = request.detokenizer()
+        self._matcher = StopMatcher(request.stops, include_stop=request.params.include_stop_in_output)
+
+    def forget_early(self) -> None:
+        """Drop what came out of order: a new attempt says it again."""
+        self._early.clear()
+
+    def add(self, index: int, tokens: Sequence[TokenInfo], finish: FinishReason | None) -> int:
+        """Take tokens from output index `index` on, and emit all that are in order now; returns their number."""
+        if len(tokens) == 1 and index == len(self.output_ids) and not self._early and self.finish is None:
+            self._emit(tokens[0], finish)
+            return 1
+        for at, token in enumerate(tokens, start=index):
+            last = at == index + len(tokens) - 1
+            if at >= len(self.output_ids):
+                self._early.setdefault(at, (token, finish if last else None))
+        before = len(self.output_ids)
+        while self.finish is None and (entry := self._early.pop(len(self.output_ids), None)) is not None:
+            self._emit(*entry)
+        return len(self.output_ids) - before
+
+    def _emit(self, token: TokenInfo, finish: FinishReason | None) -> None:
+        self.output_ids.append(token.token_id)
+        by_token = finish is FinishReason.STOP
+        silent = by_token and not self._params.include_stop_in_output
+        piece = "" if silent else self._detokenizer.push(token.token_id)
+        if finish is not None:
+            piece += self._detokenizer.flush()
+        # As in vLLM, a stop string that ends within min_tokens is text like any other.
+        text = self._matcher.push(piece, counts=len(self.output_ids) > self._params.min_tokens)
+        if self._matcher.found is not None:
+            finish, by_token = FinishReason.STOP, False
+        elif finish is not None:
+            text += self._matcher.flush()
+        self.finish = finish
+        stop_token_id = token.token_id if by_token else None
+        self._queue.add(self.index, token, text, finish, stop_string=self._matcher.found, stop_token_id=stop_token_id)
+
+
+class OutputProcessor:
+    """All choices of a request, and the queue of what its client has not been sent."""
+
+    def __init__(self, request: Request, clock: Callable[[], float]) -> None:
+        asked = request.params.prompt_logprobs is not None
+        self.queue = OutputQueue(len(request.prompt_ids) if asked else 0)
+        self.account = Account(request.arrived)
+        self._prompt_tokens = len(request.prompt_ids)
+        self._cached_tokens: int | None = None
+        self._cached = CachedTokens()
+        self._clock = clock
+        self._choices = [_Choice(index, request, self.queue) for index in range(request.params.n)]
+
+    def unfinished(self, choices: Iterable[int]) -> tuple[int, ...]:
+        """The `choices` that have not ended."""
+        return tuple(index for index in choices if self._choices[index].finish is None)
+
+    def unserved(self, choices: Sequence[int]) -> tuple[int, ...]:
+        """The `choices` that an attempt must serve: those that have not ended, or one if only the report is missing."""
+        return self.unfinished(choices) or (() if self.report_complete else tuple(choices[:1]))
+
+    def output_ids(self, choice: int) -> list[int]:
+        """The tokens of a choice that were emitted."""
+        return self._choices[choice].output_ids
+
+    def count_emitted(self, choices: Iterable[int]) -> int:
+        """The number of tokens of these choices that were emitted."""
+        return sum(len(self._choices[index].output_ids) for index in choices)
+
+    def begin(self, choices: Iterable[int]) -> None:
+        """A new attempt at these choices starts."""
+        for index in choices:
+            self._choices[index].forget_early()
+
+    def report_progress(self, progress: PrefillProgress) -> None:
+        """Tell the client how far prefill is, unless it has output already: then a prompt is replayed."""
+        if self.account.first_token is None:
+            self.queue.report_progress(progress)
+
+    @property
+    def report_complete(self) -> bool:
+        """Whether no log-probabilities of the prompt are missing."""
+        return self.queue.report_left == 0
+
+    def add_report(self, start: int, tokens: Sequence[TokenInfo]) -> None:
+        """Emit log-probabilities of the prompt from position `start` on; a new attempt may repeat earlier ones."""
+        self.queue.report(tokens[max(self.queue.reported - start, 0) :][: self.queue.report_left])
+
+    def add_first_tokens(self, event: Prefilled) -> None:
+        """Emit what prefill sampled, each at the end of its choice."""
+        if self._cached_tokens is None:
+            self._cached_tokens, self._cached = event.cached_tokens, event.cached
+        for first in event.first_tokens:
+            self._first(first)
+
+    def add(self, event: Output) -> bool:
+        """Emit what decode sampled; whether the choice goes on."""
+        if event.timings is not None:
+            self.account.on_decode(event.timings)
+        self._add(event.choice_index, event.output_index, event.tokens, event.finish)
+        return not 0 <= event.choice_index < len(self._choices) or self._choices[event.choice_index].finish is None
+
+    def close(self) -> None:
+        """The request is served."""
+        completion = self.count_emitted(range(len(self._choices)))
+        usage = Usage(self._prompt_tokens, self._cached_tokens or 0, completion, self._cached)
+        self.queue.close(usage, self.account.timings(self._clock()))
+
+    def _first(self, first: FirstToken) -> None:
+        index = len(self._choices[first.choice_index].output_ids)
+        self._add(first.choice_index, index, (first.token,), first.finish)
+
+    def _add(self, choice: int, index: int, tokens: Sequence[TokenInfo], finish: FinishReason | None) -> None:
+        if not 0 <= choice < len(self._choices):
+            return
+        count = self._choices[choice].add(index, tokens, finish)
+        if count:
+            now = self._clock()
+            if self.account.first_token is None:
+                TTFT.observe(now - self.account.arrived)
+            if (gap := self.account.on_tokens(choice, count, now)) is not None:
+                ITL.observe(gap)
+
+
+MESSAGE_BYTES = 32 << 10
+"""Most bytes of a response on the wire.
+
+Making one of this size takes some 2.5 ms at most. A thread would not spare the event loop that: it keeps the GIL for as
+long.
+"""
+
+_FIXED_BYTES = 256
+"""Most bytes of a response without prompt tokens and deltas: request id, usage and timings."""
+
+_ROOM = MESSAGE_BYTES - _FIXED_BYTES
+
+_DELTA_BYTES, _TOKEN_BYTES, _ALTERNATIVE_BYTES, _CHARACTER_BYTES = 32, 16, 13, 4
+"""Most bytes on the wire of a delta, of a token beside its alternatives, of an alternative, and of a character."""
+
+_TEXT = _ROOM // _CHARACTER_BYTES // 4
+"""Most characters that are added at once."""
+
+
+@dataclass(slots=True)
+class ChoiceUpdate:
+    """News of one choice; the last two fields name the cause of a finish with STOP."""
+
+    index: int
+    text: str = ""
+    tokens: list[TokenInfo] = field(default_factory=list)
+    finish: FinishReason | None = None
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+
+
+@dataclass(slots=True)
+class Update:
+    """News of a request, at most one message; usage and timings come with the last."""
+
+    deltas: dict[int, ChoiceUpdate] = field(default_factory=dict)
+    prompt_tokens: Sequence[TokenInfo] = ()
+    progress: PrefillProgress | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
+    size: int = 0
+    """Most bytes that deltas and prompt tokens may take on the wire."""
+
+
+class OutputQueue:
+    """Gathers what is new until it is taken; one producer, one consumer."""
+
+    def __init__(self, report_tokens: int = 0) -> None:
+        """The report, log-probabilities of `report_tokens` tokens of the prompt, is taken before all output."""
+        self.reported, self.report_left = 0, report_tokens
+        """Tokens of the report that were added, and that are still to come."""
+        self._waiting: deque[Update] = deque()
+        self._progress: PrefillProgress | None = None
+        self._report: deque[TokenInfo] = deque()
+        self._taker: asyncio.Future[None] | None = None
+        self._closed = False
+        self._error: BaseException | None = None
+
+    def add(
+        self,
+        choice: int,
+        token: TokenInfo,
+        text: str,
+        finish: FinishReason | None = None,
+        *,
+        stop_string: str | None = None,
+        stop_token_id: int | None = None,
+    ) -> None:
+        """Add a token of a choice with the text that it completes, and how the choice ended if it did."""
+        while len(text) > _TEXT:
+            self._delta(choice, _CHARACTER_BYTES * _TEXT).text += text[:_TEXT]
+            text = text[_TEXT:]
+        size = _size(token) + _CHARACTER_BYTES * len(text)
+        if stop_string is not None:
+            size += _CHARACTER_BYTES * len(stop_string)
+        delta = self._delta(choice, size)
+        delta.text += text
+        delta.tokens.append(token)
+        if finish is not None:
+            delta.finish, delta.stop_string, delta.stop_token_id = finish, stop_string, stop_token_id
+
+    def report(self, prompt_tokens: Sequence[TokenInfo]) -> None:
+        """Add log-probabilities of the next tokens of the prompt."""
+        self._report.extend(prompt_tokens)
+        self.reported += len(prompt_tokens)
+        self.report_left -= len(prompt_tokens)
+        self._wake()
+
+    def report_progress(self, progress: PrefillProgress) -> None:
+        """Add how far prefill is; it is taken before everything else, and replaces what waits of its kind."""
+        self._progress = progress
+        self._wake()
+
+    def close(self, usage: Usage, timings: Timings) -> None:
+        """Add the last of all."""
+        last = self._last(0)
+        last.usage, last.timings = usage, timings
+        self._closed = True
+
+    def fail(self, error: BaseException) -> None:
+        """End with an error, once what came before it is taken."""
+        self._error, self.report_left = error, 0
+        self._wake()
+
+    async def take(self) -> Update:
+        """Wait for the next message and take it.
+
+        When nothing is left, raises the error that ended the request, or StopAsyncIteration if it was closed.
+        """
+        while not (self._report or self._progress or (self._waiting and not self.report_left)):
+            if self._closed:
+                raise StopAsyncIteration
+            if self._error is not None:
+                raise self._error
+            self._taker = asyncio.get_running_loop().create_future()
+            await self._taker
+        if (progress := self._progress) is not None:
+            self._progress = None
+            return Update(progress=progress)
+        return self._take_report() if self._report else self._waiting.popleft()
+
+    def _take_report(self) -> Update:
+        """The part of the report that a message holds."""
+        tokens, size = [self._report.popleft()], 0
+        size = _size(tokens[0])
+        while self._report and size + _size(self._report[0]) <= _ROOM:
+            size += _size(self._report[0])
+            tokens.append(self._report.popleft())
+        last = not self._report and not self.report_left
+        fits = last and bool(self._waiting) and self._waiting[0].size + size <= _ROOM
+        update = self._waiting.popleft() if fits else Update()
+        update.prompt_tokens = tokens
+        return update
+
+    def _delta(self, choice: int, size: int) -> ChoiceUpdate:
+        """The part of the last message that is about a choice, with room for `size` bytes more."""
+        update = self._last(size + _DELTA_BYTES)
+        found = update.deltas.get(choice)
+        if found is None:
+            found = update.deltas[choice] = ChoiceUpdate(choice)
+            size += _DELTA_BYTES
+        update.size += size
+        return found
+
+    def _last(self, size: int) -> Update:
+        """The last message if it has room for `size` bytes more, or a new one."""
+        if self._waiting and self._waiting[-1].size + size <= _ROOM:
+            return self._waiting[-1]
+        update = Update()
+        self._waiting.append(update)
+        self._wake()
+        return update
+
+    def _wake(self) -> None:
+        if self._taker is not None and not self._taker.done():
+            self._taker.set_result(None)
+
+
+def _size(token: TokenInfo) -> int:
+    """Most bytes of a token on the wire."""
+    return _TOKEN_BYTES + _ALTERNATIVE_BYTES * len(token.top)
+
+
+class StopMatcher:
+    """Watches one text for stop strings, and holds back exactly the longest suffix that could begin one."""
+
+    def __init__(self, stops: StopStrings, *, include_stop: bool = False) -> None:
+        self._stops = stops
+        self._include_stop = include_stop
+        self._node = 0
+        self._pending = ""
+        self.found: str | None = None
+        """The stop string that ended the text."""
+
+    def push(self, piece: str, *, counts: bool = True) -> str:
+        """Add text and return what may be shown now; once `found` is set, nothing more comes.
+
+        Without `counts`, matches that end within `piece` are ignored. One that only begins there is found when it ends.
+        """
+        if self.found is not None:
+            return ""
+        if not self._pending and self._stops.misses(piece):
+            self._node = 0
+            return piece
+        text = self._pending + piece
+        for end, char in enumerate(piece, start=len(self._pending) + 1):
+            self._node = self._stops.advance(self._node, char)
+            if counts and (length := self._stops.match[self._node]):
+                self.found = text[end - length : end]
+                self._pending = ""
+                return text[: end if self._include_stop else end - length]
+        hold = self._stops.hold[self._node]
+        self._pending = text[len(text) - hold :]
+        return text[: len(text) - hold]
+
+    def flush(self) -> str:
+        """Return what was held back; the text ends here."""
+        text, self._pending = self._pending, ""
+        return text

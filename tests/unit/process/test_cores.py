@@ -1,0 +1,72 @@
+"""Cores by affinity and by the quotas of cgroups, from files as the kernel has them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from baton.errors import ConfigError
+from baton.process import cores
+
+
+def system(root: Path, groups: str, **files: str) -> tuple[Path, Path]:
+    """A kernel's files; names of groups' files have `__` for a slash and `_dot_` for a dot."""
+    (root / "cgroup").write_text(groups)
+    for name, text in files.items():
+        path = root / "mount" / name.replace("__", "/").replace("_dot_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return root / "cgroup", root / "mount"
+
+
+V1 = "4:cpu,cpuacct:/docker/ab\n3:cpuset:/other\n0::/\n"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "limit"),
+    [
+        ("0::/\n", {"cpu_dot_max": "150000 100000"}, 1.5),
+        ("0::/\n", {"cpu_dot_max": "max 100000"}, None),
+        ("0::/\n", {}, None),
+        ("0::/a/b\n", {"a__b__cpu_dot_max": "max 100000", "a__cpu_dot_max": "200000 100000"}, 2.0),
+        ("0::/a/b\n", {"a__b__cpu_dot_max": "50000 100000", "a__cpu_dot_max": "200000 100000"}, 0.5),
+        # The path of the host, seen from within a container.
+        ("0::/host/path\n", {"cpu_dot_max": "300000 100000"}, 3.0),
+        ("0::/\n", {"cpu_dot_max": "nonsense"}, None),
+        (
+            V1,
+            {
+                "cpu,cpuacct__docker__ab__cpu_dot_cfs_quota_us": "250000",
+                "cpu,cpuacct__docker__ab__cpu_dot_cfs_period_us": "100000",
+            },
+            2.5,
+        ),
+        (V1, {"cpu,cpuacct__cpu_dot_cfs_quota_us": "-1", "cpu,cpuacct__cpu_dot_cfs_period_us": "100000"}, None),
+    ],
+)
+def test_quotas(groups: str, files: dict[str, str], limit: float | None, tmp_path: Path) -> None:
+    assert cores.quota(*system(tmp_path, groups, **files)) == limit
+
+
+def test_no_cgroups_are_no_limit(tmp_path: Path) -> None:
+    assert cores.quota(tmp_path / "none", tmp_path) is None
+
+
+@pytest.mark.parametrize(("limit", "usable"), [(None, 8), (2.5, 3), (0.1, 1), (64.0, 8)])
+def test_usable(limit: float | None, usable: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(cores, "quota", lambda: limit)
+    assert cores.usable() == usable
+
+
+@pytest.mark.parametrize(("text", "cpus"), [("", set()), ("0", {0}), ("0-2,7", {0, 1, 2, 7}), ("3,3-3", {3})], ids=repr)
+def test_lists_of_cores(text: str, cpus: set[int]) -> None:
+    assert cores.parse_cpus(text) == cpus
+
+
+@pytest.mark.parametrize("text", ["a", "1-", "-1", "2-1", "1,,2", "1;2", " ", "0-99999999999"])
+def test_no_list_of_cores(text: str) -> None:
+    with pytest.raises(ConfigError, match="cpus: must be a list like 0-3,8, got"):
+        cores.parse_cpus(text)

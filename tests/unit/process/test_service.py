@@ -1,0 +1,239 @@
+"""A service as a process: signals, drain and exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator
+
+import pytest
+
+from baton.errors import EngineError
+from baton.process import service as process
+from baton.process.service import serve
+
+
+class Worker:
+    """A worker that drains when told to, and remembers its life."""
+
+    def __init__(self) -> None:
+        self.listening = "control=127.0.0.1:1 kv=127.0.0.1:2"
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.draining, self.drained, self.up = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.life: list[str] = []
+
+    async def drain(self) -> None:
+        self.draining.set()
+        await self.drained.wait()
+        self.life.append("drained")
+
+    @contextlib.asynccontextmanager
+    async def run(self) -> AsyncIterator[Worker]:
+        self.up.set()
+        yield self
+        self.life.append("stopped")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_drains_and_ends_with_success(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = Worker()
+    serving = asyncio.create_task(serve(worker.run(), "decode"))
+    await worker.up.wait()
+    os.kill(os.getpid(), number)
+    await asyncio.wait_for(worker.draining.wait(), 60)
+    worker.drained.set()
+    assert await asyncio.wait_for(serving, 60) == 0
+    assert worker.life == ["drained", "stopped"]
+    assert capsys.readouterr().out == "listening control=127.0.0.1:1 kv=127.0.0.1:2\n"
+
+
+async def test_a_second_signal_cuts_the_drain_short() -> None:
+    worker = Worker()
+    serving = asyncio.create_task(serve(worker.run(), "decode"))
+    await worker.up.wait()
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(worker.draining.wait(), 60)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await asyncio.wait_for(serving, 60) == 0
+    assert worker.life == ["stopped"]
+
+
+async def test_a_worker_that_fails_ends_with_an_error() -> None:
+    worker = Worker()
+    serving = asyncio.create_task(serve(worker.run(), "decode"))
+    await worker.up.wait()
+    worker.failed.set_exception(EngineError("page audit failed"))
+    assert await asyncio.wait_for(serving, 60) == 1
+    assert worker.life == ["stopped"]
+
+
+async def test_a_worker_that_does_not_stop_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped, statuses = asyncio.Event(), []
+
+    def end(status: int) -> None:
+        statuses.append(status)
+        stopped.set()
+
+    class Wedged(Worker):
+        @contextlib.asynccontextmanager
+        async def run(self) -> AsyncIterator[Worker]:
+            yield self
+            await stopped.wait()
+
+    monkeypatch.setattr(process, "FAILED_STOP_S", 0.02)
+    monkeypatch.setattr(os, "_exit", end)
+    worker = Wedged()
+    worker.failed.set_exception(EngineError("the engine hangs"))
+    await asyncio.wait_for(serve(worker.run(), "decode"), 60)
+    assert statuses == [1]
+
+
+async def test_a_worker_that_fails_while_it_drains_ends_with_an_error() -> None:
+    worker = Worker()
+    serving = asyncio.create_task(serve(worker.run(), "decode"))
+    await worker.up.wait()
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(worker.draining.wait(), 60)
+    worker.failed.set_exception(EngineError("page audit failed"))
+    assert await asyncio.wait_for(serving, 60) == 1
+
+
+ENDING = """
+import asyncio, atexit, contextlib, os, signal, sys
+from dataclasses import dataclass
+from baton.process.service import main
+
+class Service:
+    listening = "x=1"
+    async def drain(self):
+        print("drained")
+
+@contextlib.asynccontextmanager
+async def run(settings):
+    service = Service()
+    service.failed = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
+    yield service
+    print("stopped")
+
+@dataclass(frozen=True)
+class Settings:
+    pass
+
+atexit.register(print, "taken apart")
+sys.exit(main("decode", "decode_svc", Settings, run))
+"""
+
+
+async def test_the_process_ends_when_all_is_stopped_and_takes_nothing_apart() -> None:
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", ENDING, stdout=PIPE, stderr=PIPE)
+    async with asyncio.timeout(60):
+        said, errors = await child.communicate()
+    assert (child.returncode, said) == (0, b"listening x=1\ndrained\nstopped\n"), errors
+
+
+LOOKING_UP = """
+import asyncio, contextlib, socket, sys, threading
+from dataclasses import dataclass
+from baton.process.service import main
+
+def getaddrinfo(*_, **__):
+    print("looking up", flush=True)
+    threading.Event().wait()
+
+class Service:
+    listening = "x=1"
+    async def drain(self):
+        pass
+
+@contextlib.asynccontextmanager
+async def run(settings):
+    loop = asyncio.get_running_loop()
+    socket.getaddrinfo = getaddrinfo
+    look_up = asyncio.ensure_future(loop.getaddrinfo("name", 1))
+    service = Service()
+    service.failed = loop.create_future()
+    yield service
+    look_up.cancel()
+    print("stopped", flush=True)
+
+@dataclass(frozen=True)
+class Settings:
+    pass
+
+sys.exit(main("decode", "decode_svc", Settings, run))
+"""
+
+
+async def test_a_look_up_of_a_name_that_hangs_does_not_hold_up_the_end() -> None:
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", LOOKING_UP, stdout=PIPE, stderr=PIPE)
+    assert child.stdout is not None
+    try:
+        async with asyncio.timeout(60):
+            said = {await child.stdout.readline(), await child.stdout.readline()}
+            child.send_signal(signal.SIGTERM)
+            rest, errors = await child.communicate()
+        assert said == {b"listening x=1\n", b"looking up\n"}
+        assert (child.returncode, rest) == (0, b"stopped\n"), errors
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+
+
+LOADING = """
+import asyncio, contextlib, sys, threading
+from dataclasses import dataclass
+from baton.process.service import main
+
+@contextlib.asynccontextmanager
+async def run(settings):
+    def load():
+        print("loading", flush=True)
+        threading.Event().wait()
+    try:
+        await asyncio.to_thread(load)
+    finally:
+        print("left", flush=True)
+    yield
+
+@dataclass(frozen=True)
+class Settings:
+    pass
+
+{before}
+sys.exit(main("decode", "decode_svc", Settings, run))
+"""
+IMPORTING = """
+def run(settings):
+    print("importing", flush=True)
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("before", "said"), [("", b"loading\nleft\n"), (IMPORTING, b"importing\n")])
+async def test_a_signal_during_the_start_ends_the_process_at_once(
+    number: signal.Signals, before: str, said: bytes
+) -> None:
+    script = LOADING.format(before=before)
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=PIPE, stderr=PIPE)
+    assert child.stdout is not None
+    try:
+        async with asyncio.timeout(60):
+            first = await child.stdout.readline()
+            child.send_signal(number)
+        async with asyncio.timeout(60):
+            rest, errors = await child.communicate()
+        assert (child.returncode, first + rest) == (0, said), errors
+        assert b"Traceback" not in errors
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
