@@ -47,7 +47,7 @@ class TokenInfo:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """What is declared of a field of SamplingParams.
+    """Declaration of a field of SamplingParams.
 
     `kind` is its type as written, without None. A number lies in `[low, high]`, above `low` if `open_low`. A tuple has
     at most `most` elements, or as many as the vocabulary if that is 0; `unit` is their name in errors.

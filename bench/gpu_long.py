@@ -75,7 +75,7 @@ class DeviceRates:
 
     @classmethod
     def of(cls, model: LoadedModel) -> DeviceRates:
-        """Those of the model's device; on a CPU, which copies nothing, product and link are not measured."""
+        """Rates of the model's device; on a CPU, which copies nothing, product and link are not measured."""
         device, config = model.device, model.config
         product, link = measure_rates(device, model.dtype) if device.type == "cuda" else (1e11, 1e10)
         queries, keys = _ATTENTION if device.type == "cuda" else (16, 32)
@@ -112,7 +112,7 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 class Copies:
-    """What attention reads from host memory: bytes, and on CUDA the time for which kernels waited for them."""
+    """Copies from host memory for attention: bytes, and on CUDA the time for which kernels waited for them."""
 
     def __init__(self, engine: EngineCore, device: torch.device) -> None:
         kv_format, self._cuda = engine.spec.kv_format, device.type == "cuda"

@@ -174,7 +174,7 @@ def _max_model_len(wanted: int, model: int) -> int:
 
 
 def _home(config: EngineConfig, device: torch.device) -> torch.device:
-    """Where the pages of `kv_memory` are."""
+    """Device of the pages of `kv_memory`."""
     return torch.device("cpu") if config.kv_home == "host" else device
 
 
@@ -240,7 +240,7 @@ def _host_pages(config: EngineConfig, page_bytes: int, pages: int, longest: int,
 
 
 def _hiding_chunk(model: LoadedModel, device: torch.device) -> int:
-    """See EngineSpec; 0 on a CPU, which copies nothing."""
+    """`hiding_chunk` of EngineSpec; 0 on a CPU, which copies nothing."""
     if device.type != "cuda":
         return 0
     group = model.config.num_heads // model.config.num_kv_heads

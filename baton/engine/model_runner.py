@@ -80,7 +80,7 @@ class _Forwarded:
 
 
 class ModelRunner:
-    """See the module's text and `baton.engine.executor.Runner`; made by `baton.engine.factory.build`."""
+    """Runner of a torch model; made by `baton.engine.factory.build`."""
 
     def __init__(self, model: LoadedModel, kv: KvCache, spec: EngineSpec, source: SegmentSource | None = None) -> None:
         """`source` brings KV from host memory; native kernels need none, since they read all pages where they lie."""
@@ -109,15 +109,12 @@ class ModelRunner:
 
     @property
     def memory(self) -> KvMemory:
-        """See Runner."""
         return self._memory
 
     def heartbeat(self) -> int:
-        """See Runner."""
         return TorchAttention.blocks if self._native is None else self._native.heartbeat()
 
     def forward(self, plan: ForwardPlan, on_layer: OnLayer | None = None) -> _Forwarded:
-        """See Runner."""
         with self._drained_on_error():
             self._update(plan)
             if self._source is not None:
@@ -130,7 +127,6 @@ class ModelRunner:
                     self._source.end()
 
     def sample(self, plan: ForwardPlan, forwarded: _Forwarded) -> Callable[[], PlanResult]:
-        """See Runner."""
         with self._drained_on_error():
             states = forwarded.states
             if isinstance(states, NativeOutput):

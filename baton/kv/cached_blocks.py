@@ -241,7 +241,6 @@ class CachedBlockIndex:
         return index
 
     def watch(self, changed: PrefixesChanged | None) -> None:
-        """See `Engine.watch_prefixes`."""
         self.notify()
         self._changed = changed
         if changed is not None and (blocks := dict.fromkeys(PackedDigests(b"".join(self._blocks)))):

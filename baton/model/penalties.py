@@ -62,8 +62,6 @@ class PenalizedRows:
 
 
 class PenaltyTable:
-    """See the module's text."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._slabs: list[_Slab] = []

@@ -53,7 +53,7 @@ class BatonBatch(ctypes.Structure):
 
 
 class BatonCall(ctypes.Structure):
-    """What one call computes, and where results go."""
+    """Inputs and outputs of one call."""
 
     _fields_ = [
         ("threads", c_int64),

@@ -53,8 +53,6 @@ class NativeOutput:
 
 
 class NativeDecoder:
-    """See the module's text."""
-
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, weights: PackedWeights, library: ctypes.CDLL, threads: int
     ) -> None:
@@ -81,7 +79,7 @@ class NativeDecoder:
         on_layer: Callable[[int], None] | None = None,
         sampled: Sequence[int] | None = None,
     ) -> Tensor:
-        """See `Decoder.forward`; `positions` are those of the batch. The result is float32."""
+        """`positions` are those of the batch. The result is float32."""
         return self._run(token_ids, batch, kv, on_layer, sampled, abi.BatonCall())
 
     __call__ = forward
@@ -150,11 +148,10 @@ class NativeDecoder:
             self._check(self._library.baton_native_head(byref(self._model), rows, byref(call), self._room))
 
     def heartbeat(self) -> int:
-        """See `Engine.heartbeat`: units of work that the threads of this process have taken."""
+        """Units of work that the threads of this process have taken."""
         return int(self._library.baton_native_units())
 
     def lowest_noise(self, first: Tensor, keys: Tensor, width: int) -> Tensor:
-        """See `baton.model.gumbel.lowest_noise`."""
         first, keys, lowest = first.contiguous(), keys.contiguous(), torch.empty_like(first)
         self._check(
             self._library.baton_native_lowest_noise(

@@ -34,7 +34,7 @@ from baton.native.mapping import advise, populate
 from baton.native.packed import LoadedWeight, PackedWeights
 
 Key = Mapping[str, str]
-"""What a file is built from; the values of two that may be exchanged are equal."""
+"""Sources of a file, as names and values; two files with equal keys may be exchanged."""
 
 _BUILDING, _COMPLETE = b"Baton packed weights: building..\n", b"Baton packed weights: complete..\n"
 _PREFIX = struct.Struct(f"<{len(_COMPLETE)}sQ")

@@ -43,7 +43,7 @@ def read_varint(data: memoryview, at: int) -> tuple[int, int]:
 
 
 def begin_field(number: int, size: int) -> bytes:
-    """What stands before the `size` bytes of a field."""
+    """Tag and length that stand before the `size` bytes of a field."""
     return varint(number << 3 | _BYTES) + varint(size)
 
 

@@ -18,7 +18,7 @@ HANG_LOOKS = 2 * _CHECKS_PER_LIMIT
 
 
 class Progress:
-    """When the engine last made progress; the engine thread records it after each layer and each step.
+    """Time of the engine's last progress; the engine thread records it after each layer and each step.
 
     In between, another number of `heartbeat` (`Engine.heartbeat`) than at the last look counts as progress.
     """

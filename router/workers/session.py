@@ -1,4 +1,4 @@
-"""The one stream between this router and a decode worker, shared by all attempts there.
+"""The stream between this router and a decode worker, shared by all attempts there.
 
     up    Hello, then Reserve, Start, Cancel as attempts need them, and every second a Heartbeat
     down  one message a step; each attempt's part is delivered to that attempt alone; Heartbeats

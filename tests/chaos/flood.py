@@ -54,7 +54,7 @@ EASE_S, CALM, CALM_BOUND_S = 0.5, 4, 20.0
 RATE = 8.0
 BAR = 3.0
 REFUSED_S = 0.05
-"""How soon a refused flooder tries again, whatever it was told."""
+"""Pause before a refused flooder tries again, whatever it was told."""
 
 START_BOUND_S = 60.0
 END_BOUND_S = 45.0

@@ -121,7 +121,7 @@ def _provoke(case: Case, load: Load, rng: random.Random, routers: list[str]) -> 
 
 
 async def _in_state(fleet: Fleet, case: Case, name: str) -> int:
-    """How many attempts that touch a process are in the state, by its own ledger where it knows the state."""
+    """Number of attempts in the state that touch a process, by its own ledger where it knows the state."""
     states = {"d": cases.DECODE_STATES, "p": cases.PREFILL_STATES}.get(name[0], {}).get(case.state, ())
     books = [name]
     if not states:

@@ -1,4 +1,4 @@
-"""What every engine does with published prefixes: found, shared, cut by a copy, evicted; and never a wrong token."""
+"""Contract of every engine for published prefixes: found, shared, cut by a copy, evicted; and never a wrong token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How prefills end before their end, and how a prefill worker does; nothing may stay behind."""
+"""Early ends of prefills and of a prefill worker; nothing may stay behind."""
 
 import asyncio
 import contextlib

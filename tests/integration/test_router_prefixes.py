@@ -1,4 +1,4 @@
-"""Where a router sends a prompt whose prefix is somewhere already, over real gRPC, between stub workers."""
+"""Placement of a prompt whose prefix is somewhere already, over real gRPC, between stub workers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def ask(b: Bench, prompt: list[int], **fields: Any) -> Answer:
 
 
 def served(stubs: list[StubPrefill]) -> list[int]:
-    """How many prompts each was given."""
+    """Number of prompts that each worker was given."""
     return [len(stub.requests) for stub in stubs]
 
 

@@ -1,4 +1,4 @@
-"""What the router does about workers that die, stall, fall silent or refuse, over real gRPC between stubs."""
+"""Workers that die, stall, fall silent or refuse, over real gRPC between stubs: what the router does about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the router refuses, and what it says: full fleets, workers that do not match, bad input."""
+"""Refusals of the router, and their texts: full fleets, workers that do not match, bad input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the test of a decode worker knows of its attempts, and the parts that stand for the worker's surroundings."""
+"""Expected state of a decode worker's attempts, and stand-ins for the worker's surroundings."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Book:
 
 
 def check_tokens(tries: Iterable[Try]) -> None:
-    """What was told of each choice is the beginning of what it gives alone, and all of it if it has finished."""
+    """Each choice told the beginning of what it gives alone, and all of it if it has finished."""
     for ours in tries:
         handoff = ours.ready.handoff
         for choice, tokens in ours.tokens.items():
@@ -130,7 +130,7 @@ def check_tokens(tries: Iterable[Try]) -> None:
 
 
 def check_left(engine: Engine, cache: MemoryPrefixCache, tries: Iterable[Try]) -> None:
-    """What is left in the pool and what was written back is right, and none of it is of those that may not write."""
+    """The content of pool and write-backs is right, and none of it is of attempts that may not write."""
     chains = [(ids, ours.salt) for ours in tries for ids in ours.chains()]
     check_pool(engine, chains)
     truth = {

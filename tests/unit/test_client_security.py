@@ -1,4 +1,4 @@
-"""What a client says about itself: its API key and its certificates."""
+"""Credentials of a client: its API key and its certificates."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def script(code: str) -> list[str]:
 
 
 class Lines:
-    """What children and their supervisor said, in order, and a wait for more."""
+    """Lines from children and their supervisor, in order, and a wait for more."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []

@@ -112,7 +112,7 @@ def _kind(prompt: Any) -> str | None:
 
 
 def _only(values: dict[str, Any], names: Sequence[str], problem: str, at_least: int = 1) -> tuple[str, Any]:
-    """The one of `names` that a line has, and its value; an empty name if it has none and may have none."""
+    """Name from `names` that a line has, and its value; an empty name if it has none and may have none."""
     found = [name for name in names if name in values]
     if not at_least <= len(found) <= 1:
         raise InvalidRequest("prompt", f"{problem}, got {', '.join(found) or 'none'}")

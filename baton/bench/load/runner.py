@@ -31,7 +31,7 @@ MOST_PAUSE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """When to stop: after `requests` requests or `seconds` seconds, whichever comes first; None means no limit.
+    """End of a run: after `requests` requests or `seconds` seconds, whichever comes first; None means no limit.
 
     `concurrency` is that of a closed loop, None for an open one, whose jobs have times. `max_concurrency` limits the
     requests in flight of an open loop.

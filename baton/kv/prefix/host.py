@@ -173,7 +173,7 @@ class HostPrefixCache(NullPrefixCache):
         self._notify(tuple(self._payloads), ())
 
     async def stats(self) -> list[CacheTier]:
-        """The one tier."""
+        """Figures of the single tier."""
         return [CacheTier(TIER, len(self._payloads), self._bytes, self._capacity, self._hits, self._misses)]
 
     async def clear(self, *, shared: bool) -> list[CacheTier]:

@@ -127,7 +127,7 @@ async def test_clear_reaches_redis_only_when_told_to_and_says_what_went() -> Non
 
 
 async def test_clear_fails_where_something_stays() -> None:
-    """What must not be cached is not gone, and a script has to know."""
+    """Blocks that must not be cached are still there, and a script has to know."""
     process = Process("prefill")
     process.dropped = [CacheTier("pool", 4, 4096), CacheTier("redis", state="not all of it; out of reach: timeout")]
     async with served(process) as listener:

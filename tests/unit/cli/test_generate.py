@@ -87,7 +87,7 @@ PROGRESS = [
 
 
 async def on_terminal(monkeypatch: pytest.MonkeyPatch, router: Router, *arguments: str, after_s: float = 0.0) -> str:
-    """What a terminal shows of a request whose prompt takes a while."""
+    """Output on a terminal of a request whose prompt takes a while."""
     router.progress = PROGRESS
     shown, terminal = pty.openpty()
     with os.fdopen(shown, "rb", buffering=0) as screen, os.fdopen(terminal, "w") as stream:

@@ -1,4 +1,4 @@
-"""When generation outgrows the pool: who is paused, who comes back, and that everybody ends with the right tokens."""
+"""Generation that outgrows the pool: sequences pause, come back, and all end with the right tokens."""
 
 from __future__ import annotations
 

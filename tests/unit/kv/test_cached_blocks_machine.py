@@ -45,7 +45,7 @@ class Name:
 
 @dataclass
 class Model:
-    """What the pool must know: units by name, in `told` as the watcher was told."""
+    """Expected content of the pool: units by name; `told` is as the watcher was told."""
 
     names: dict[bytes, Name] = field(default_factory=dict)
     told: set[bytes] = field(default_factory=set)

@@ -49,7 +49,6 @@ class NativeAttention:
         self.attend(kv, layer, torch.zeros(len(k), kv.kv_heads, kv.head_dim), batch, None)
 
     def attend(self, kv: KvCache, layer: int, q: Tensor, batch: AttentionBatch, window: int | None) -> Tensor:
-        """See AttentionBackend."""
         qkv = torch.cat((q, *self._new[layer]), dim=1).float().contiguous()
         out = torch.empty(q.shape)
         layers = (abi.BatonLayer * kv.num_layers)(*[abi.BatonLayer(window=window or 0)] * kv.num_layers)

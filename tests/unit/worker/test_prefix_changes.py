@@ -87,7 +87,7 @@ def news(reset: bool, stored: Sequence[bytes] = (), dropped: Sequence[bytes] = (
 
 
 class Watcher:
-    """What a watcher believes the worker to hold."""
+    """Blocks that a watcher believes the worker to hold."""
 
     def __init__(self, bench: Bench) -> None:
         self._watch = bench.hub.watch()

@@ -84,7 +84,7 @@ def tiered(store: Store, writes: str = "first", blocks: int = 100, touch_share: 
 
 
 async def request(cache: TieredPrefixCache, digests: Sequence[bytes], hits: int = 0) -> list[bytes]:
-    """What a worker does at the end of a request; returns what it copied out."""
+    """Publish as a worker does at the end of a request; returns the blocks that it copied out."""
     wanted = [digest for digest, wants in zip(digests, await cache.select_writes(digests, hits), strict=True) if wants]
     for digest in wanted:
         cache.put(digest, BLOCKS[digest])
