@@ -163,7 +163,7 @@ class PrefillScheduler:
             seconds = self.pending_tokens / (self.rate.value or UNKNOWN_RATE)
             low, high = _RETRY_AFTER_S
             raise Overloaded(
-                f"{self.waiting} prompts wait, at most {self.max_waiting} may", min(high, max(low, seconds))
+                f"{self.waiting} prompts are waiting, the limit is {self.max_waiting}", min(high, max(low, seconds))
             )
         prompt = Prompt(tokens, pages, next(self._orders), tenant)
         self._prompts[prompt] = None

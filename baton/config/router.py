@@ -86,7 +86,7 @@ class RouterConfig(Settings):
         super().__post_init__()
         for name in ("prefill", "decode"):
             if not getattr(self, name):
-                raise ConfigError(f"{name}: names no worker")
+                raise ConfigError(f"{name}: must name at least one worker")
         if self.client_certs and not self.tls_ca:
             raise ConfigError("client_certs: needs tls_cert, tls_key and tls_ca")
 

@@ -144,7 +144,7 @@ def _device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device: {name} is not there, torch sees {torch.cuda.device_count()} CUDA devices")
+        raise ConfigError(f"device: {name} is not available; torch finds {torch.cuda.device_count()} CUDA devices")
     return device
 
 
@@ -230,7 +230,7 @@ def _host_pages(config: EngineConfig, page_bytes: int, pages: int, longest: int,
     more = min(longest, int(host_memory.available() * _HOST_SHARE) // page_bytes)
     if more < longest:
         _log.warning(
-            "the device has no room for a sequence of max_model_len, %d bytes of host memory hold %d of its %d pages: "
+            "the device can't hold a sequence of max_model_len, %d bytes of host memory hold %d of its %d pages: "
             "raise --host-pool-memory",
             more * page_bytes,
             more,

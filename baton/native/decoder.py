@@ -65,7 +65,7 @@ class NativeDecoder:
         self._kv: tuple[weakref.ref[KvCache], abi.BatonKv, object] | None = None
         self._room = library.baton_native_room_new()
         if not self._room:
-            raise EngineError("native kernels: no memory")
+            raise EngineError("native kernels: out of memory")
         # Not at exit, when another thread may still compute with it.
         weakref.finalize(self, library.baton_native_room_free, self._room).atexit = False
         self._check(library.baton_native_start(threads))

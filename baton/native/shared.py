@@ -150,7 +150,7 @@ def _wait_shared(fd: int, path: str, deadline: float) -> None:
         if now > deadline:
             raise _Unusable(f"another worker has been building it for {_WAIT_S:g} s")
         if now >= say:
-            _log.info("packed weights: waiting until another worker has built %s", path)
+            _log.info("packed weights: another worker builds %s; waiting for it", path)
             say = now + _SAY_S
         time.sleep(_POLL_S)
 
@@ -194,7 +194,7 @@ def _build(fd: int, key: Key, weights: Sequence[LoadedWeight], threads: int) -> 
         os.ftruncate(fd, 0)
         # The kernel says EFAULT in place of SIGBUS.
         reason = os.strerror(errno.ENOSPC if error.errno == errno.EFAULT else error.errno or 0)
-        raise _Unusable(f"there is no room for {end >> 20} MiB ({reason})") from None
+        raise _Unusable(f"there is no space for {end >> 20} MiB ({reason})") from None
     for weight in weights:
         start, _ = tensors[weight.name]
         weight.write(torch.frombuffer(memory, dtype=weight.dtype, count=weight.elements, offset=start))

@@ -69,7 +69,7 @@ class ExportRegistry:
         """
         self._check_new(transfer_id)
         if transfer_id in self._announced:
-            raise InvalidRequest("transfer_id", "is announced already", transfer_id)
+            raise InvalidRequest("transfer_id", "was announced already", transfer_id)
         self._announced.add(transfer_id)
         self._wake_waiters(transfer_id)
 
@@ -172,7 +172,7 @@ class ExportRegistry:
         if self._closed:
             raise Unavailable("the exporter is closing")
         if transfer_id in self._open:
-            raise InvalidRequest("transfer_id", "is exported already", transfer_id)
+            raise InvalidRequest("transfer_id", "was exported already", transfer_id)
         if (reason := self._ended.get(transfer_id)) is not None:
             raise TransferError(f"transfer {transfer_id} {reason}")
 

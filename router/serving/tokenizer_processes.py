@@ -168,7 +168,7 @@ class TokenizerProcesses:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise Unavailable("the router stops before the text is tokenized")
+            raise Unavailable("the router is stopping, and the text is not tokenized")
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         process.kill()

@@ -302,7 +302,7 @@ class WorkerLink:
             if self._left:
                 _logger.info("%s worker %s has left: %s", self.role.value, self.name, reason)
             else:
-                _logger.warning("no watch of %s worker %s: %s", self.role.value, self.name, reason)
+                _logger.warning("can't watch %s worker %s: %s", self.role.value, self.name, reason)
             self._said = reason
         if self.status is None:
             return

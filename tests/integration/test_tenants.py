@@ -88,7 +88,7 @@ async def filled(clients: Clients, b: Bench, tenant: str, prompt: str, share: in
     (refusal,) = [task.exception() for task in done]
     assert isinstance(refusal, grpc.aio.AioRpcError)
     assert refusal.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert f"{share} requests wait, {share} may" in (refusal.details() or "")
+    assert f"{share} requests are waiting, the limit is {share}" in (refusal.details() or "")
     return list(waiting)
 
 

@@ -119,7 +119,7 @@ async def test_workers_that_are_not_what_the_router_expects_are_named(
         app = await running.start_router([prefill], [foreign], worker_wait_s=0, **router(ours))
         words = await until_missing(app, "CERTIFICATE_VERIFY_FAILED")
         assert f"decode worker {foreign.addresses.control}: " in words
-        assert f"no watch of decode worker {foreign.addresses.control}: " in caplog.text
+        assert f"can't watch decode worker {foreign.addresses.control}: " in caplog.text
         with pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED"):
             async with AsyncClient(app.address, ca=ours / "ca.crt") as client:
                 await client.complete(PROMPT, max_tokens=2, timeout=WAIT_S)

@@ -153,7 +153,7 @@ class _Reader:
         """The stream has ended. Raises RequestFailed if the output is not complete."""
         outcome = self._outcome
         if not (self.done or self._finish):
-            raise RequestFailed("cut short", f"the stream ended after {outcome.tokens} tokens without saying so")
+            raise RequestFailed("cut short", f"the stream ended after {outcome.tokens} tokens without its final event")
         if not self._exact:
             if self._usage is not None:
                 outcome.tokens = self._usage

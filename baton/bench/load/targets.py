@@ -67,7 +67,7 @@ def is_grpc(url: str) -> bool:
         return True
     if parts.scheme in ("http", "https") and parts.netloc and parts.path.endswith("/completions"):
         if parts.path.endswith("/chat/completions"):
-            raise ValueError("chat takes no token ids; name the server's /v1/completions")
+            raise ValueError("chat accepts no token ids; give the server's /v1/completions")
         return False
     raise ValueError(f"must be grpc://HOST:PORT or http://HOST:PORT/v1/completions, got {url!r}")
 
