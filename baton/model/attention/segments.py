@@ -195,15 +195,15 @@ class SegmentRing:
             if event is not None:
                 self._in.wait_event(event)
         with torch.cuda.stream(self._in):
-            for part, room in zip((KEYS, VALUES), buffer.parts, strict=True):
-                _copy(room, self._kv.spans(part, segment.layer, segment.pages, segment.tokens))
+            for part, target in zip((KEYS, VALUES), buffer.parts, strict=True):
+                _copy(target, self._kv.spans(part, segment.layer, segment.pages, segment.tokens))
             buffer.ready.record(self._in)
 
 
-def _copy(room: Tensor, spans: Iterable[Tensor]) -> None:
+def _copy(target: Tensor, spans: Iterable[Tensor]) -> None:
     at = 0
     for span in spans:
-        room[at : at + len(span)].copy_(span, non_blocking=True)
+        target[at : at + len(span)].copy_(span, non_blocking=True)
         at += len(span)
 
 

@@ -181,7 +181,7 @@ def test_a_worker_that_dies_is_started_again_where_it_was(ups: list[Up]) -> None
     assert gone(pids, 0)
 
 
-def test_a_child_that_does_not_start_is_named_with_its_last_words(ups: list[Up]) -> None:
+def test_a_child_that_does_not_start_is_named_with_the_end_of_its_output(ups: list[Up]) -> None:
     up = start(ups, decode="die")
     assert up.ready() == ""
     assert up.end() == 1

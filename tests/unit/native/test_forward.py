@@ -201,10 +201,10 @@ def head(library: ctypes.CDLL, weight: Tensor, hidden: Tensor, threads: int) -> 
         head=packed.memory.data_ptr(), norm=norm.data_ptr(),
     )  # fmt: skip
     best = torch.full((len(hidden),), -7)
-    call = abi.BatonCall(threads, hidden=hidden.data_ptr(), best=best.data_ptr())
-    room = library.baton_native_room_new()
-    status = library.baton_native_head(model, len(hidden), call, room)
-    library.baton_native_room_free(room)
+    call = abi.BatonCall(threads, hidden=hidden.data_ptr(), argmax=best.data_ptr())
+    workspace = library.baton_native_workspace_new()
+    status = library.baton_native_head(model, len(hidden), call, workspace)
+    library.baton_native_workspace_free(workspace)
     assert status == 0, library.baton_native_error()
     return best.tolist()
 

@@ -299,7 +299,7 @@ def test_a_builder_that_takes_too_long_is_not_waited_for(
     assert "another worker has been building it" in caplog.text
 
 
-def test_without_room_each_holds_its_own(
+def test_without_space_each_holds_its_own(
     path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(address: int, size: int, *, write: bool, threads: int = 1) -> None:
@@ -314,7 +314,7 @@ def test_without_room_each_holds_its_own(
 
 
 @pytest.mark.parametrize("case", ["limited", "full", "full to the last page", "allocated"])
-def test_a_worker_without_room_is_not_killed(tmp_path: Path, case: str) -> None:
+def test_a_worker_without_space_is_not_killed(tmp_path: Path, case: str) -> None:
     command = [sys.executable, "-c", CROWDED, f"{tmp_path}/packed", case]
     if case != "limited":
         mounted = [
