@@ -41,8 +41,11 @@ class RouterConfig(Settings):
         4,
         help="Requests sent to one prefill worker at a time; up to twice as many while another tenant has more.",
         minimum=1,
+        hidden=True,
     )
-    max_attempts: int = option(3, help="Attempts at serving a request before its failure is reported.", minimum=1)
+    max_attempts: int = option(
+        3, help="Attempts at serving a request before its failure is reported.", minimum=1, hidden=True
+    )
     reserve_timeout_s: float = option(
         5.0, help="Seconds for a decode worker's answer to a reservation.", minimum=0.01, hidden=True
     )

@@ -129,6 +129,11 @@ def test_a_setting_is_in_the_help_or_in_the_list_of_hidden_ones_and_secrets_are_
     assert "hush" not in found.stdout
 
 
+def test_the_help_shows_at_most_fifty_settings() -> None:
+    shown = {field.name for settings in ROLES.values() for field in fields(settings) if not field.metadata["hidden"]}
+    assert len(shown) <= 50
+
+
 def test_repr_shows_no_secret() -> None:
     assert "hush" not in repr(DecodeConfig(fleet_secret="hush", redis="redis://user:hush@h"))
 
