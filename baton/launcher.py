@@ -1,7 +1,7 @@
 """Commands whose processes can't outlive the process that starts them.
 
 The command is run by a tiny interpreter, which asks the kernel (Linux) for SIGKILL at the end of its parent, and then
-becomes the command. So even a parent that is killed leaves no process behind. What ends the child is the end of the
+becomes the command. So even a parent that is killed leaves no process behind. The child ends at the end of the
 *thread* that started it: start children from the main thread, or from another one that lives long enough.
 """
 

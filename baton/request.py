@@ -1,7 +1,7 @@
 """Requests and their results, in plain Python.
 
 All parts of Baton use these types; they import neither torch nor grpc. Ranges are checked when a value is made, so that
-a bad one can't exist. What depends on the model is checked by `SamplingParams.check_vocabulary`.
+a bad one can't exist. `SamplingParams.check_vocabulary` checks values that depend on the model.
 """
 
 from __future__ import annotations

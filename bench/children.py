@@ -61,7 +61,7 @@ class Child:
         """The addresses by name of a service that says `listening name=host:port ...`."""
         line = self.line()
         if not line.startswith("listening "):
-            raise ChildFailed(f"{self.name} says {line!r} instead of where it listens: {self.output_tail()}")
+            raise ChildFailed(f"{self.name} says {line!r} instead of its address: {self.output_tail()}")
         return dict(re.findall(r"(\w+)=(\S+)", line))
 
     def answer(self) -> dict[str, Any]:

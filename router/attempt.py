@@ -272,7 +272,7 @@ class Attempt:
             async with asyncio.timeout_at(_until(self._life.request_deadline)):
                 await asyncio.shield(self._ended)
         if not self._ended.done():
-            # What is ready in the loop has arrived as well, and what has arrived counts.
+            # Messages that are ready in the loop have arrived as well, and all that has arrived counts.
             await asyncio.sleep(0)
         if not self._ended.done():
             raise _too_late()
@@ -288,7 +288,7 @@ class Attempt:
         """Handle what happens, at once."""
         placement = self._placement
         if self._ended.done():
-            # What comes after the end is the word of a failed attempt, or of choices that the router has ended.
+            # Messages after the end come from a failed attempt, or from choices that the router has ended.
             return
         try:
             match event:

@@ -57,7 +57,7 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
     _check_room("kv_memory", config.kv_memory, _home(config, device))
     began = time.monotonic()
     model = load_model(path, dtype=dtype, device=device, native=kernels.library, packed_weights=config.packed_weights)
-    # What loading took beside the weights is not needed again.
+    # Memory that loading took beside the weights is not needed again.
     freed_memory.trim()
     if device.type == "cpu":
         # Before there is a pool, which gets its huge pages in the background.

@@ -118,7 +118,7 @@ class ModelRunner:
         with self._drained_on_error():
             self._update(plan)
             if self._source is not None:
-                # What a chunk has fetched ahead, in whose `on_layer` this one runs, is of other pages.
+                # The chunk in whose `on_layer` this one runs has fetched segments of other pages ahead.
                 self._source.end()
             try:
                 return self._forward(plan.rows, on_layer)

@@ -2,8 +2,8 @@
 
 `ModelConfig.from_pretrained` reads every spelling that transformers has written over the years
 (`rope_theta` + `rope_scaling` or `rope_parameters`, `type` or `rope_type`, `torch_dtype` or `dtype`), checks
-each value, and resolves all that is derived, so that nothing behind it looks at JSON again. What cannot be
-computed faithfully is refused here, by field and value: a model must not run slightly wrong.
+each value, and resolves all that is derived, so that nothing behind it looks at JSON again. Values that cannot be
+computed faithfully are refused here, by field and value: a model must not run slightly wrong.
 
 No torch: the router reads vocabulary, length and end-of-sequence ids through this module.
 """

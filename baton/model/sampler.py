@@ -10,9 +10,9 @@ the largest (`baton.model.gumbel`).
 Every operation is row by row, so a row's token does not depend on other rows. All state is a pure function of
 the SequenceState; what is kept between steps (penalty counts, the metadata) equals what a rebuild would give.
 
-A step does for each row only what that row's parameters ask for. What a row needs from step to step
-(`baton.model.logits_processor`, `baton.model.penalties`) is built when it joins. What is rebuilt when others join or
-leave (`_SamplingMetadata`) is a few numbers a row.
+A step does for each row only what that row's parameters ask for. State that a row needs from step to step
+(`baton.model.logits_processor`, `baton.model.penalties`) is built when it joins. State that is rebuilt when others join
+or leave (`_SamplingMetadata`) is a few numbers a row.
 """
 
 from __future__ import annotations

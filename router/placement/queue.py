@@ -166,7 +166,7 @@ class RequestQueue(Generic[T]):
             raise DeadlineExceeded("the deadline had passed when the request came")
         self.check(tenant)
         if not self._deadlines:
-            # Those before it may have given up, and the time since then is no standstill.
+            # Requests before it may have given up, and the time since then is no standstill.
             self._last_departure = None
         self._queue.append(entry, tenant)
         self._deadlines[entry] = deadline

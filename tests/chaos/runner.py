@@ -159,7 +159,7 @@ def _excused(row: Row, outcome: Outcome) -> bool:
 
 async def _healthy(fleet: Fleet, clients: dict[str, AsyncClient], mix: Mix, since: float, row: Row) -> float | None:
     """Send fresh requests until each router answers them all and each worker has worked: seconds since the healing."""
-    # What a worker still does for those that it does not know to be gone is no sign of health.
+    # Work that a worker still does for peers that are gone, unknown to it, is no sign of health.
     await asyncio.sleep(0.3)
     before = {name: await counter(fleet, name, SERVED[name[0]]) or 0.0 for name in fleet.workers}
     idle, error = set(fleet.workers), "no fresh request"

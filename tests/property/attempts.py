@@ -53,7 +53,7 @@ class Try:
     def ended(self) -> bool:
         """Whether nothing may be told of it any more."""
         over = set(self.tokens) <= set(self.finished) | self.cancelled
-        # What prefill has finished already is known here at once, and to decode when it has taken it over.
+        # A prefill that has finished is known here at once, and to decode when it has taken it over.
         done = self.fetched.done() and not self.fetched.cancelled() and self.fetched.exception() is None
         known = (done and not self.lies) or set(self.tokens) <= self.cancelled
         return bool(self.failed) or self.told_to_end or (over and known)
@@ -168,7 +168,7 @@ def check_pool(engine: Engine, chains: Sequence[tuple[Sequence[int], bytes]]) ->
 
 
 async def read_prefix(exports: ExportRegistry, engine: Engine, ours: Try) -> bool:
-    """Fetch what an attempt has pinned; False if its export is over before. What comes is what was named."""
+    """Fetch the pages that an attempt has pinned; False if its export is over before. They are the named ones."""
     kv_format = engine.spec.kv_format
     expected = prefill(ours.named[: ours.cached]) if ours.cached else None
     try:

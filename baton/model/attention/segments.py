@@ -164,7 +164,7 @@ class SegmentRing:
     def open(self, segment: Segment) -> tuple[Tensor, Tensor]:
         if segment not in self._loaded:
             if not self._idle:
-                # What was fetched ahead was not what came next.
+                # The segment that was fetched ahead was not the next one.
                 stale = next(each for each in self._loaded if each not in self._open)
                 self._idle.append(self._loaded.pop(stale))
             self._load(segment)

@@ -57,7 +57,7 @@ async def test_no_more_than_the_cap_are_open_and_none_is_passed() -> None:
     await run.send_all(server, jobs(30))
     assert server.most_open == 3
     assert run.endings[Ending.FINISHED] == 30
-    # Those that get their places at the same moment may be sent in any order.
+    # Requests that get their places at the same moment may be sent in any order.
     assert all(abs(number - place) < 3 for place, (number,) in enumerate(server.prompts))  # type: ignore[operator, str-unpack]
     assert [each.due for each in run.outcomes] == [run.began] * 30
 

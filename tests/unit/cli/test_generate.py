@@ -102,7 +102,7 @@ async def on_terminal(monkeypatch: pytest.MonkeyPatch, router: Router, *argument
                 await asyncio.to_thread(main, command, standalone_mode=False)
         stream.write("the end")
         stream.flush()
-        # What was written reaches the other end a moment later.
+        # Written text reaches the other end a moment later.
         seen = screen.read(1 << 16)
         while not seen.endswith(b"the end"):
             seen += screen.read(1 << 16)

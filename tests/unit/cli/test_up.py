@@ -106,7 +106,7 @@ def test_the_router_drains_first_and_a_second_signal_cuts_that_short(ups: list[U
     pids = up.pids(3)
     up.process.send_signal(signal.SIGINT)
     up.until(r"router +\| drains\n")
-    # What dies meanwhile is still wanted.
+    # A child that dies meanwhile is still wanted.
     os.kill(up.pid_of("decode-0"), signal.SIGKILL)
     pids = up.pids(4)
     assert "stops" not in up.log

@@ -207,7 +207,7 @@ class CachedBlocksMachine(RuleBasedStateMachine):
         assert [copy.target for copy in self.copied] == list(handle.pages[len(shared) :])[: len(sources)]
         self.sequences.append(Sequence_(handle, ids, min(handle.cached, tokens)))
         if self.model.dropped:
-            # What was evicted made room beside its prefix, which counts as used up to then.
+            # The eviction freed pages beside its prefix, which counts as used up to then.
             self.leave([*shared, *cut_run])
         self.settle(need, sources)
         if sources:

@@ -166,7 +166,7 @@ def test_a_batch_with_a_wrong_number_is_refused_before_anything_is_written(
     _, decoder = make_decoders(config, library, rng.randint(1, 3))
     contexts = [rng.randint(1, 40) for _ in range(rng.randint(1, 3))]
     queries = [rng.randint(1, context) for context in contexts]
-    # What follows a row of a table looks like one more page.
+    # The number after a row of a table looks like one more page.
     pages = Pages(config, page_size, contexts, unused=0)
     kv, tables = pages.kv[0], pages.tables
     tokens = sum(queries)
