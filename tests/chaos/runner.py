@@ -59,7 +59,7 @@ async def run_case(fleet: Fleet, case: Case, rng: random.Random, *, rate: float 
         healed = time.monotonic()
         late, row.heal = await asyncio.gather(load.finish(END_BOUND_S), _healthy(fleet, clients, load.mix, healed, row))
         row.sent, row.counts = len(load.outcomes), load.counts()
-        _judge(row, load.outcomes, began, healed)
+        _find_problems(row, load.outcomes, began, healed)
         for outcome in late:
             row.problems.append(await describe(fleet, outcome))
     await row.settle(fleet, LEAK_BOUND_S)
@@ -134,7 +134,7 @@ async def _in_state(fleet: Fleet, case: Case, name: str) -> int:
     return count
 
 
-def _judge(row: Row, outcomes: list[Outcome], began: float, healed: float) -> None:
+def _find_problems(row: Row, outcomes: list[Outcome], began: float, healed: float) -> None:
     """Find what must not be: wrong, hung, untyped, and lost where another worker lives."""
     worst = 0
     for outcome in outcomes:

@@ -196,7 +196,7 @@ def test_a_tenant_below_its_share_may_send_several_at_once() -> None:
     assert any(prompt.remaining for prompt in more)
 
 
-def test_a_tenant_that_uses_little_saves_no_share_for_newcomers() -> None:
+def test_a_tenant_that_uses_little_saves_no_share_for_new_tenants() -> None:
     s = scheduler(pages=20_000)
     admit_ready(s, 90_000, tenant=b"heavy")
     for _ in range(100):
