@@ -279,7 +279,7 @@ async def test_closing_ends_all_that_wait() -> None:
     held = Held(d, "r")
     await settle()
     d.close()
-    with pytest.raises(Unavailable, match="the router stops"):
+    with pytest.raises(Unavailable, match="the router is stopping"):
         await held.task
 
 
