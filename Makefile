@@ -14,7 +14,7 @@ NATIVE := baton/native/_baton_native.so
 # Both installations are into one folder.
 .NOTPARALLEL:
 
-# What the demo needs, and what tests need beside that.
+# Packages of the demo, and further ones of the tests.
 $(WORKER): EXTRAS := worker
 $(INSTALLED): EXTRAS := worker,test
 

@@ -51,7 +51,7 @@ def parse(data: bytes) -> tuple[ApiKey, ...]:
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"is no JSON: {error}") from None
+        raise ConfigError(f"is not JSON: {error}") from None
     _check_fields("the file", document, ("keys",), ("keys",))
     if not isinstance(document["keys"], list):
         raise ConfigError(f"keys: must be a list, got {preview(document['keys'])}")
@@ -60,7 +60,7 @@ def parse(data: bytes) -> tuple[ApiKey, ...]:
     hashes: set[bytes] = set()
     for index, entry in enumerate(entries):
         if entry.sha256 in hashes:
-            raise ConfigError(f"keys[{index}].sha256: is there twice, got {entry.sha256.hex()!r}")
+            raise ConfigError(f"keys[{index}].sha256: appears twice, got {entry.sha256.hex()!r}")
         hashes.add(entry.sha256)
         if limits.setdefault(entry.tenant, entry.max_streams) != entry.max_streams:
             first = _limit(limits[entry.tenant])

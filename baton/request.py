@@ -1,7 +1,7 @@
 """Requests and their results, in plain Python: what clients, routers and workers tell each other about a request.
 
 All parts of Baton use these types; they import neither torch nor grpc. Ranges are checked when a value is made, so that
-a bad one can't exist. What depends on the model is checked by `SamplingParams.check_vocabulary`.
+a bad one can't exist. `SamplingParams.check_vocabulary` checks values that depend on the model.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TokenInfo:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """What is declared of a field of SamplingParams.
+    """Declaration of a field of SamplingParams.
 
     `kind` is its type as written, without None. A number lies in `[low, high]`, above `low` if `open_low`. A tuple has
     at most `most` elements, or as many as the vocabulary if that is 0; `unit` is their name in errors.

@@ -126,7 +126,7 @@ class Tokenizer:
             )
             return rendered
         except TemplateError as error:
-            raise InvalidRequest("chat", f"the chat template refuses it: {error.message or error}") from error
+            raise InvalidRequest("chat", f"the chat template rejects it: {error.message or error}") from error
         except (TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise InvalidRequest("chat", f"the chat template fails on it: {error}") from error
 

@@ -30,7 +30,7 @@ from baton.process.supervisor import bind_to_parent
 ANSWER_S = 900.0
 """For one line. The first line comes after loading, which may include compiling a model."""
 
-_LAST_WORDS = 2000
+_TAIL_CHARS = 2000
 _CHUNK = 1 << 16
 
 
@@ -53,7 +53,7 @@ class Child:
         """The next line of its standard output, without its end. Raises ChildFailed if there is none in time."""
         while b"\n" not in self._came:
             if not self._read(ANSWER_S if timeout_s is None else timeout_s):
-                raise ChildFailed(f"{self.name} ended: {self.last_words()}")
+                raise ChildFailed(f"{self.name} ended: {self.output_tail()}")
         line, _, self._came = self._came.partition(b"\n")
         return line.decode(errors="replace")
 
@@ -61,7 +61,7 @@ class Child:
         """The addresses by name of a service that says `listening name=host:port ...`."""
         line = self.line()
         if not line.startswith("listening "):
-            raise ChildFailed(f"{self.name} says {line!r} instead of where it listens: {self.last_words()}")
+            raise ChildFailed(f"{self.name} says {line!r} instead of its address: {self.output_tail()}")
         return dict(re.findall(r"(\w+)=(\S+)", line))
 
     def answer(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class Child:
             self._write(json.dumps({command: arguments}).encode() + b"\n")
             return self.answer()
         except BrokenPipeError:
-            raise ChildFailed(f"{self.name} ended: {self.last_words()}") from None
+            raise ChildFailed(f"{self.name} ended: {self.output_tail()}") from None
         finally:
             self.suspend()
 
@@ -95,7 +95,7 @@ class Child:
         while self._read(ANSWER_S if timeout_s is None else timeout_s):
             pass
         if status := self._process.wait():
-            raise ChildFailed(f"{self.name} ended with status {status}: {self.last_words()}")
+            raise ChildFailed(f"{self.name} ended with status {status}: {self.output_tail()}")
         return self._came.decode(errors="replace")
 
     def signal(self, number: int) -> None:
@@ -107,10 +107,10 @@ class Child:
         """Whether it has not ended."""
         return self._process.poll() is None
 
-    def last_words(self) -> str:
+    def output_tail(self) -> str:
         """The end of its standard error."""
         self._log.seek(0)
-        return self._log.read()[-_LAST_WORDS:].strip()
+        return self._log.read()[-_TAIL_CHARS:].strip()
 
     def end(self, grace_s: float) -> None:
         """Ask it to stop, if there is a grace period, and kill what is left after it."""

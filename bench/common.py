@@ -1,4 +1,4 @@
-"""Where results of this tree go, and what they say of themselves."""
+"""Places of this tree's results, and the facts that each result states about its run."""
 
 from __future__ import annotations
 

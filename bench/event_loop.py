@@ -1,4 +1,4 @@
-"""How long one large prompt holds the router's event loop at a stretch; writes bench/results/event-loop.json.
+"""Longest time that one large prompt holds the router's event loop; writes bench/results/event-loop.json.
 
     python -m bench.event_loop [--tokens 1000000] [--requests 10] [--starts 3] [--only ids ascii]
 

@@ -81,7 +81,7 @@ PAGE_SIZE = 256
 COPY_TOKENS = 1024
 
 VARIANTS = {"eager": (1, False), "no step ahead": (0, True), "eager, no step ahead": (0, False)}
-"""What decode is measured without: steps ahead, and whether there are graphs."""
+"""Variants of decode: how many steps ahead, and whether there are graphs."""
 
 NO_CUDA = "bench.gpu: torch sees no CUDA device; nothing was measured"
 

@@ -51,7 +51,7 @@ from bench.pairing import ratio, turned
 from prefill_svc.scheduler import chunk_size
 
 MIB, GIB = 1 << 20, 1 << 30
-LONGEST = 1 << 20
+MAX_PROMPT = 1 << 20
 LENGTHS = [1 << power for power in range(17, 21)]
 HOMES = ("device", "host")
 PARTS = ("rates", "homes", "lengths")
@@ -75,7 +75,7 @@ class DeviceRates:
 
     @classmethod
     def of(cls, model: LoadedModel) -> DeviceRates:
-        """Those of the model's device; on a CPU, which copies nothing, product and link are not measured."""
+        """Rates of the model's device; on a CPU, which copies nothing, product and link are not measured."""
         device, config = model.device, model.config
         product, link = measure_rates(device, model.dtype) if device.type == "cuda" else (1e11, 1e10)
         queries, keys = _ATTENTION if device.type == "cuda" else (16, 32)
@@ -84,7 +84,7 @@ class DeviceRates:
             return torch.randn(tokens, heads, config.head_dim, dtype=model.dtype, device=device)
 
         q, k, v = made(queries, config.num_heads), made(keys, config.num_kv_heads), made(keys, config.num_kv_heads)
-        backend = select(device, model.dtype, model.dtype, default_page_size(device.type, LONGEST), config.head_dim)
+        backend = select(device, model.dtype, model.dtype, default_page_size(device.type, MAX_PROMPT), config.head_dim)
         attend = partial(backend.attend_segment, q, k, v, keys, None)
         one, other = attend(), attend()
         operations = 4 * queries * keys * config.num_heads * config.head_dim
@@ -112,7 +112,7 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 class Copies:
-    """What attention reads from host memory: bytes, and on CUDA the time for which kernels waited for them."""
+    """Copies from host memory for attention: bytes, and on CUDA the time for which kernels waited for them."""
 
     def __init__(self, engine: EngineCore, device: torch.device) -> None:
         kv_format, self._cuda = engine.spec.kv_format, device.type == "cuda"
@@ -187,7 +187,7 @@ class LongBench:
             del model
 
     def _config(self, layers: int) -> ModelConfig:
-        longest = max(LONGEST, *self._options.lengths)
+        longest = max(MAX_PROMPT, *self._options.lengths)
         return ModelConfig.from_dict({**self._raw, "num_hidden_layers": layers, "max_position_embeddings": longest})
 
     def _engine(self, model: LoadedModel, home: str, tokens: int) -> AbstractContextManager[EngineCore]:

@@ -157,7 +157,7 @@ def _cpu_by_thread() -> dict[int, float]:
 
 
 def _other_threads() -> str:
-    """Where other threads are that do not wait, for a hold by the interpreter's lock."""
+    """Stacks of other threads that do not wait, for a hold by the interpreter's lock."""
     found = []
     for thread, frame in sys._current_frames().items():
         names: list[str] = []

@@ -1,4 +1,4 @@
-"""What a decode step costs beside its arithmetic, with the worker's own loop, service and messages, without a profiler.
+"""Cost of a decode step beside its arithmetic, with the worker's loop, service and messages, without a profiler.
 
     python -m bench.overhead CHECKPOINT [--batch 32] [--context 128] [--steps 32] [--dtype D]
 
@@ -71,7 +71,7 @@ _SIZES = {
 
 
 class Passes:
-    """When forward passes of a whole batch began and ended."""
+    """Begin and end of forward passes of a whole batch."""
 
     def __init__(self, engine: EngineCore, batch: int) -> None:
         self.times: list[tuple[float, float]] = []
@@ -108,7 +108,7 @@ def _between_ms(spans: Sequence[tuple[float, float]]) -> float:
 
 @contextlib.contextmanager
 def native_calls() -> Iterator[list[tuple[float, float]]]:
-    """When native forward passes begin and end in the meantime; none where the library is not built."""
+    """Begin and end of native forward passes in the meantime; none where the library is not built."""
     calls: list[tuple[float, float]] = []
     try:
         library = load()
@@ -183,7 +183,7 @@ async def measure(config: DecodeConfig, batch: int, context: int, steps: int) ->
 
 
 def overhead(model: Path, batch: int, context: int, steps: int, dtype: str = "auto") -> dict[str, float]:
-    """What the module's text lists, of the checkpoint at `model`: medians over `steps` steps of `batch`."""
+    """Figures listed in the module's docstring, of the checkpoint at `model`: medians over `steps` steps of `batch`."""
     longest = context + _WARM_STEPS + steps + batch + 1
     with tempfile.TemporaryDirectory(prefix="baton-tiny-") as folder:
         config = DecodeConfig(
@@ -202,7 +202,6 @@ def overhead(model: Path, batch: int, context: int, steps: int, dtype: str = "au
 
 
 def main() -> None:
-    """See the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     for name, default in (("batch", 32), ("context", 128), ("steps", 32)):

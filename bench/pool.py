@@ -1,4 +1,4 @@
-"""How long each call holds the lock of a page pool of 262,144 pages; writes bench/results/pool.json.
+"""Time that each call holds the lock of a page pool of 262,144 pages; writes bench/results/pool.json.
 
     python -m bench.pool [--rounds 3]
 

@@ -1,4 +1,4 @@
-"""How long the event loops of a fleet and the locks of its page pools are held; writes bench/results/worker-loops.json.
+"""Times for which event loops of a fleet and locks of its page pools are held; writes bench/results/worker-loops.json.
 
     python -m bench.worker_loops [--tokens 1000000] [--rounds 2]
 

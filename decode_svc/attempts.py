@@ -101,7 +101,7 @@ class Attempts:
 
     @property
     def deadline(self) -> float:
-        """When the first attempt will have been in its state for too long; infinite without a limit."""
+        """Time when the first attempt will have been in its state for too long; infinite without a limit."""
         return min((attempt.life.deadline for attempt in self._live.values()), default=math.inf)
 
     def take_published(self) -> list[Published]:

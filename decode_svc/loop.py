@@ -349,7 +349,7 @@ class DecodeLoop:
         if not sequence.handle.alive:
             self._free([sequence.id])
             return
-        _log.error("%s can't go on", sequence.handle.owner, exc_info=error)
+        _log.error("%s can't continue", sequence.handle.owner, exc_info=error)
         self._fail_sequences([sequence.id], FailureKind.ENGINE, f"{type(error).__name__}: {error}", report)
 
     def _fail_without_token(self, handle: KvHandle, error: NoToken, report: StepReport, counts: bool) -> None:

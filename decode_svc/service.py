@@ -139,7 +139,7 @@ class DecodeService:
         """Called when the engine thread or the audit has ended."""
         error = None if running.cancelled() else running.exception()
         if error is not None:
-            _log.error("the worker can't go on: %s", error)
+            _log.error("the worker can't continue: %s", error)
             self.worker.fail_engine(error)
 
     def _load(self) -> WorkerLoad:

@@ -13,7 +13,7 @@ prefix is `deferred`; the caller decides which ones are.
 Tenants share the engine by start-time fair queueing (Goyal, Vin and Cheng, 1996) with equal weights: at each chunk
 boundary the tenant that was served least goes next. A tenant that has used less than its share may save up to BURST_S
 of it, so that several of its prompts at once don't wait for the long prompts of others; then it takes turns with them.
-What a tenant had is remembered while it has no prompt here, so a tenant that sends one prompt after another is no
+The worker remembers what a tenant had while it has no prompt here: one that sends one prompt after another is no
 exception. When no prompt is left, all tenants begin anew.
 
 Of the READY prompts of one tenant, the one with the fewest remaining tokens goes next, so that a short prompt does not
@@ -163,7 +163,7 @@ class PrefillScheduler:
             seconds = self.pending_tokens / (self.rate.value or UNKNOWN_RATE)
             low, high = _RETRY_AFTER_S
             raise Overloaded(
-                f"{self.waiting} prompts wait, at most {self.max_waiting} may", min(high, max(low, seconds))
+                f"{self.waiting} prompts are waiting, the limit is {self.max_waiting}", min(high, max(low, seconds))
             )
         prompt = Prompt(tokens, pages, next(self._orders), tenant)
         self._prompts[prompt] = None

@@ -97,7 +97,7 @@ class Dispatcher:
     def close(self) -> None:
         """Fail all that wait."""
         for waiter in self.scheduler:
-            self._dismiss(waiter, Unavailable("the router stops"))
+            self._dismiss(waiter, Unavailable("the router is stopping"))
         self._watch_fleet()
         if self._next_probe is not None:
             self._next_probe.cancel()

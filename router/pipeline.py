@@ -74,7 +74,7 @@ from router.workers.pool import Pool
 VERDICT_S = 15.0
 """Seconds to wait for a worker that a request may have killed, before it counts as dead."""
 
-_STOPPED = "the router stops before the request has ended"
+_STOPPED = "the router is stopping, and the request has not ended"
 
 _HAPPENED = {
     Cause.FAULT: "fault of",

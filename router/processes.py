@@ -43,7 +43,7 @@ class Several:
     """Routers that share a port, "host:port" as bound."""
 
     listening: str
-    """The one address for clients, and the ops address of each."""
+    """The shared address for clients, and the ops address of each router."""
     failed: asyncio.Future[None]
     """Stays open: a router that dies is started again."""
     _routers: Supervisor

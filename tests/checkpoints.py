@@ -146,7 +146,7 @@ def _tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 
 @dataclass(frozen=True)
 class Reference:
-    """What transformers generates greedily, end-of-sequence ignored."""
+    """Tokens that transformers generates greedily, end-of-sequence ignored."""
 
     token_ids: list[int]
     margins: list[float]

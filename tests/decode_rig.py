@@ -37,7 +37,7 @@ class Exporter:
         self.address = ""
 
     def source(self, transfer_id: str, incarnation: str = "inc-1", address: str = "") -> RemoteExport:
-        """Where an export of its is."""
+        """Source of one of its exports."""
         shard = replace(self.engine.spec.kv_format.whole, kv_address=address or self.address)
         return RemoteExport(transfer_id, incarnation, (shard,))
 

@@ -1,4 +1,4 @@
-"""What decode's tests share: prompts prefilled by hand on a fake engine, and an engine that keeps a log."""
+"""Helpers of decode's tests: prompts prefilled by hand on a fake engine, and an engine that keeps a log."""
 
 from __future__ import annotations
 
@@ -108,7 +108,6 @@ class LoggingEngine(FakeEngine):
         self.count_work: Callable[[], int] = lambda: 0
 
     def heartbeat(self) -> int:
-        """See `Engine.heartbeat`."""
         return self.count_work()
 
     def launch(self, chunks: Sequence[PromptChunk] = (), *, batch: bool = True) -> LaunchedPass:

@@ -1,4 +1,4 @@
-"""How hard the property and fuzz tests try, and how much they have tried.
+"""Effort of the property and fuzz tests, and a count of what they have tried.
 
 `make test` runs a few examples, the same ones each time. With FUZZ_EXAMPLES in the environment, as `make fuzz` sets it,
 that many percent of these are run, seeded with FUZZ_SEED. As a pytest plugin (`-p tests.effort`) this module prints the

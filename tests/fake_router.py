@@ -17,7 +17,7 @@ from baton.rpc.tls import peer_principal, peer_roles
 
 
 class Caller(NamedTuple):
-    """What a caller showed of itself."""
+    """Credentials that a caller showed."""
 
     authorization: str | None
     principal: str

@@ -1,4 +1,4 @@
-"""What the metrics of this process say."""
+"""Values of this process's metrics."""
 
 from __future__ import annotations
 

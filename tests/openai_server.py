@@ -118,7 +118,7 @@ class _Guest(uvicorn.Server):
 
 @dataclass
 class OpenAiServer:
-    """What the server does, and what it was sent."""
+    """Server with a set behaviour, and the requests that it was sent."""
 
     behaviours: tuple[Stream | int, ...]
     url: str = ""

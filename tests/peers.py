@@ -43,7 +43,7 @@ class Peer:
         return self.source(transfer_id, tokens)
 
     def source(self, transfer_id: str, tokens: int) -> prefill_pb2.PrefixSource:
-        """Where an export is, or would be."""
+        """Source of an export that is there, or would be."""
         shard = replace(self._engine.spec.kv_format.whole, kv_address=self.address)
         return prefix_source_to_proto(PrefixSource(RemoteExport(transfer_id, INCARNATION, (shard,)), tokens))
 

@@ -26,7 +26,6 @@ def select(
     excluded: Excluded = NOTHING_EXCLUDED,
     kept: frozenset[str] = frozenset(),
 ) -> Selection | None:
-    """See `router.placement.policy.select_workers`."""
     matched = pairs(prefills, decodes, query, kept | query.never)
     if not matched:
         return None

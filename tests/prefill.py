@@ -209,7 +209,7 @@ def fetch_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
-    """How a call that must fail ends."""
+    """Status of a call that must fail."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await asyncio.wait_for(read(call), WAIT_S)
     return caught.value.code(), caught.value.details() or ""
@@ -232,7 +232,7 @@ def prefilled() -> dict[str, float]:
 
 
 def since(before: Mapping[str, float]) -> dict[str, float]:
-    """What was added, of those that grew."""
+    """Increases of the counters that grew."""
     now = prefilled()
     return {source: now[source] - before[source] for source in SOURCES if now[source] > before[source]}
 

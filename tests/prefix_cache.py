@@ -67,7 +67,7 @@ class MemoryPrefixCache(NullPrefixCache):
             changed(tuple(self.blocks), ())
 
     async def stats(self) -> list[CacheTier]:
-        """The one tier."""
+        """Figures of the single tier."""
         held = sum(len(payload) for payload in self.blocks.values())
         return [CacheTier(TIER, len(self.blocks), held, hits=self._hits, misses=self._misses)]
 

@@ -1,4 +1,4 @@
-"""What users measure with `baton bench`; measurements of Baton itself are in `bench/`, and build on this.
+"""Measurements that users make with `baton bench`; those of Baton itself are in `bench/`, and build on this.
 
 load        requests to a server, and what their clients saw: `baton bench serve`
 engine      runs of an engine; engine_report, probes and roofline compare them with the machine: `baton bench engine`

@@ -30,7 +30,7 @@ _GREEDY = SamplingParams(max_tokens=1 << 30, temperature=0.0, ignore_eos=True, s
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """What is measured: prompt lengths in tokens, and steps of every batch at every context.
+    """Points of a measurement: prompt lengths in tokens, and steps of every batch at every context.
 
     Raises ConfigError naming the field and the value seen.
     """

@@ -103,7 +103,7 @@ class Rates:
 
     def _prefill(self, tokens: int) -> dict[str, Any]:
         self._tell(f"prefill of {tokens} tokens")
-        # What is made at a shape's first use is not the rate's.
+        # Work at a shape's first use does not belong to the rate.
         self._runs.prefill(min(tokens, self._plan.chunk_size))
         took, peaks = _interleaved(self._plan.rounds, lambda: self._runs.prefill(tokens), self._probes.flops)
         flops, seconds = prefill_flops(self._shape, tokens), statistics.median(took)

@@ -63,7 +63,7 @@ def last_report(reports: Generator[dict[str, Any], None, None]) -> dict[str, Any
                 if came:  # An exception that a signal raises in a finalizer goes nowhere.
                     break
     except BaseException:
-        # What fails after the signal fails because of it: a step that was cut, a process that was ended.
+        # Errors after the signal come from it: a step that was cut, a process that was ended.
         if not came:
             raise
     return None if report is None else {**report, "interrupted": came}

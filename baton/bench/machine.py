@@ -14,7 +14,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def machine() -> dict[str, Any]:
-    """What the machine is: processor, cores, memory in GiB, Python, and versions of packages."""
+    """Description of the machine: processor, cores, memory in GiB, Python, and versions of packages."""
     model = re.search(r"model name\s*: (.*)", _text("/proc/cpuinfo"))
     memory = re.search(r"MemTotal:\s*(\d+)", _text("/proc/meminfo"))
     return {

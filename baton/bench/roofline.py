@@ -105,7 +105,7 @@ def _pair_flops(shape: ModelShape) -> int:
 
 
 def _pairs(tokens: int, past: int, window: int | None) -> int:
-    """How many (query, key) pairs the causal mask and the window leave, for `tokens` queries after `past`."""
+    """Number of (query, key) pairs that the causal mask and the window leave, for `tokens` queries after `past`."""
     if window is None:
         return tokens * past + tokens * (tokens + 1) // 2
     # Queries that see fewer keys than the window holds come first.

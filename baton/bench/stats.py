@@ -5,25 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-SHARES = (50, 90, 99)
+PERCENTILES = (50, 90, 99)
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest of `values`, not empty, that at least `share` (in [0, 1]) of all values do not exceed."""
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """The smallest of `values`, not empty, that at least `fraction` (in [0, 1]) of all values do not exceed."""
     ordered = sorted(values)
-    return ordered[_rank(share, len(ordered))]
+    return ordered[_rank(fraction, len(ordered))]
 
 
 def summary(seconds: Iterable[float]) -> dict[str, float | None]:
     """`{"p50", "p90", "p99", "mean", "max"}` in milliseconds; all None without a value."""
     ordered = sorted(seconds)
     if not ordered:
-        return dict.fromkeys((*(f"p{share}" for share in SHARES), "mean", "max"))
-    found = {f"p{share}": ordered[_rank(share / 100, len(ordered))] for share in SHARES}
+        return dict.fromkeys((*(f"p{fraction}" for fraction in PERCENTILES), "mean", "max"))
+    found = {f"p{fraction}": ordered[_rank(fraction / 100, len(ordered))] for fraction in PERCENTILES}
     found |= {"mean": math.fsum(ordered) / len(ordered), "max": ordered[-1]}
     return {name: round(1e3 * value, 3) for name, value in found.items()}
 
 
-def _rank(share: float, count: int) -> int:
+def _rank(fraction: float, count: int) -> int:
     # Rounded first: 0.07 * 100 is a little more than 7.
-    return max(0, math.ceil(round(share * count, 9)) - 1)
+    return max(0, math.ceil(round(fraction * count, 9)) - 1)

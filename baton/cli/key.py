@@ -89,7 +89,7 @@ def set_(path: Path, tenant: str, max_streams: int | None, no_limit: bool) -> No
 def list_(path: Path) -> None:
     """List the keys of the file by tenant."""
     if not path.exists():
-        raise click.ClickException(f"{str(path)!r} is not there")
+        raise click.ClickException(f"{str(path)!r} does not exist")
     with _refusals():
         entries = keys.read(path)
     table = Table(box=None, pad_edge=False, header_style="dim")

@@ -118,7 +118,7 @@ def ask(target: str, reach: dict[str, Any], question: Callable[[Client], T]) -> 
             except Unavailable as error:
                 if name == names[-1] or _OTHER_NAME not in str(error):
                     raise _explain(error, names) from None
-    raise Unavailable(f"{target} was not asked")
+    raise Unavailable(f"{target} was not called")
 
 
 def _explain(error: Unavailable, names: Sequence[str | None]) -> Unavailable:

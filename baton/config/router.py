@@ -41,8 +41,11 @@ class RouterConfig(Settings):
         4,
         help="Requests sent to one prefill worker at a time; up to twice as many while another tenant has more.",
         minimum=1,
+        hidden=True,
     )
-    max_attempts: int = option(3, help="Attempts at serving a request before its failure is reported.", minimum=1)
+    max_attempts: int = option(
+        3, help="Attempts at serving a request before its failure is reported.", minimum=1, hidden=True
+    )
     reserve_timeout_s: float = option(
         5.0, help="Seconds for a decode worker's answer to a reservation.", minimum=0.01, hidden=True
     )
@@ -86,7 +89,7 @@ class RouterConfig(Settings):
         super().__post_init__()
         for name in ("prefill", "decode"):
             if not getattr(self, name):
-                raise ConfigError(f"{name}: names no worker")
+                raise ConfigError(f"{name}: must name at least one worker")
         if self.client_certs and not self.tls_ca:
             raise ConfigError("client_certs: needs tls_cert, tls_key and tls_ca")
 

@@ -29,7 +29,7 @@ from baton.request import SequenceState, check_token_ids
 
 
 class EngineCore:
-    """See the module's text. `executor` and `memory` are what it runs on."""
+    """Engine that runs on `executor` and `memory`."""
 
     def __init__(self, spec: EngineSpec, executor: Executor, host_kv_memory: int) -> None:
         self.executor = executor
@@ -41,7 +41,6 @@ class EngineCore:
 
     @property
     def spec(self) -> EngineSpec:
-        """See `Engine.spec`."""
         return self._spec
 
     @property
@@ -52,41 +51,33 @@ class EngineCore:
     def reserve(
         self, owner: str, tokens: int, prefix: Sequence[bytes] = (), max_cached_tokens: int | None = None
     ) -> PageHandle:
-        """See `Engine.reserve`."""
         return self._kv.pool.reserve(owner, tokens, prefix, max_cached_tokens, self._copy)
 
     def evict_for(self, tokens: int, prefix: Sequence[bytes] = (), max_cached_tokens: int | None = None) -> bool:
-        """See `Engine.evict_for`."""
         return self._kv.pool.evict_for(tokens, prefix, max_cached_tokens)
 
     def publish(self, handle: KvHandle, digests: Sequence[bytes]) -> None:
-        """See `Engine.publish`. A paused sequence publishes nothing, until `resume` has put back all of its KV."""
+        """A paused sequence publishes nothing, until `resume` has put back all of its KV."""
         self._kv.publish(_page_handle(handle), digests)
 
     def match_prefix(self, digests: Sequence[bytes]) -> int:
-        """See `Engine.match_prefix`."""
         return self._kv.pool.match_prefix(digests)
 
     def watch_prefixes(self, changed: PrefixesChanged | None) -> None:
-        """See `Engine.watch_prefixes`."""
         self._kv.pool.watch_prefixes(changed)
 
     def drop_cached(self) -> int:
-        """See `Engine.drop_cached`."""
         return self._kv.pool.drop_cached()
 
     def retract(self, handle: KvHandle) -> None:
-        """See `Engine.retract`."""
         self._kv.pool.retract(_page_handle(handle))
 
     def extend(self, handle: KvHandle, tokens: int) -> None:
-        """See `Engine.extend`."""
         self._kv.pool.extend(_page_handle(handle), tokens)
 
     def fork(
         self, handle: KvHandle, owner: str, shared_tokens: int, tokens: int, spare: KvHandle | None = None
     ) -> PageHandle:
-        """See `Engine.fork`."""
         parent, donor = _page_handle(handle), None if spare is None else _page_handle(spare)
         with self._kv.pool.pin(parent):
             child, copy = self._kv.pool.fork(parent, owner, shared_tokens, tokens, donor)
@@ -99,7 +90,7 @@ class EngineCore:
         return child
 
     def launch(self, chunks: Sequence[PromptChunk] = (), *, batch: bool = True) -> LaunchedPass:
-        """See `Engine.launch`. Raises InvalidRequest for a token id outside the vocabulary.
+        """Raises InvalidRequest for a token id outside the vocabulary.
 
         Raises EngineError naming a sequence without room; then no sequence has moved.
         """
@@ -129,7 +120,7 @@ class EngineCore:
             return launched
 
     def read_kv(self, handle: KvHandle, layer: int, tokens: range, heads: range) -> list[PartData]:
-        """See `Engine.read_kv`. Raises InvalidRequest for a range that the handle does not have."""
+        """Raises InvalidRequest for a range that the handle does not have."""
         own, kv_format = _page_handle(handle), self._spec.kv_format
         with self._kv.pool.pin(own) as pages:
             check_range("layer", range(layer, layer + 1), kv_format.layers)
@@ -140,13 +131,13 @@ class EngineCore:
     def write_kv(
         self, handle: KvHandle, layer: int, token_start: int, head_start: int, parts: Sequence[PartData]
     ) -> None:
-        """See `Engine.write_kv`. Raises CorruptFrame for parts or ranges that don't fit the format or the handle."""
+        """Raises CorruptFrame for parts or ranges that don't fit the format or the handle."""
         count = check_parts(self._spec.kv_format, layer, head_start, parts)
         with self._written(handle, range(token_start, token_start + count)) as pages:
             self.memory.write(pages, layer, token_start, head_start, parts)
 
     def read_blocks(self, handle: KvHandle, token_start: int, count: int) -> list[bytes]:
-        """See `Engine.read_blocks`. Raises InvalidRequest for blocks that the handle does not have."""
+        """Raises InvalidRequest for blocks that the handle does not have."""
         size = self._spec.kv_format.block_size
         with self._kv.pool.pin(_page_handle(handle)) as pages:
             tokens = range(token_start, token_start + count * size)
@@ -154,17 +145,15 @@ class EngineCore:
             return self.memory.read_blocks(pages, token_start, size, count)
 
     def write_blocks(self, handle: KvHandle, token_start: int, payloads: Sequence[bytes | memoryview]) -> None:
-        """See `Engine.write_blocks`. Raises CorruptFrame for payloads that don't fit the format or the handle."""
+        """Raises CorruptFrame for payloads that don't fit the format or the handle."""
         count = check_blocks(self._spec.kv_format, payloads)
         with self._written(handle, range(token_start, token_start + count)) as pages:
             self.memory.write_blocks(pages, token_start, self._spec.kv_format.block_size, payloads)
 
     def insert(self, handle: KvHandle, state: SequenceState) -> None:
-        """See `Engine.insert`."""
         self._kv.insert(_page_handle(handle), state)
 
     def pause(self, handle: KvHandle) -> None:
-        """See `Engine.pause`."""
         own = _page_handle(handle)
         self._read(0)
         with self._kv.pool.pin(own) as pages:
@@ -173,7 +162,6 @@ class EngineCore:
             self._kv.pause(sequence, saved, size)
 
     def resume(self, handle: KvHandle) -> None:
-        """See `Engine.resume`."""
         own = _page_handle(handle)
         saved = self._kv.begin_resume(own)
         with self._kv.pool.pin(own) as pages:
@@ -181,31 +169,25 @@ class EngineCore:
         self._kv.end_resume(own)
 
     def free(self, handle: KvHandle, digests: Sequence[bytes] = ()) -> None:
-        """See `Engine.free`. A paused sequence leaves nothing, until `resume` has put back all of its KV."""
+        """A paused sequence leaves nothing, until `resume` has put back all of its KV."""
         self._kv.free(_page_handle(handle), digests)
 
     def stats(self) -> PoolStats:
-        """See `Engine.stats`."""
         return self._kv.pool.stats()
 
     def host_kv(self) -> dict[str, int]:
-        """See `Engine.host_kv`."""
         return self._kv.host_kv()
 
     def heartbeat(self) -> int:
-        """See `Engine.heartbeat`."""
         return self.executor.heartbeat()
 
     def watch_pages(self, returned: Callable[[], object] | None) -> None:
-        """See `Engine.watch_pages`."""
         self._kv.pool.watch(returned)
 
     def audit(self) -> dict[str, int]:
-        """See `Engine.audit`."""
         return self._kv.audit()
 
     def close(self) -> None:
-        """See `Engine.close`."""
         self._inflight.undo(EngineError("the engine was closed"))
         self._kv.forget_plans()
         self._kv.free_all()

@@ -44,7 +44,7 @@ class _Captured:
 
 
 class DecodeGraphs:
-    """See the module's text. Belongs to the engine thread."""
+    """CUDA graphs of decode steps. They belong to the engine thread."""
 
     def __init__(self, run: Callable[[Sequence[int], int], Tensor], inputs: StepInputs) -> None:
         """`run(contexts, width)` computes the hidden states of the first rows of `inputs`, whose attention must follow

@@ -28,7 +28,7 @@ that a chunk that is called off ends soon."""
 
 
 class CudaMemory:
-    """See `baton.engine.executor.KvMemory`; `produced` and `drain` are for the engine thread."""
+    """KvMemory on a CUDA device; `produced` and `drain` are for the engine thread."""
 
     def __init__(self, kv: KvCache) -> None:
         self._kv = kv
@@ -68,13 +68,11 @@ class CudaMemory:
             yield
 
     def copy_page(self, source: int, target: int, tokens: int) -> None:
-        """See KvMemory."""
         with self._copying(self._in):
             for part in self._kv.parts.values():
                 part[:, target, :tokens] = part[:, source, :tokens]
 
     def read(self, pages: Sequence[int], layer: int, tokens: range, heads: range) -> list[PartData]:
-        """See KvMemory."""
         found = []
         with self.copying_computed(range(layer, layer + 1)):
             slots = self._slots(pages, tokens)
@@ -90,7 +88,6 @@ class CudaMemory:
     def write(
         self, pages: Sequence[int], layer: int, token_start: int, head_start: int, parts: Sequence[PartData]
     ) -> None:
-        """See KvMemory."""
         count, heads = parts[0].shape[:2]
         with self._copying(self._in):
             slots = self._slots(pages, range(token_start, token_start + count))
@@ -103,7 +100,6 @@ class CudaMemory:
                 home.index_copy_(0, slots, rows.to(home.dtype))
 
     def read_blocks(self, pages: Sequence[int], token_start: int, block_size: int, count: int) -> list[bytes]:
-        """See KvMemory."""
         with self.copying_computed(range(self._kv.num_layers)):
             slots = self._slots(pages, range(token_start, token_start + count * block_size))
             rows = [part.flatten(1, 2).index_select(1, slots).view(torch.uint8) for part in self._kv.parts.values()]
@@ -114,7 +110,6 @@ class CudaMemory:
     def write_blocks(
         self, pages: Sequence[int], token_start: int, block_size: int, payloads: Sequence[bytes | memoryview]
     ) -> None:
-        """See KvMemory."""
         count, parts = len(payloads), self._kv.parts.values()
         with self._copying(self._in):
             slots = self._slots(pages, range(token_start, token_start + count * block_size))
@@ -128,13 +123,11 @@ class CudaMemory:
                 part.flatten(1, 2).index_copy_(1, slots, values.transpose(0, 1).flatten(1, 2))
 
     def save(self, pages: Sequence[int], tokens: int) -> dict[str, Tensor]:
-        """See KvMemory."""
         with self._copying(self._out):
             slots = self._slots(pages, range(tokens))
             return {name: part.flatten(1, 2).index_select(1, slots).cpu() for name, part in self._kv.parts.items()}
 
     def restore(self, pages: Sequence[int], saved: dict[str, Tensor]) -> None:
-        """See KvMemory."""
         with self._copying(self._in):
             for name, rows in saved.items():
                 slots = self._slots(pages, range(rows.shape[1]))

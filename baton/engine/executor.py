@@ -59,8 +59,7 @@ class Runner(Protocol):
     def memory(self) -> KvMemory:
         """The pages."""
 
-    def heartbeat(self) -> int:
-        """See `Engine.heartbeat`."""
+    def heartbeat(self) -> int: ...
 
     def forward(self, plan: ForwardPlan, on_layer: OnLayer | None) -> Any:
         """Take the plan's changes, then its tokens through all layers; what comes back is for `sample` alone.
@@ -75,14 +74,11 @@ class Runner(Protocol):
 
 
 class Executor(Protocol):
-    """See the module's text."""
-
     @property
     def memory(self) -> KvMemory:
         """The pages of this process's rank."""
 
-    def heartbeat(self) -> int:
-        """See `Engine.heartbeat`."""
+    def heartbeat(self) -> int: ...
 
     def launch(self, plan: ForwardPlan, on_layer: OnLayer | None = None) -> Callable[[], PlanResult]:
         """Begin the plan; what is returned waits for its result.
@@ -99,15 +95,12 @@ class InProcessExecutor:
 
     @property
     def memory(self) -> KvMemory:
-        """See Executor."""
         return self.runner.memory
 
     def heartbeat(self) -> int:
-        """See Executor."""
         return self.runner.heartbeat()
 
     def launch(self, plan: ForwardPlan, on_layer: OnLayer | None = None) -> Callable[[], PlanResult]:
-        """See Executor."""
         with _as_engine_errors():
             wait = self.runner.sample(plan, self.runner.forward(plan, on_layer))
 

@@ -57,7 +57,7 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
     _check_room("kv_memory", config.kv_memory, _home(config, device))
     began = time.monotonic()
     model = load_model(path, dtype=dtype, device=device, native=kernels.library, packed_weights=config.packed_weights)
-    # What loading took beside the weights is not needed again.
+    # Memory that loading took beside the weights is not needed again.
     freed_memory.trim()
     if device.type == "cpu":
         # Before there is a pool, which gets its huge pages in the background.
@@ -144,7 +144,7 @@ def _device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device: {name} is not there, torch sees {torch.cuda.device_count()} CUDA devices")
+        raise ConfigError(f"device: {name} is not available; torch finds {torch.cuda.device_count()} CUDA devices")
     return device
 
 
@@ -174,7 +174,7 @@ def _max_model_len(wanted: int, model: int) -> int:
 
 
 def _home(config: EngineConfig, device: torch.device) -> torch.device:
-    """Where the pages of `kv_memory` are."""
+    """Device of the pages of `kv_memory`."""
     return torch.device("cpu") if config.kv_home == "host" else device
 
 
@@ -230,7 +230,7 @@ def _host_pages(config: EngineConfig, page_bytes: int, pages: int, longest: int,
     more = min(longest, int(host_memory.available() * _HOST_SHARE) // page_bytes)
     if more < longest:
         _log.warning(
-            "the device has no room for a sequence of max_model_len, %d bytes of host memory hold %d of its %d pages: "
+            "the device can't hold a sequence of max_model_len, %d bytes of host memory hold %d of its %d pages: "
             "raise --host-pool-memory",
             more * page_bytes,
             more,
@@ -240,7 +240,7 @@ def _host_pages(config: EngineConfig, page_bytes: int, pages: int, longest: int,
 
 
 def _hiding_chunk(model: LoadedModel, device: torch.device) -> int:
-    """See EngineSpec; 0 on a CPU, which copies nothing."""
+    """`hiding_chunk` of EngineSpec; 0 on a CPU, which copies nothing."""
     if device.type != "cuda":
         return 0
     group = model.config.num_heads // model.config.num_kv_heads

@@ -140,12 +140,10 @@ class FakeMemory:
         )
 
     def copy_page(self, source: int, target: int, tokens: int) -> None:
-        """See KvMemory."""
         size = tokens * self._layout.token_bytes
         self._pages[target][:size] = self._pages[source][:size]
 
     def read(self, pages: Sequence[int], layer: int, tokens: range, heads: range) -> list[PartData]:
-        """See KvMemory."""
         found = []
         for index, part in enumerate(self._layout.kv_format.parts):
             rows = []
@@ -159,7 +157,6 @@ class FakeMemory:
     def write(
         self, pages: Sequence[int], layer: int, token_start: int, head_start: int, parts: Sequence[PartData]
     ) -> None:
-        """See KvMemory."""
         index_of = {part.name: index for index, part in enumerate(self._layout.kv_format.parts)}
         for part in parts:
             index = index_of[part.name]
@@ -173,7 +170,6 @@ class FakeMemory:
                 self._pages[pages[page]][low : low + width] = data[i * width : (i + 1) * width]
 
     def read_blocks(self, pages: Sequence[int], token_start: int, block_size: int, count: int) -> list[bytes]:
-        """See KvMemory."""
         starts = range(token_start, token_start + count * block_size, block_size)
         return [
             b"".join(page[row] for page, row in self._rows(pages, range(start, start + block_size))) for start in starts
@@ -182,7 +178,6 @@ class FakeMemory:
     def write_blocks(
         self, pages: Sequence[int], token_start: int, block_size: int, payloads: Sequence[bytes | memoryview]
     ) -> None:
-        """See KvMemory."""
         width = self._layout.row_bytes
         for index, payload in enumerate(payloads):
             start = token_start + index * block_size
@@ -200,11 +195,9 @@ class FakeMemory:
                     yield self._pages[pages[page]], slice(low, low + layout.row_bytes)
 
     def save(self, pages: Sequence[int], tokens: int) -> bytes:
-        """See KvMemory."""
         return self.get(pages, tokens)
 
     def restore(self, pages: Sequence[int], saved: bytes) -> None:
-        """See KvMemory."""
         self.put(pages, 0, saved)
 
 
@@ -229,11 +222,10 @@ class FakeRunner:
         self._step_time, self._chunk_time, self._delay = step_time, chunk_time, delay
 
     def heartbeat(self) -> int:
-        """See Runner; nothing is counted within a layer."""
+        """Nothing is counted within a layer."""
         return 0
 
     def forward(self, plan: ForwardPlan, on_layer: OnLayer | None) -> None:
-        """See Runner."""
         self._update(plan)
         self._compute([(row, row.source) for row in plan.rows if isinstance(row.source, Prompt)], on_layer)
         for row in plan.rows:
@@ -244,7 +236,6 @@ class FakeRunner:
                 slot.implied[row.start * self._layout.token_bytes :] = last
 
     def sample(self, plan: ForwardPlan, forwarded: None) -> Callable[[], PlanResult]:
-        """See Runner."""
         result = PlanResult(tuple(self._sample(row) for row in plan.rows))
         steps = not all(isinstance(row.source, Prompt) for row in plan.rows)
 
@@ -336,7 +327,7 @@ class FakeRunner:
 
 
 class FakeEngine(EngineCore):
-    """See the module's text.
+    """Engine of the fake model.
 
     `steps_ahead` is that of the spec. `step_time` and `chunk_time` are seconds that a step and a chunk take, spent
     through `delay`: the step's when its result is waited for, the chunk's in equal shares before each layer's

@@ -21,12 +21,11 @@ from baton.model.dtypes import DTYPES, dtype_name
 
 @dataclass(frozen=True, slots=True)
 class SpanMemory:
-    """See `baton.engine.executor.KvMemory`; the caller has waited for what is read."""
+    """KvMemory over pages in device and host memory; the caller has waited for the bytes that it reads."""
 
     kv: KvCache
 
     def copy_page(self, source: int, target: int, tokens: int) -> None:
-        """See KvMemory."""
         for name in self.kv.parts:
             for layer in range(self.kv.num_layers):
                 (new,) = self.kv.spans(name, layer, (target,), range(tokens))
@@ -34,7 +33,6 @@ class SpanMemory:
                 new.copy_(old)
 
     def read(self, pages: Sequence[int], layer: int, tokens: range, heads: range) -> list[PartData]:
-        """See KvMemory."""
         found = []
         for name in self.kv.parts:
             rows = self._rows(name, layer, pages, tokens)[:, heads.start : heads.stop].contiguous()
@@ -44,13 +42,11 @@ class SpanMemory:
     def write(
         self, pages: Sequence[int], layer: int, token_start: int, head_start: int, parts: Sequence[PartData]
     ) -> None:
-        """See KvMemory."""
         for part in parts:
             rows = torch.frombuffer(bytearray(part.data), dtype=DTYPES[part.dtype]).view(part.shape)
             self._store(part.name, layer, pages, token_start, rows, head_start)
 
     def read_blocks(self, pages: Sequence[int], token_start: int, block_size: int, count: int) -> list[bytes]:
-        """See KvMemory."""
         blocks = []
         for start in range(token_start, token_start + count * block_size, block_size):
             tokens = range(start, start + block_size)
@@ -62,7 +58,6 @@ class SpanMemory:
     def write_blocks(
         self, pages: Sequence[int], token_start: int, block_size: int, payloads: Sequence[bytes | memoryview]
     ) -> None:
-        """See KvMemory."""
         for index, payload in enumerate(payloads):
             data, at = torch.frombuffer(bytearray(payload), dtype=torch.uint8), 0
             for layer in range(self.kv.num_layers):
@@ -74,7 +69,6 @@ class SpanMemory:
                     at += size
 
     def save(self, pages: Sequence[int], tokens: int) -> dict[str, Tensor]:
-        """See KvMemory."""
         layers = range(self.kv.num_layers)
         return {
             name: torch.stack([self._rows(name, layer, pages, range(tokens)) for layer in layers])
@@ -82,7 +76,6 @@ class SpanMemory:
         }
 
     def restore(self, pages: Sequence[int], saved: dict[str, Tensor]) -> None:
-        """See KvMemory."""
         for name, rows in saved.items():
             for layer, own in enumerate(rows):
                 self._store(name, layer, pages, 0, own)
@@ -107,7 +100,7 @@ class SpanMemory:
 
 
 class HostedMemory:
-    """See the module's text and `baton.engine.executor.KvMemory`."""
+    """KvMemory of a pool that has pages in host memory beside a CUDA device."""
 
     def __init__(self, device: CudaMemory, kv: KvCache, source: SegmentSource) -> None:
         """`source` stores what a chunk computes in host memory."""
@@ -117,41 +110,34 @@ class HostedMemory:
         self._spans = SpanMemory(kv)
 
     def copy_page(self, source: int, target: int, tokens: int) -> None:
-        """See KvMemory."""
         with self._written((source, target)) as memory:
             memory.copy_page(source, target, tokens)
 
     def read(self, pages: Sequence[int], layer: int, tokens: range, heads: range) -> list[PartData]:
-        """See KvMemory."""
         with self._computed(pages, range(layer, layer + 1)) as memory:
             return memory.read(pages, layer, tokens, heads)
 
     def write(
         self, pages: Sequence[int], layer: int, token_start: int, head_start: int, parts: Sequence[PartData]
     ) -> None:
-        """See KvMemory."""
         with self._written(pages) as memory:
             memory.write(pages, layer, token_start, head_start, parts)
 
     def read_blocks(self, pages: Sequence[int], token_start: int, block_size: int, count: int) -> list[bytes]:
-        """See KvMemory."""
         with self._computed(pages, range(self._kv.num_layers)) as memory:
             return memory.read_blocks(pages, token_start, block_size, count)
 
     def write_blocks(
         self, pages: Sequence[int], token_start: int, block_size: int, payloads: Sequence[bytes | memoryview]
     ) -> None:
-        """See KvMemory."""
         with self._written(pages) as memory:
             memory.write_blocks(pages, token_start, block_size, payloads)
 
     def save(self, pages: Sequence[int], tokens: int) -> dict[str, Tensor]:
-        """See KvMemory."""
         with self._computed(pages, range(self._kv.num_layers)) as memory:
             return memory.save(pages, tokens)
 
     def restore(self, pages: Sequence[int], saved: dict[str, Tensor]) -> None:
-        """See KvMemory."""
         with self._written(pages) as memory:
             memory.restore(pages, saved)
 

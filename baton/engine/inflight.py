@@ -64,8 +64,6 @@ def _chunk_result(chunk: PromptChunk, row: RowResult) -> ChunkResult | NoToken:
 
 
 class LaunchedPass:
-    """See `baton.engine.contract.ForwardPass`."""
-
     def __init__(
         self,
         chunks: ChunkErrors,
@@ -89,7 +87,7 @@ class LaunchedPass:
         self._error: BaseException | None = None
 
     def result(self) -> PassResult:
-        """See ForwardPass. Raises what the pass raised; EngineError if it was undone with one before it."""
+        """Raises what the pass raised; EngineError if it was undone with one before it."""
         self._read(self)
         if self._error is not None:
             raise self._error

@@ -60,7 +60,7 @@ class _Paused:
 
 
 class KvManager:
-    """See the module's text. `pool` holds the pages."""
+    """Manager of sequences and their KV; `pool` holds the pages."""
 
     def __init__(self, spec: EngineSpec, host_kv_memory: int) -> None:
         self.pool = PagePool(spec.pages, spec.page_size, spec.kv_format.block_size, spec.host_pages)
@@ -192,13 +192,13 @@ class KvManager:
             self._forget_paused(handle)
 
     def publish(self, handle: PageHandle, digests: Sequence[bytes]) -> None:
-        """See `Engine.publish`. A paused sequence publishes nothing, until all of its KV is back."""
+        """A paused sequence publishes nothing, until all of its KV is back."""
         with self._host_lock:
             if handle not in self._paused:
                 self.pool.publish(handle, digests)
 
     def free(self, handle: PageHandle, digests: Sequence[bytes]) -> None:
-        """See `Engine.free`. A paused sequence leaves nothing, until all of its KV is back."""
+        """A paused sequence leaves nothing, until all of its KV is back."""
         self.pool.free(handle, digests, but=self._paused)
         self._forget_paused(handle)
 
@@ -215,7 +215,6 @@ class KvManager:
             return {handle.owner: paused.bytes for handle, paused in self._paused.items()}
 
     def audit(self) -> dict[str, int]:
-        """See `Engine.audit`."""
         with self._host_lock:
             held, free = sum(paused.bytes for paused in self._paused.values()), self._host_free
         if held + free != self._host_total:

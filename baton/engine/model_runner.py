@@ -80,7 +80,7 @@ class _Forwarded:
 
 
 class ModelRunner:
-    """See the module's text and `baton.engine.executor.Runner`; made by `baton.engine.factory.build`."""
+    """Runner of a torch model; made by `baton.engine.factory.build`."""
 
     def __init__(self, model: LoadedModel, kv: KvCache, spec: EngineSpec, source: SegmentSource | None = None) -> None:
         """`source` brings KV from host memory; native kernels need none, since they read all pages where they lie."""
@@ -109,19 +109,16 @@ class ModelRunner:
 
     @property
     def memory(self) -> KvMemory:
-        """See Runner."""
         return self._memory
 
     def heartbeat(self) -> int:
-        """See Runner."""
         return TorchAttention.blocks if self._native is None else self._native.heartbeat()
 
     def forward(self, plan: ForwardPlan, on_layer: OnLayer | None = None) -> _Forwarded:
-        """See Runner."""
         with self._drained_on_error():
             self._update(plan)
             if self._source is not None:
-                # What a chunk has fetched ahead, in whose `on_layer` this one runs, is of other pages.
+                # The chunk in whose `on_layer` this one runs has fetched segments of other pages ahead.
                 self._source.end()
             try:
                 return self._forward(plan.rows, on_layer)
@@ -130,11 +127,10 @@ class ModelRunner:
                     self._source.end()
 
     def sample(self, plan: ForwardPlan, forwarded: _Forwarded) -> Callable[[], PlanResult]:
-        """See Runner."""
         with self._drained_on_error():
             states = forwarded.states
             if isinstance(states, NativeOutput):
-                best, logits = states.best, states.logits
+                best, logits = states.argmax, states.logits
             else:
                 best, logits = None, self._decoder.logits(states) if len(states) else None
             sampled, at = list[SamplerOutput | None](), 0
@@ -221,7 +217,7 @@ class ModelRunner:
         if self._native is not None and all(each.prompt.prompt_logprobs is None for each in prompts):
             samplers = [each.sampler for each in prompts if each.prompt.sample]
             samplers += [self._sampler] if contexts else []
-            logits = not all(sampler.takes_largest for sampler in samplers)
+            logits = not all(sampler.all_greedy for sampler in samplers)
             output = self._native.forward_head(ids, batch, self._kv, told, read, logits)
             return _Forwarded(prompts, output, [()] * len(prompts))
         hidden = self._decoder.forward(ids, batch.positions, batch, self._kv, told, read)
@@ -266,7 +262,7 @@ class ModelRunner:
         """A step of the batch alone; see _Forwarded."""
         width = (max(contexts) - 1) // self._spec.page_size + 1
         if self._native is not None:
-            batch, logits = self._inputs.batch(contexts, width), not self._sampler.takes_largest
+            batch, logits = self._inputs.batch(contexts, width), not self._sampler.all_greedy
             return self._native.forward_head(self._inputs.ids, batch, self._kv, None, None, logits)
         host = self._host_kv({slot.row: slot.pages for slot in self._rows if slot.in_host})
         if host is None and self._graphs is not None and len(contexts) <= self._graphs.rows:

@@ -72,7 +72,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class ForwardPlan:
-    """See the module's text. If there are rows of slots, there is one for each slot that is taken."""
+    """Rows of one forward pass. If there are rows of slots, there is one for each slot that is taken."""
 
     reset: bool = False
     left: tuple[int, ...] = ()

@@ -16,7 +16,7 @@ from baton.model.upload import upload
 
 
 class StepInputs:
-    """See the module's text. `ids`, `positions`: int64 `[slots]`; `tables`: int32 `[slots, width]`."""
+    """Inputs of a step. `ids`, `positions`: int64 `[slots]`; `tables`: int32 `[slots, width]`."""
 
     def __init__(
         self,

@@ -20,12 +20,9 @@ from baton.model.dtypes import DTYPES, dtype_name
 
 @dataclass(frozen=True, slots=True)
 class TorchMemory:
-    """See `baton.engine.executor.KvMemory`."""
-
     kv: KvCache
 
     def copy_page(self, source: int, target: int, tokens: int) -> None:
-        """See KvMemory."""
         # Not by torch, which would share so little between threads: from the asyncio loop, whose threads it has to wake
         # beside those of a forward pass, that took up to 20 ms.
         for view, width in self._part_views():
@@ -33,7 +30,6 @@ class TorchMemory:
             view[:, new : new + tokens * width] = view[:, old : old + tokens * width]
 
     def read(self, pages: Sequence[int], layer: int, tokens: range, heads: range) -> list[PartData]:
-        """See KvMemory."""
         size = self.kv.page_size
         first, last = tokens.start // size, -(-tokens.stop // size)
         index, skipped = list(pages[first:last]), tokens.start - first * size
@@ -50,7 +46,6 @@ class TorchMemory:
     def write(
         self, pages: Sequence[int], layer: int, token_start: int, head_start: int, parts: Sequence[PartData]
     ) -> None:
-        """See KvMemory."""
         count, heads = parts[0].shape[:2]
         size = self.kv.page_size
         first, offset = divmod(token_start, size)
@@ -73,7 +68,6 @@ class TorchMemory:
                 view[pages[begun + full], : count - rest] = rows[rest:]
 
     def read_blocks(self, pages: Sequence[int], token_start: int, block_size: int, count: int) -> list[bytes]:
-        """See KvMemory."""
         payloads, views = [], self._part_views()
         row_bytes = sum(width for _, width in views)
         block = np.empty((self.kv.num_layers, block_size * row_bytes), dtype=np.uint8)
@@ -86,7 +80,6 @@ class TorchMemory:
     def write_blocks(
         self, pages: Sequence[int], token_start: int, block_size: int, payloads: Sequence[bytes | memoryview]
     ) -> None:
-        """See KvMemory."""
         views = self._part_views()
         row_bytes = sum(width for _, width in views)
         for index, payload in enumerate(payloads):
@@ -96,12 +89,10 @@ class TorchMemory:
                 view[:] = rows
 
     def save(self, pages: Sequence[int], tokens: int) -> dict[str, Tensor]:
-        """See KvMemory."""
         slots = self._slots(pages, range(tokens))
         return {name: part.flatten(1, 2).index_select(1, slots).cpu() for name, part in self.kv.parts.items()}
 
     def restore(self, pages: Sequence[int], saved: dict[str, Tensor]) -> None:
-        """See KvMemory."""
         for name, rows in saved.items():
             slots = self._slots(pages, range(rows.shape[1]))
             self.kv.parts[name].flatten(1, 2).index_copy_(1, slots, rows.to(slots.device))

@@ -8,7 +8,7 @@ eviction depends on the number of nodes in a chain; numpy does the rest, for all
 
 The beginning of a run is found by its inner blocks. Several nodes may begin with the same inner blocks. The beginning
 is always copied, because sequences that continue differently can't share a page of the run. When a sequence ends within
-a run, it leaves such a beginning as a *part*: a node of inner blocks only, without children.
+a run, it leaves such a beginning as a *partial node*: a node of inner blocks only, without children.
 
 A node that has pages without an owner is *idle*. The least recently used is evicted first, from its end, of those on
 the device or of those in host memory, as is asked for (a run counts as where its first page is, and all runs of a node
@@ -241,7 +241,6 @@ class CachedBlockIndex:
         return index
 
     def watch(self, changed: PrefixesChanged | None) -> None:
-        """See `Engine.watch_prefixes`."""
         self.notify()
         self._changed = changed
         if changed is not None and (blocks := dict.fromkeys(PackedDigests(b"".join(self._blocks)))):
@@ -293,7 +292,7 @@ class CachedBlockIndex:
         return self._blocks[node][block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]
 
     def _is_whole(self, node: int) -> bool:
-        """Whether it has whole runs, and is not a part."""
+        """Whether it has whole runs, and is not a partial node."""
         return len(self._blocks[node]) >= self._size * DIGEST_BYTES
 
     def _in_host(self, node: int) -> bool:

@@ -22,7 +22,7 @@ from baton.process.supervisor import Supervisor
 NAME = "the embedded Valkey"
 
 _START_S = 10.0
-_LONGEST_SOCKET_PATH = 100
+_MAX_SOCKET_PATH = 100
 _READY = ".*Ready to accept connections"
 
 _log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ async def embedded_valkey(maxmemory: int = 256 << 20) -> AsyncIterator[str]:
     """
     with tempfile.TemporaryDirectory(prefix="baton-") as directory:
         socket = Path(directory, "valkey.sock")
-        if len(str(socket)) > _LONGEST_SOCKET_PATH:
+        if len(str(socket)) > _MAX_SOCKET_PATH:
             raise ConfigError(f"TMPDIR: too long for a unix socket, got {str(socket)!r}")
         async with Supervisor(_log_line) as supervisor:
             server = await supervisor.start(NAME, _command(directory, socket, maxmemory), ready_line=_READY)

@@ -56,7 +56,7 @@ class PageStates:
 
 
 class PageAllocator:
-    """See the module's text; `block_index` has the cached pages."""
+    """Allocator of page ids; `block_index` has the cached pages."""
 
     def __init__(self, pages: int, page_size: int, block_size: int, device_pages: int) -> None:
         self._device_pages = device_pages

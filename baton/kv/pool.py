@@ -184,7 +184,6 @@ class PagePool:
         return handle
 
     def evict_for(self, tokens: int, prefix: Sequence[bytes] = (), max_cached_tokens: int | None = None) -> bool:
-        """See `Engine.evict_for`."""
         with self._locked():
             found = self._match("", tokens, prefix, max_cached_tokens)
             # `reserve` will copy the beginning of the run, so all of it must stay, and pages that it will not copy.
@@ -192,18 +191,15 @@ class PagePool:
             return self._allocator.make_room(need, kept)
 
     def publish(self, handle: PageHandle, digests: Sequence[bytes]) -> None:
-        """See `Engine.publish`."""
         with self._locked():
             if handle.alive:
                 self._block_index.insert(handle._lease.listed, digests)
 
     def match_prefix(self, digests: Sequence[bytes]) -> int:
-        """See `Engine.match_prefix`."""
         with self._lock:
             return self._block_index.count_tokens(digests)
 
     def drop_cached(self) -> int:
-        """See `Engine.drop_cached`."""
         # Deleted after the lock's release: it may have many nodes.
         dropped = self._block_index
         with self._locked():
@@ -212,7 +208,6 @@ class PagePool:
         return freed
 
     def retract(self, handle: PageHandle) -> None:
-        """See `Engine.retract`."""
         with self._locked():
             if handle.alive:
                 self._block_index.take_out(handle._lease.listed)
@@ -223,7 +218,6 @@ class PagePool:
                 self._allocator.add_free(freed)
 
     def watch_prefixes(self, changed: PrefixesChanged | None) -> None:
-        """See `Engine.watch_prefixes`."""
         with self._lock:
             self._block_index.watch(changed)
 

@@ -55,7 +55,7 @@ def weight_files(directory: Path) -> list[Path]:
         raise ModelError(f"cannot read {index}: {error!r}") from error
     for file in files:
         if not file.is_file():
-            raise ModelError(f"{index} names {file.name}, which is not there")
+            raise ModelError(f"{index} names {file.name}, which does not exist")
     return files
 
 

@@ -2,8 +2,8 @@
 
 `ModelConfig.from_pretrained` reads every spelling that transformers has written over the years
 (`rope_theta` + `rope_scaling` or `rope_parameters`, `type` or `rope_type`, `torch_dtype` or `dtype`), checks
-each value, and resolves all that is derived, so that nothing behind it looks at JSON again. What cannot be
-computed faithfully is refused here, by field and value: a model must not run slightly wrong.
+each value, and resolves all that is derived, so that nothing behind it looks at JSON again. Values that cannot be
+computed faithfully are refused here, by field and value: a model must not run slightly wrong.
 
 No torch: the router reads vocabulary, length and end-of-sequence ids through this module.
 """
@@ -99,7 +99,7 @@ class ModelConfig:
         num_heads = fields.positive("num_attention_heads")
         num_kv_heads = fields.positive("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
-            raise ModelError(f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
+            raise ModelError(f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}")
         eos = (generation or {}).get("eos_token_id")
         rope = _rope(fields)
         return cls(
@@ -201,7 +201,7 @@ def _head_dim(fields: _Fields, num_heads: int) -> int:
     hidden_size = fields.positive("hidden_size")
     if fields.get("head_dim") is None and hidden_size % num_heads:
         raise ModelError(
-            f"no head_dim, and hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads}"
+            f"no head_dim, and hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}"
         )
     head_dim = fields.positive("head_dim", hidden_size // num_heads)
     if head_dim % 2:

@@ -80,8 +80,8 @@ class GroupedAttention(nn.Module):
         self._index = index
         self._window = config.layers[index].window
         self._head_dim = config.head_dim
-        self._heads = parallel.share("num_attention_heads", config.num_heads)
-        self._kv_heads = parallel.share("num_key_value_heads", config.num_kv_heads)
+        self._heads = parallel.divide("num_attention_heads", config.num_heads)
+        self._kv_heads = parallel.divide("num_key_value_heads", config.num_kv_heads)
         self.qkv = QKVParallelLinear(
             config.hidden_size,
             config.num_heads,

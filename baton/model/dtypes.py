@@ -15,6 +15,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 with warnings.catch_warnings():
-    # Torch warns once a process of a buffer that must not be written to. What has arrived from others is only read.
+    # Torch warns once a process of a buffer that must not be written to. Received buffers are only read.
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)

@@ -30,7 +30,7 @@ class MlpKind(StrEnum):
 
 
 class Bias(Enum):
-    """Which of a block's linears carry a bias."""
+    """Linears of a block that carry a bias."""
 
     NEVER = "never"
     ALWAYS = "always"

@@ -42,8 +42,8 @@ class TensorParallel:
     all_reduce: Callable[[Tensor], Tensor] = _unchanged
     all_gather: Callable[[Tensor], Tensor] = _unchanged
 
-    def share(self, what: str, total: int) -> int:
-        """One rank's part of `total`. Raises ModelError when it does not divide."""
+    def divide(self, what: str, total: int) -> int:
+        """The number that each rank has of `total`. Raises ModelError when it does not divide."""
         if total % self.size:
             raise ModelError(f"{what} {total} is not divisible by {self.size} tensor-parallel ranks")
         return total // self.size
@@ -73,7 +73,7 @@ class MergedColumnParallelLinear(Linear):
     def __init__(
         self, columns: int, outputs: Mapping[str, int], bias: bool, options: TensorOptions, parallel: TensorParallel
     ) -> None:
-        widths = [parallel.share(name, rows) for name, rows in outputs.items()]
+        widths = [parallel.divide(name, rows) for name, rows in outputs.items()]
         super().__init__(DenseStorage(sum(widths), columns, bias, options))
         self._parallel = parallel
         self._parts = {
@@ -110,8 +110,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         options: TensorOptions,
         parallel: TensorParallel,
     ) -> None:
-        parallel.share("num_attention_heads", heads)
-        parallel.share("num_key_value_heads", kv_heads)
+        parallel.divide("num_attention_heads", heads)
+        parallel.divide("num_key_value_heads", kv_heads)
         outputs = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
         super().__init__(columns, outputs, bias, options, parallel)
 
@@ -122,7 +122,7 @@ class RowParallelLinear(Linear):
     def __init__(self, columns: int, rows: int, bias: bool, options: TensorOptions, parallel: TensorParallel) -> None:
         # One rank alone adds the bias, or the sum would hold it once a rank.
         self._adds = parallel.rank == 0
-        super().__init__(DenseStorage(rows, parallel.share("columns", columns), bias and self._adds, options))
+        super().__init__(DenseStorage(rows, parallel.divide("columns", columns), bias and self._adds, options))
         self._parts = {tensor.name: tensor for tensor in self.storage.tensors(rows, columns, bias)}
         self._parallel = parallel
 
@@ -141,15 +141,15 @@ class RowParallelLinear(Linear):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token embeddings whose vocabulary rows are split over the ranks; the last share may have rows to spare."""
+    """Token embeddings whose vocabulary rows are split over the ranks; the last rank may have rows to spare."""
 
     def __init__(self, vocab_size: int, hidden_size: int, options: TensorOptions, parallel: TensorParallel) -> None:
         super().__init__()
         self._shape = (vocab_size, hidden_size)
         self._parallel = parallel
-        share = math.ceil(vocab_size / parallel.size)
-        self._first = parallel.rank * share
-        self.weight = options.empty(share, hidden_size)
+        rows = math.ceil(vocab_size / parallel.size)
+        self._first = parallel.rank * rows
+        self.weight = options.empty(rows, hidden_size)
         self._repacked = options.repacked
 
     def parts(self) -> dict[str, tuple[int, ...]]:
@@ -181,11 +181,11 @@ class ParallelLMHead(Linear):
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, options: TensorOptions, parallel: TensorParallel) -> None:
-        share = math.ceil(vocab_size / parallel.size)
-        super().__init__(DenseStorage(share, hidden_size, False, replace(options, device=torch.device("meta"))))
+        rows = math.ceil(vocab_size / parallel.size)
+        super().__init__(DenseStorage(rows, hidden_size, False, replace(options, device=torch.device("meta"))))
         self._shape = (vocab_size, hidden_size)
         self._parallel = parallel
-        self._first = parallel.rank * share
+        self._first = parallel.rank * rows
         self._device = options.device
 
     def parts(self) -> dict[str, tuple[int, ...]]:

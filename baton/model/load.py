@@ -49,7 +49,7 @@ class LoadedModel:
         self, num_pages: int, page_size: int, dtype: torch.dtype | None = None, host_pages: int = 0
     ) -> KvCache:
         """Zeroed pages for this rank's layers and heads; `dtype` defaults to the compute dtype."""
-        heads = self.parallel.share("num_key_value_heads", self.config.num_kv_heads)
+        heads = self.parallel.divide("num_key_value_heads", self.config.num_kv_heads)
         parts = attention_parts(dtype_name(dtype or self.dtype), heads, self.config.head_dim)
         return KvCache.allocate(
             parts,

@@ -18,8 +18,8 @@ from torch import Tensor
 from baton.model.upload import upload, upload_ints
 from baton.request import SequenceState
 
-_NARROWEST = 256
-_WIDER = 4
+_MIN_WIDTH = 256
+_WIDTH_FACTOR = 4
 _SLAB = 1 << 13
 """Elements of a slab, unless a single entry has more."""
 _PIECE = 4096
@@ -62,8 +62,6 @@ class PenalizedRows:
 
 
 class PenaltyTable:
-    """See the module's text."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._slabs: list[_Slab] = []
@@ -128,9 +126,9 @@ class PenaltyTable:
         return {token: int(entry.slab.counts[entry.index, column]) for token, column in entry.columns.items()}
 
     def _place(self, columns: dict[int, int]) -> PenaltyEntry:
-        width = _NARROWEST
+        width = _MIN_WIDTH
         while width < len(columns):
-            width *= _WIDER
+            width *= _WIDTH_FACTOR
         slab = next((slab for slab in self._slabs if slab.width == width and slab.free), None)
         if slab is None:
             slab = _Slab(width, self._device)

@@ -66,7 +66,7 @@ class RopeConfig:
         ]
 
     def _yarn_kept(self, head_dim: int) -> list[float]:
-        """How much of each frequency stays: a ramp between two dimensions (Peng et al. 2023, arXiv:2309.00071)."""
+        """Share of each frequency that stays: a ramp between two dimensions (Peng et al. 2023, arXiv:2309.00071)."""
         low, high = (
             head_dim * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
             for turns in (self.beta_fast, self.beta_slow)
@@ -87,7 +87,7 @@ class RopeConfig:
 
 
 def yarn_attention_factor(factor: float, mscale: float = 0.0, mscale_all_dim: float = 0.0) -> float:
-    """What YaRN multiplies cosines and sines by, where a checkpoint does not say."""
+    """Factor of YaRN for cosines and sines, where a checkpoint does not say."""
 
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -10,9 +10,9 @@ the largest (`baton.model.gumbel`).
 Every operation is row by row, so a row's token does not depend on other rows. All state is a pure function of
 the SequenceState; what is kept between steps (penalty counts, the metadata) equals what a rebuild would give.
 
-A step does for each row only what that row's parameters ask for. What a row needs from step to step
-(`baton.model.logits_processor`, `baton.model.penalties`) is built when it joins. What is rebuilt when others join or
-leave (`_SamplingMetadata`) is a few numbers a row.
+A step does for each row only what that row's parameters ask for. State that a row needs from step to step
+(`baton.model.logits_processor`, `baton.model.penalties`) is built when it joins. State that is rebuilt when others join
+or leave (`_SamplingMetadata`) is a few numbers a row.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from baton.model.truncation import WINDOW, Limits, draw_limited
 from baton.model.upload import upload, upload_ints
 from baton.request import SamplingParams, SequenceState, TokenInfo
 
-_COLDEST = torch.finfo(torch.float32).tiny
+_MIN_TEMPERATURE = torch.finfo(torch.float32).tiny
 """The lowest temperature divided by: a lower one could become 0 in float32, and make NaN of 0 / 0."""
 
 
@@ -110,14 +110,14 @@ class SamplerBatch:
         return any(row.penalties is not None for row in self._rows)
 
     @property
-    def takes_largest(self) -> bool:
+    def all_greedy(self) -> bool:
         """Whether each row's next token is that of its largest logit, and nothing else is asked about logits."""
         metadata = self._metadata = self._metadata or self._build()
         changed = metadata.processor.changes or metadata.penalized
         return not (changed or metadata.reported or len(metadata.drawn))
 
     def sample(self, logits: Tensor, mask: Tensor | None = None) -> list[TokenInfo | NoToken]:
-        """The next token of each row, waiting for the device; call `accept` with the tokens that were taken."""
+        """The next token of each row, waiting for the device; call `advance` with the tokens that were taken."""
         return self.launch(logits, mask).read()
 
     @torch.inference_mode()
@@ -195,7 +195,7 @@ class SamplerBatch:
             processor=LogitsProcessor.of([(i, row.processor, row.may_end) for i, row in rows], self._device),
             penalized=self._table.grouped([i for i, _ in penalized], [entry for _, entry in penalized]),
             drawn=self._index([i for i, _ in drawn]),
-            temperature=self._floats([max(params.temperature, _COLDEST) for _, params in drawn])[:, None],
+            temperature=self._floats([max(params.temperature, _MIN_TEMPERATURE) for _, params in drawn])[:, None],
             free=self._index([j for j, (_, params) in enumerate(drawn) if not self._is_limited(params)]),
             limited=self._index([j for j, _ in limited]),
             limits=self._limits([params for _, params in limited]),

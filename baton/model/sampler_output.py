@@ -74,7 +74,7 @@ class Logprobs:
         """
         norms = logits.logsumexp(-1, keepdim=True)
         chosen = torch.cat([logits.gather(1, tokens[:, None]) - norms, norms], 1)
-        # Who asks for alternatives must not make others pay for the search.
+        # A row that asks for alternatives must not make others pay for the search.
         asked = sum(top > 0 for top in tops)
         values, ids = logits[:0].topk(0)
         if asked:

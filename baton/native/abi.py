@@ -53,7 +53,7 @@ class BatonBatch(ctypes.Structure):
 
 
 class BatonCall(ctypes.Structure):
-    """What one call computes, and where results go."""
+    """Inputs and outputs of one call."""
 
     _fields_ = [
         ("threads", c_int64),
@@ -61,15 +61,15 @@ class BatonCall(ctypes.Structure):
         *_fields(integers="first last"),
         ("sampled", POINTER(c_int32)),
         ("samples", c_int64),
-        *_fields("hidden logits best"),
+        *_fields("hidden logits argmax"),
     ]
 
 
 def declare(library: ctypes.CDLL) -> None:
     """Tell ctypes the types of the library's functions."""
     signatures: dict[str, tuple[Any, tuple[Any, ...]]] = {
-        "room_new": (c_void_p, ()),
-        "room_free": (None, (c_void_p,)),
+        "workspace_new": (c_void_p, ()),
+        "workspace_free": (None, (c_void_p,)),
         "forward": (c_int, (POINTER(BatonModel), POINTER(BatonKv), POINTER(BatonBatch), POINTER(BatonCall), c_void_p)),
         "attend": (
             c_int,
@@ -91,7 +91,7 @@ def declare(library: ctypes.CDLL) -> None:
         "linear": (None, (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64)),
         "lowest_noise": (c_int, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64)),
         "start": (c_int, (c_int64,)),
-        "units": (c_int64, ()),
+        "tasks": (c_int64, ()),
         "pin": (None, (POINTER(c_int32), c_int64)),
     }
     for name, (result, arguments) in signatures.items():

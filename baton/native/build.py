@@ -80,10 +80,10 @@ def find_compiler() -> list[str]:
 
 
 def build(output: Path = LIBRARY, *, sources: Path = SOURCES, sanitize: str = "", emulate: Path | None = None) -> None:
-    """Compile all units at once, and replace `output` by the library.
+    """Compile all source files at once, and replace `output` by the library.
 
     `sanitize` is a value of the compiler's -fsanitize=. `emulate` is a folder of headers that emulate AVX-512 and AMX:
-    the library then runs all units on a CPU with AVX2, slowly, for tests. Raises BuildError.
+    the library then runs all kernels on a CPU with AVX2, slowly, for tests. Raises BuildError.
     """
     compiler = find_compiler()
     flags = [*_FLAGS, *_sanitizer_flags(sanitize)]
@@ -109,7 +109,7 @@ def build(output: Path = LIBRARY, *, sources: Path = SOURCES, sanitize: str = ""
 
 
 def _usable_isas(compiler: list[str], sources: Path) -> dict[str, tuple[str, ...]]:
-    """Units of instruction sets that can be compiled, and their flags, up to the first that cannot."""
+    """Source files of instruction sets that can be compiled, and their flags, up to the first that cannot."""
     usable: dict[str, tuple[str, ...]] = {}
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return usable

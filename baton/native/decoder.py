@@ -1,4 +1,4 @@
-"""The decoder over native kernels: the face of `baton.model.decoder.Decoder`, one call for a forward pass.
+"""The decoder over native kernels, with the interface of `baton.model.decoder.Decoder`: one call for a forward pass.
 
 The residual stream is float32, whatever the dtype of weights, and so are the hidden states that go in and out. A pass
 is one call, with its head; or a call a layer, where the caller is told of each layer and may end the pass there.
@@ -23,7 +23,7 @@ from baton.model.families import AttentionKind, MlpKind
 from baton.native import abi
 from baton.native.packed import PACKED_DTYPES, TYPES, PackedWeights
 
-_LARGEST_HEAD = 256
+_MAX_HEAD_DIM = 256
 _KINDS = frozenset((AttentionKind.GROUPED, MlpKind.GATED))
 """Kinds of attention and MLP that have kernels."""
 
@@ -37,25 +37,23 @@ def unsupported(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) 
         for name, kind in (("attention", layer.attention), ("MLP", layer.mlp)):
             if kind not in _KINDS:
                 return f"layer {index} has {kind} {name}, native kernels have {', '.join(sorted(_KINDS))}"
-    if config.head_dim > _LARGEST_HEAD:
-        return f"head_dim is {config.head_dim}, native kernels have up to {_LARGEST_HEAD}"
+    if config.head_dim > _MAX_HEAD_DIM:
+        return f"head_dim is {config.head_dim}, native kernels have up to {_MAX_HEAD_DIM}"
     return ""
 
 
 @dataclass(frozen=True, slots=True)
 class NativeOutput:
-    """Results of a pass. `best`: int64 `[n]`, the first of each row's largest logits, -1 where one is not finite.
+    """Results of a pass. `argmax`: int64 `[n]`, the first of each row's largest logits, -1 where one is not finite.
 
     `logits`: float32 `[n, vocab]`, if they were asked for.
     """
 
-    best: Tensor
+    argmax: Tensor
     logits: Tensor | None
 
 
 class NativeDecoder:
-    """See the module's text."""
-
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, weights: PackedWeights, library: ctypes.CDLL, threads: int
     ) -> None:
@@ -66,11 +64,11 @@ class NativeDecoder:
         self._weights = weights
         self._model, self._layers = _describe(config, dtype, weights.addresses)
         self._kv: tuple[weakref.ref[KvCache], abi.BatonKv, object] | None = None
-        self._room = library.baton_native_room_new()
-        if not self._room:
-            raise EngineError("native kernels: no memory")
+        self._workspace = library.baton_native_workspace_new()
+        if not self._workspace:
+            raise EngineError("native kernels: out of memory")
         # Not at exit, when another thread may still compute with it.
-        weakref.finalize(self, library.baton_native_room_free, self._room).atexit = False
+        weakref.finalize(self, library.baton_native_workspace_free, self._workspace).atexit = False
         self._check(library.baton_native_start(threads))
 
     def forward(
@@ -82,7 +80,7 @@ class NativeDecoder:
         on_layer: Callable[[int], None] | None = None,
         sampled: Sequence[int] | None = None,
     ) -> Tensor:
-        """See `Decoder.forward`; `positions` are those of the batch. The result is float32."""
+        """`positions` are those of the batch. The result is float32."""
         return self._run(token_ids, batch, kv, on_layer, sampled, abi.BatonCall())
 
     __call__ = forward
@@ -105,11 +103,11 @@ class NativeDecoder:
     ) -> NativeOutput:
         """As `forward`, with the head: the largest of each token's logits, and the `logits` themselves if asked."""
         count = batch.num_tokens if sampled is None else len(sampled)
-        best = torch.empty(count, dtype=torch.int64, device="cpu")
+        argmax = torch.empty(count, dtype=torch.int64, device="cpu")
         found = _empty(count, self.config.vocab_size) if logits else None
-        call = abi.BatonCall(logits=None if found is None else found.data_ptr(), best=best.data_ptr())
+        call = abi.BatonCall(logits=None if found is None else found.data_ptr(), argmax=argmax.data_ptr())
         self._run(token_ids, batch, kv, on_layer, sampled, call)
-        return NativeOutput(best, found)
+        return NativeOutput(argmax, found)
 
     def _run(
         self,
@@ -126,36 +124,35 @@ class NativeDecoder:
         call.threads, call.token_ids, call.hidden = self._threads, _ids(token_ids, tokens), hidden.data_ptr()
         if sampled is not None:
             call.sampled, call.samples = (ctypes.c_int32 * len(sampled))(*sampled), len(sampled)
-        seen, head = self._batch(batch), (call.logits, call.best)
+        seen, head = self._batch(batch), (call.logits, call.argmax)
         if on_layer is None:
             call.last = layers
             self._forward(kv, seen, call)
         else:
-            call.logits = call.best = None
+            call.logits = call.argmax = None
             for layer in range(layers):
                 call.first, call.last = layer, layer + 1
                 self._forward(kv, seen, call)
                 call.token_ids = None
                 on_layer(layer)
-            call.logits, call.best = head
+            call.logits, call.argmax = head
             self._head(tokens if sampled is None else len(sampled), call)
         return hidden if sampled is None else hidden[: len(sampled)]
 
     def _forward(self, kv: KvCache, batch: abi.BatonBatch, call: abi.BatonCall) -> None:
         model, cache = byref(self._model), byref(self._cache(kv))
-        self._check(self._library.baton_native_forward(model, cache, byref(batch), byref(call), self._room))
+        self._check(self._library.baton_native_forward(model, cache, byref(batch), byref(call), self._workspace))
 
     def _head(self, rows: int, call: abi.BatonCall) -> None:
-        if rows and (call.logits or call.best):
+        if rows and (call.logits or call.argmax):
             call.sampled = None
-            self._check(self._library.baton_native_head(byref(self._model), rows, byref(call), self._room))
+            self._check(self._library.baton_native_head(byref(self._model), rows, byref(call), self._workspace))
 
     def heartbeat(self) -> int:
-        """See `Engine.heartbeat`: units of work that the threads of this process have taken."""
-        return int(self._library.baton_native_units())
+        """Tasks that the threads of this process have taken."""
+        return int(self._library.baton_native_tasks())
 
     def lowest_noise(self, first: Tensor, keys: Tensor, width: int) -> Tensor:
-        """See `baton.model.gumbel.lowest_noise`."""
         first, keys, lowest = first.contiguous(), keys.contiguous(), torch.empty_like(first)
         self._check(
             self._library.baton_native_lowest_noise(

@@ -22,7 +22,7 @@ from baton.native.build import LIBRARY, source_hash
 
 _log = logging.getLogger(__name__)
 
-ABI = 1
+ABI = 2
 """BATON_NATIVE_ABI in src/abi.h."""
 
 REBUILD = "run `python -m baton.native.build`"
@@ -37,7 +37,7 @@ class NativeUnavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What computes on the CPU: our own kernels if there is a `library`, else torch's operators, for `reason`."""
+    """Kernels for the CPU: our own if there is a `library`, else torch's operators, for `reason`."""
 
     library: ctypes.CDLL | None
     reason: str = ""

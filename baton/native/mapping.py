@@ -1,4 +1,4 @@
-"""The file that `baton up` has its workers share packed weights in, and large mappings, which want huge pages.
+"""The file in which the workers of `baton up` share packed weights, and large mappings, which want huge pages.
 
 Decode reads all weights each step, and in pages of 4 KiB a step of one sequence took 8 to 10 percent longer than in
 huge ones. The kernel gives these to a memfd only if /sys/kernel/mm/transparent_hugepage/shmem_enabled says so, which

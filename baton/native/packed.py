@@ -149,10 +149,10 @@ def _pack(library: ctypes.CDLL, weight: Tensor, threads: int, memory: Tensor) ->
     kind = TYPES[weight.dtype]
 
     def pack(begin: int) -> None:
-        count = min(share, rows - begin)
+        count = min(stripe, rows - begin)
         source = weight.data_ptr() + begin * columns * weight.itemsize
         library.baton_native_pack(source, kind, count, columns, begin, memory.data_ptr(), kind)
 
-    share = -(-rows // (_PANEL * threads)) * _PANEL
+    stripe = -(-rows // (_PANEL * threads)) * _PANEL
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(pack, range(0, rows, share)))
+        list(pool.map(pack, range(0, rows, stripe)))

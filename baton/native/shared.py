@@ -2,12 +2,12 @@
 
     magic ── length of the index ── index: key, tensors, size ── tensors, each at a multiple of 64 bytes ── size
 
-Whoever maps the file holds a shared lock on it (flock) until it ends, and who builds an exclusive one; the kernel frees
-the locks of a process that is killed. So a builder knows that nobody reads what it replaces, and others wait for it.
-The magic says "complete" only when all is written. A file of another key that somebody maps is left alone.
+A process that maps the file holds a shared lock on it (flock) until it ends, a builder an exclusive one; the kernel
+frees the locks of a process that is killed. So a builder knows that nobody reads what it replaces, and others wait for
+it. The magic says "complete" only when all is written. A file of another key that somebody maps is left alone.
 
-It is meant to be in memory: a memfd, or a file on a tmpfs. Only the user who made it may use it: who else could write
-to it would choose what the model computes.
+It is meant to be in memory: a memfd, or a file on a tmpfs. Only the user who made it may use it: anybody who can
+write to it chooses what the model computes.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from baton.native.mapping import advise, populate
 from baton.native.packed import LoadedWeight, PackedWeights
 
 Key = Mapping[str, str]
-"""What a file is built from; the values of two that may be exchanged are equal."""
+"""Sources of a file, as names and values; two files with equal keys may be exchanged."""
 
 _BUILDING, _COMPLETE = b"Baton packed weights: building..\n", b"Baton packed weights: complete..\n"
 _PREFIX = struct.Struct(f"<{len(_COMPLETE)}sQ")
 _ALIGNMENT = 64
-_LONGEST_INDEX = 64 << 20
+_MAX_INDEX_BYTES = 64 << 20
 _OF_PROCESSES = "/proc/"
 """Beginning of the path of a file that `baton up` holds open."""
 
@@ -64,7 +64,7 @@ class _Index:
 def share_weights(path: str, key: Key, load: Callable[[], Sequence[LoadedWeight]], threads: int) -> PackedWeights:
     """The weights in the file at `path`, which is built from what `load` returns if it does not hold those of `key`.
 
-    They are packed privately, with a warning, if somebody uses the file for another key, there is no room for it, or
+    They are packed privately, with a warning, if somebody uses the file for another key, there is no space for it, or
     its builder takes more than 5 minutes. Raises ConfigError for a file that is not ours, or can't be opened.
     """
     try:
@@ -81,7 +81,7 @@ def share_weights(path: str, key: Key, load: Callable[[], Sequence[LoadedWeight]
         if not path.startswith(_OF_PROCESSES):
             reason = "is a symbolic link" if error.errno == errno.ELOOP else error.strerror or error
             raise ConfigError(f"packed_weights: {path}: {reason}") from error
-        # Nobody named this one: it is what `baton up` holds open, which a sandbox may not let its children open.
+        # Nobody named this file: `baton up` holds it open, and a sandbox may not let its children open it.
         _log.warning("packed_weights: %s: %s; this worker holds a copy of its own", path, error.strerror or error)
     return PackedWeights.private(load())
 
@@ -117,7 +117,7 @@ def _weights(fd: int, path: str, key: Key, load: Callable[[], Sequence[LoadedWei
 
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[int]:
-    # What `baton up` holds open is a link. Non-blocking, or a pipe would wait for its other end.
+    # A file that `baton up` holds open is a link. Non-blocking, or a pipe would wait for its other end.
     links = 0 if path.startswith(_OF_PROCESSES) else os.O_NOFOLLOW
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | links, 0o600)
     try:
@@ -150,7 +150,7 @@ def _wait_shared(fd: int, path: str, deadline: float) -> None:
         if now > deadline:
             raise _Unusable(f"another worker has been building it for {_WAIT_S:g} s")
         if now >= say:
-            _log.info("packed weights: waiting until another worker has built %s", path)
+            _log.info("packed weights: another worker builds %s; waiting for it", path)
             say = now + _SAY_S
         time.sleep(_POLL_S)
 
@@ -165,7 +165,7 @@ def _read(fd: int, path: str) -> _Index | None:
         return None
     length = _PREFIX.unpack(start)[1]
     try:
-        content: dict[str, Any] = json.loads(os.pread(fd, min(length, _LONGEST_INDEX), _PREFIX.size))
+        content: dict[str, Any] = json.loads(os.pread(fd, min(length, _MAX_INDEX_BYTES), _PREFIX.size))
         index = _Index(content["key"], {name: tuple(at) for name, at in content["tensors"].items()}, content["size"])
         whole = index.size <= size and all(at >= 0 and at + count <= size for at, count in index.tensors.values())
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -174,7 +174,7 @@ def _read(fd: int, path: str) -> _Index | None:
 
 
 def _build(fd: int, key: Key, weights: Sequence[LoadedWeight], threads: int) -> int:
-    """Fill the file; returns its size. Raises _Unusable if there is no room; the file is then empty."""
+    """Fill the file; returns its size. Raises _Unusable if there is no space; the file is then empty."""
     # 20 digits hold any offset, so that the length of the index is known before the offsets are.
     end = _PREFIX.size + len(_encode(key, {weight.name: (10**19, 10**19) for weight in weights}, 10**19))
     tensors = {}
@@ -188,13 +188,13 @@ def _build(fd: int, key: Key, weights: Sequence[LoadedWeight], threads: int) -> 
         os.ftruncate(fd, end)
         memory = mmap.mmap(fd, end)
         advise(memory)
-        # Where there is no room, an ordinary write would end the process with SIGBUS.
+        # Where there is no space, an ordinary write would end the process with SIGBUS.
         _commit(fd, memory, threads)
     except OSError as error:
         os.ftruncate(fd, 0)
         # The kernel says EFAULT in place of SIGBUS.
         reason = os.strerror(errno.ENOSPC if error.errno == errno.EFAULT else error.errno or 0)
-        raise _Unusable(f"there is no room for {end >> 20} MiB ({reason})") from None
+        raise _Unusable(f"there is no space for {end >> 20} MiB ({reason})") from None
     for weight in weights:
         start, _ = tensors[weight.name]
         weight.write(torch.frombuffer(memory, dtype=weight.dtype, count=weight.elements, offset=start))

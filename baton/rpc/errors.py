@@ -1,4 +1,4 @@
-"""The one place that converts between Baton's errors and gRPC statuses.
+"""Conversion between Baton's errors and gRPC statuses; no other module converts.
 
 On a server, `ErrorInterceptor` wraps every handler:
 

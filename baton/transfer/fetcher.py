@@ -79,7 +79,7 @@ async def pull(
     async with _limit_time(timeout_s):
         first, *others = [receiver.handoff for receiver in await _pull(sources, engine, handle, box, length)]
         if first is None:
-            raise IncompleteTransfer("the commit hands nothing over: it is a prefix's")
+            raise IncompleteTransfer("the commit has no handoff: it is that of a prefix")
         if any(other != first for other in others):
             raise IncompleteTransfer("the shards hand over different requests")
         return first

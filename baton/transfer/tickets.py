@@ -180,7 +180,7 @@ def _parse_public_keys(data: bytes) -> Mapping[bytes, Ed25519PublicKey]:
         try:
             key = load_pem_public_key(block.strip() + b"\n" + _PUBLIC_END + b"\n")
         except (ValueError, UnsupportedAlgorithm) as error:
-            raise ConfigError(f"key {number} is no PEM public key: {error}") from None
+            raise ConfigError(f"key {number} is not a PEM public key: {error}") from None
         if not isinstance(key, Ed25519PublicKey):
             raise ConfigError(f"key {number} is not an Ed25519 key")
         keys[_key_id(key)] = key

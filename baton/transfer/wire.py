@@ -354,7 +354,7 @@ def _parts(described: Iterable[memoryview], payload: memoryview, outer: tuple[in
         if more or part.shape[:2] != outer:
             raise CorruptFrame(f"part {preview(part.name)} has shape {part.shape}, the header says {outer}")
         if part.dtype not in DTYPE_BYTES:
-            raise TransferError(f"part {preview(part.name)} came as {preview(part.dtype)}, which is not known here")
+            raise TransferError(f"part {preview(part.name)} has the unknown dtype {preview(part.dtype)}")
         if DTYPE_BYTES[part.dtype] * math.prod(part.shape) != length or len(part.data) != length:
             raise CorruptFrame(f"part {preview(part.name)}: {length} bytes for {part.shape} {preview(part.dtype)}")
         offset += length

@@ -1,7 +1,7 @@
 """What a worker tells its routers: identity, load, cached prefix blocks, and the Watch stream that carries them.
 
 `WorkerIdentity` is valid for one incarnation, which is a new random id at every start. `StatusHub` is the
-worker's side: services call `changed`, `drain` and `stall`. Each watcher gets the status at once, then after each
+worker's side: services call `notify`, `drain` and `set_stalled`. Each watcher gets the status at once, then after each
 change, and at least every MAX_INTERVAL_S. Changes that come while a message is being sent, or within MIN_INTERVAL_S of
 it, are sent together.
 

@@ -1,1 +1,1 @@
-"""What users would pick instead, on the same machine: how to install it, run it and measure it beside Baton."""
+"""Other servers and engines on the same machine: how to install, run and measure them beside Baton."""

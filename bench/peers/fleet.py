@@ -68,7 +68,7 @@ def load(target: str, concurrency: int, requests: int, seed: int, model: str = "
 
 
 def figures(report: Mapping[str, Any]) -> dict[str, Any]:
-    """What is compared, of a report; raises ValueError when nothing finished."""
+    """Figures of a report that are compared; raises ValueError when nothing finished."""
     requests = report["requests"]
     found = {name: report[kind][share] for name, (kind, share) in _LATENCIES.items()}
     if not requests["finished"] or None in found.values():
@@ -78,7 +78,7 @@ def figures(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def predict(engine: Asked, concurrency: int, steps: int) -> dict[str, Any]:
-    """What the engine alone predicts now, and the machine's state beside it."""
+    """Prediction from the engine alone, now, and the machine's state beside it."""
     prefill = engine.ask("prefill", tokens=IN_TOKENS)["seconds"]
     took = engine.ask("decode", batch=concurrency, context=IN_TOKENS + OUT_TOKENS // 2, steps=steps)["seconds"] / steps
     rate = prediction(prefill, took, concurrency)

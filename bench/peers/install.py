@@ -77,7 +77,7 @@ def install(places: Places) -> None:
 
 
 def say(text: str) -> None:
-    """What is done now."""
+    """Print the next step."""
     print(text, file=sys.stderr, flush=True)
 
 

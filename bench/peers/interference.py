@@ -153,7 +153,7 @@ def _figures_of(watch: Watch) -> Callable[[], dict[str, Any]]:
 async def watched(place: Place, load: InterferenceLoad, vocabulary: int = VOCABULARY) -> dict[str, list[float]]:
     """As `watch`, of the server there, warmed up. Raises TimeoutError after WATCH_S."""
     async with asyncio.timeout(WATCH_S), connect(place) as target:
-        # What a server makes at a shape's first use is no interference.
+        # Work of a server at a shape's first use is no interference.
         for tokens in (load.context, load.tokens):
             job = Job(_prompt(tokens, vocabulary), 4)
             await target.send(job, Outcome.of(job, time.perf_counter()))

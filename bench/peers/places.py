@@ -1,4 +1,4 @@
-"""Where the peers are: a folder outside the project, or what the environment names.
+"""Places of the peers: a folder outside the project, or paths from the environment.
 
 PEERS_DIR (default ~/.cache/baton-peers) holds an environment for each peer, the checkpoint and its GGUF.
 PEERS_VLLM and PEERS_LLAMA name the Python of environments that are there already, PEERS_MODEL and PEERS_GGUF the files.
@@ -26,7 +26,7 @@ class Places:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Places:
-        """What the variables say."""
+        """Places from environment variables."""
         root = Path(environ.get("PEERS_DIR") or Path.home() / ".cache" / "baton-peers").expanduser()
         found = {
             "vllm": root / "vllm" / "bin" / "python",
@@ -37,7 +37,7 @@ class Places:
         return cls(**{name: Path(environ.get(f"PEERS_{name.upper()}") or path) for name, path in found.items()})
 
     def missing(self) -> list[str]:
-        """What is not there, in words."""
+        """Names of missing parts, in words."""
         return [f"{name}: {path}" for name in self.__slots__ if not (path := getattr(self, name)).exists()]
 
     def command(self, peer: str) -> list[str]:

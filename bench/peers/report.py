@@ -1,4 +1,4 @@
-"""What peers.json says of each bar, as a table in Markdown: the ratio, and whether it is met."""
+"""Each bar of peers.json, as a table in Markdown: the ratio, and whether it is met."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _rates(part: Mapping[str, Any], share: str) -> Iterator[str]:
 
 
 def _states(part: Mapping[str, Any]) -> Iterator[str]:
-    """What the machine gave beside the measurements."""
+    """State of the machine beside the measurements."""
     yield "| beside it | GB/s, sum | GB/s, packed linear of 1 row | GFLOP/s, 256 rows |"
     yield "|---|---|---|---|"
     for name, found in part.items():
@@ -174,7 +174,7 @@ def _rhythm(part: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _failed(parts: Mapping[str, Any]) -> Iterator[str]:
-    """What failed, with its last words."""
+    """Failures, with the end of their output."""
     for part, cases in parts.items():
         for name, found in cases.items():
             lost = {name: found["failed"]} if part == "interference" else found.get("failed", {})

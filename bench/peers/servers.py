@@ -38,7 +38,7 @@ def vllm_server(places: Places) -> Iterator[str]:
     with child(command, name="vLLM", environ=environ, grace_s=STOP_S, unread=True) as server:
         address = f"127.0.0.1:{port}"
         if not _ready(address, server):
-            raise RuntimeError(f"vLLM did not start: {server.last_words()}")
+            raise RuntimeError(f"vLLM did not start: {server.output_tail()}")
         yield f"http://{address}/v1/completions"
 
 

@@ -46,7 +46,7 @@ class PrefillView:
     """
 
     def __post_init__(self) -> None:
-        # What the worker reports includes ours once it knows of them, so the larger of the two counts nothing twice.
+        # The worker's report includes ours once it knows of them, so the larger of the two counts nothing twice.
         load = max(self.pending_tokens, self.own_tokens) + RECENT_SHARE * self.recent_tokens
         # Once a view and not once a placement, of which each looks at all views.
         object.__setattr__(self, "load_tokens", load)

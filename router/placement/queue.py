@@ -157,7 +157,8 @@ class RequestQueue(Generic[T]):
         waiting, tenants = self._queue.count(tenant), self._queue.tenants
         share = max(1, self._capacity // (len(tenants) + (tenant not in tenants)))
         if waiting >= share:
-            raise Overloaded(f"{waiting} requests wait, {share} may; try again later", self.retry_after())
+            problem = f"{waiting} requests are waiting, the limit is {share}; try again later"
+            raise Overloaded(problem, self.retry_after())
 
     def push(self, entry: T, *, tenant: str, deadline: float = math.inf, now: float) -> None:
         """Join the tenant's queue at its end. Raises Overloaded, or DeadlineExceeded when it is too late."""
@@ -165,7 +166,7 @@ class RequestQueue(Generic[T]):
             raise DeadlineExceeded("the deadline had passed when the request came")
         self.check(tenant)
         if not self._deadlines:
-            # Those before it may have given up, and the time since then is no standstill.
+            # Requests before it may have given up, and the time since then is no standstill.
             self._last_departure = None
         self._queue.append(entry, tenant)
         self._deadlines[entry] = deadline

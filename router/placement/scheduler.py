@@ -253,7 +253,7 @@ class PlacementScheduler:
         if not waiter.refusal.never:
             return False
         matching = matching_decodes(fleet)
-        # What comes back under a name may be larger than what left.
+        # A request that comes back under a name may be larger than the one that left.
         never = {name: reason for name, reason in waiter.refusal.never.items() if name in matching}
         waiter.refusal = replace(waiter.refusal, never=never)
         return bool(never) and never.keys() >= matching

@@ -127,7 +127,7 @@ class StallGuard:
         try:
             stream.ending.reschedule(now)
         except Exception:
-            _logger.exception("a stream whose client takes nothing could not be ended")
+            _logger.exception("a stream whose client reads nothing could not be ended")
 
     def _overdue(self, now: float) -> list[ClientStream[Any]]:
         short_s = min(self.limit_s, DRAIN_LIMIT_S)

@@ -83,7 +83,7 @@ class Tenants:
             if hmac.compare_digest(key.sha256, seen):
                 found = key
         if found is None:
-            raise Unauthenticated("the API key is not known")
+            raise Unauthenticated("unknown API key")
         return Caller(found.tenant, found.max_streams, found.admin)
 
     @contextlib.contextmanager

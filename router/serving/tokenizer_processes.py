@@ -105,7 +105,7 @@ class TokenizerProcesses:
             problem = f"the process that tokenized the text ended with status {process.returncode}"
             raise Unavailable(f"{problem}; try again") from None
         except BaseException:
-            # What it still has to say would be taken for the ids of the next text.
+            # Its late answer would be taken for the ids of the next text.
             self._end(process)
             raise
         with self._lock:
@@ -168,13 +168,13 @@ class TokenizerProcesses:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise Unavailable("the router stops before the text is tokenized")
+            raise Unavailable("the router is stopping, and the text is not tokenized")
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         process.kill()
         process.wait()
         for pipe in filter(None, (process.stdin, process.stdout)):
-            # What the process has not read can't be written any more.
+            # Text that the process has not read can't be written any more.
             with contextlib.suppress(OSError):
                 pipe.close()
         self._running.discard(process)
@@ -226,7 +226,7 @@ def _tokenize(tokenizer: Tokenizer, text: bytes, add_special_tokens: bool) -> tu
     try:
         return True, array("I", tokenizer.encode(text.decode(), add_special_tokens=add_special_tokens)).tobytes()
     except Exception as error:
-        # What `tokenizers` raises has no class of its own.
+        # Errors of `tokenizers` have no class of their own.
         return False, str(error).encode()
 
 

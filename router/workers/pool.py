@@ -259,7 +259,7 @@ class Pool:
         key, accepted = _key(link), _key(link) in self._accepted
         if accepted and (link.status is None or self._ticket_problem(link.status.identity) is not None):
             self._dismiss(key)
-            # Those that it kept from joining may join now.
+            # Workers that it kept from joining may join now.
             for other, _ in list(self._links.values()):
                 self._judge(other)
         elif not accepted:

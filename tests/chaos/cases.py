@@ -29,7 +29,7 @@ TRANSFER_RATE = 300_000
 
 HOLD_S = {"kill": 1.5, "slow": 6.0, "reset": 6.0, "restart": 0.0, "hang": 0.0}
 HOLD_S |= dict.fromkeys(("stop", "cut", "pair", "names"), 9.0)
-"""How long a fault lasts; long enough that a silent peer must have been noticed."""
+"""Length of a fault; long enough that a silent peer must have been noticed."""
 
 RESETS = 6
 """How often connections between routers and workers break in one case, each time those of another worker of the role: a

@@ -72,7 +72,7 @@ async def _hits(scene: Scene, workers: list[AsyncClient], prefix: tuple[int, ...
         await asyncio.wait({task}, timeout=max(0.0, end - time.monotonic()))
         if outcome.usage is not None:
             most = max(most, outcome.usage.cached.redis)
-        # What was computed is written behind the answer.
+        # Computed blocks are written after the answer.
         await asyncio.sleep(0.3)
         await _forget(workers)
     return most

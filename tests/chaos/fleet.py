@@ -39,7 +39,7 @@ EXIT_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What a fleet consists of; times in seconds."""
+    """Processes and settings of a fleet; times in seconds."""
 
     prefill: int = 2
     decode: int = 2
@@ -290,15 +290,15 @@ class Fleet:
         await self.serving(name)
 
     def address(self, router: str) -> str:
-        """Where clients reach a router, through the network."""
+        """Address where clients reach a router, through the network."""
         return f"127.0.0.1:{self.links[f'c-{router}'].port}"
 
     def direct(self, router: str) -> str:
-        """Where a router listens, past the network."""
+        """Address where a router listens, past the network."""
         return f"127.0.0.1:{self.control[router]}"
 
     def metadata(self, name: str) -> tuple[tuple[str, str], ...]:
-        """What shows a process that the harness may ask it all."""
+        """Metadata that authorizes the harness to ask a process everything."""
         return (("authorization", f"Bearer {self.keys['']}"),) if self.keys and name in self.routers else ()
 
     def channel(self, name: str) -> grpc.aio.Channel:

@@ -54,7 +54,7 @@ EASE_S, CALM, CALM_BOUND_S = 0.5, 4, 20.0
 RATE = 8.0
 BAR = 3.0
 REFUSED_S = 0.05
-"""How soon a refused flooder tries again, whatever it was told."""
+"""Pause before a refused flooder tries again, whatever it was told."""
 
 START_BOUND_S = 60.0
 END_BOUND_S = 45.0
@@ -181,7 +181,7 @@ async def run_flood(fleet: Fleet, case: Case, rng: random.Random) -> Row:
     row.problems += flooder.problems[:TOLD]
     row.problems += [told(outcome) for outcome in load.outcomes if outcome.end in BAD][:TOLD]
     row.lost = row.counts["failed"]
-    _judge(row, trickle, answers, alone, flooded)
+    _compare(row, trickle, answers, alone, flooded)
     await row.settle(fleet, LEAK_BOUND_S)
     return row
 
@@ -203,7 +203,7 @@ async def _window(during: Awaitable[None], seconds: float = math.inf) -> tuple[f
     return began, min(time.monotonic(), began + seconds)
 
 
-def _judge(
+def _compare(
     row: Row,
     trickle: Trickle,
     answers: list[dict[str, Any]],

@@ -36,7 +36,7 @@ UNTYPED = ("BatonError", "EngineError")
 
 
 class Expected(NamedTuple):
-    """What a choice must be."""
+    """Expected tokens and end of a choice."""
 
     tokens: list[int]
     finish: FinishReason
@@ -117,13 +117,13 @@ def pieces(tokens: Sequence[int]) -> list[str]:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a request; times are seconds on the monotonic clock."""
+    """Outcome of a request; times are seconds on the monotonic clock."""
 
     spec: Spec
     router: str
     sent: float
     first: float = 0.0
-    """When the first token came; 0 without one."""
+    """Time of the first token; 0 without one."""
     ended: float = 0.0
     last: float = 0.0
     longest_gap: tuple[float, float] = (0.0, 0.0)
@@ -314,9 +314,9 @@ class Load:
         return list(late.values())
 
     def in_flight(self) -> list[Outcome]:
-        """Those without an end."""
+        """Requests without an end."""
         return list(self._tasks.values())
 
     def counts(self) -> Counter[str]:
-        """How many ended how."""
+        """Number of requests by kind of end."""
         return Counter(outcome.end for outcome in self.outcomes)

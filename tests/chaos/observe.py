@@ -1,4 +1,4 @@
-"""What the processes of a fleet say about themselves: ledgers, statuses, counters. Asked directly, past the proxy."""
+"""Ledgers, statuses and counters of a fleet's processes. They are asked directly, past the proxy."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def counter(fleet: Fleet, name: str, metric: str, timeout: float = 2.0) ->
 
 @dataclass
 class Leak:
-    """What a fleet without requests still holds."""
+    """Resources that a fleet without requests still holds."""
 
     bytes: int = 0
     violations: list[str] = field(default_factory=list)

@@ -67,7 +67,7 @@ class Proxy:
                 self.pids = request["pids"]
 
     def owner(self, port: int) -> str:
-        """Which of the known processes has a connection with this local port."""
+        """Process, of the known ones, that has a connection with this local port."""
         for name, pid in self.pids.items():
             try:
                 connections = psutil.Process(pid).net_connections("tcp")

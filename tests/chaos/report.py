@@ -114,7 +114,7 @@ def table(rows: Sequence[Row], shape: Shape, *, seed: int, seconds: float) -> st
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
-    """What storms and damage show besides."""
+    """Notes on storms and damage."""
     noted = [f"- {row.case.name}: {row.note}" for row in rows if row.note]
     return [*noted, ""] if noted else []
 
@@ -150,7 +150,7 @@ def _first_tokens(row: Row) -> list[str]:
 
 
 def heading(seed: int, seconds: float, shape: Shape) -> list[str]:
-    """Where, when, of what and how."""
+    """Lines with command, commit, time, machine and fleet."""
     where = ", ".join(f"{name} {value}" for name, value in machine().items())
     main = sys.modules["__main__"].__spec__
     command = " ".join(["python -m", main.name.removesuffix(".__main__") if main else sys.argv[0], *sys.argv[1:]])

@@ -59,7 +59,7 @@ async def run_case(fleet: Fleet, case: Case, rng: random.Random, *, rate: float 
         healed = time.monotonic()
         late, row.heal = await asyncio.gather(load.finish(END_BOUND_S), _healthy(fleet, clients, load.mix, healed, row))
         row.sent, row.counts = len(load.outcomes), load.counts()
-        _judge(row, load.outcomes, began, healed)
+        _find_problems(row, load.outcomes, began, healed)
         for outcome in late:
             row.problems.append(await describe(fleet, outcome))
     await row.settle(fleet, LEAK_BOUND_S)
@@ -121,7 +121,7 @@ def _provoke(case: Case, load: Load, rng: random.Random, routers: list[str]) -> 
 
 
 async def _in_state(fleet: Fleet, case: Case, name: str) -> int:
-    """How many attempts that touch a process are in the state, by its own ledger where it knows the state."""
+    """Number of attempts in the state that touch a process, by its own ledger where it knows the state."""
     states = {"d": cases.DECODE_STATES, "p": cases.PREFILL_STATES}.get(name[0], {}).get(case.state, ())
     books = [name]
     if not states:
@@ -134,7 +134,7 @@ async def _in_state(fleet: Fleet, case: Case, name: str) -> int:
     return count
 
 
-def _judge(row: Row, outcomes: list[Outcome], began: float, healed: float) -> None:
+def _find_problems(row: Row, outcomes: list[Outcome], began: float, healed: float) -> None:
     """Find what must not be: wrong, hung, untyped, and lost where another worker lives."""
     worst = 0
     for outcome in outcomes:
@@ -159,7 +159,7 @@ def _excused(row: Row, outcome: Outcome) -> bool:
 
 async def _healthy(fleet: Fleet, clients: dict[str, AsyncClient], mix: Mix, since: float, row: Row) -> float | None:
     """Send fresh requests until each router answers them all and each worker has worked: seconds since the healing."""
-    # What a worker still does for those that it does not know to be gone is no sign of health.
+    # Work that a worker still does for peers that are gone, unknown to it, is no sign of health.
     await asyncio.sleep(0.3)
     before = {name: await counter(fleet, name, SERVED[name[0]]) or 0.0 for name in fleet.workers}
     idle, error = set(fleet.workers), "no fresh request"

@@ -1,4 +1,4 @@
-"""What a case works with, and what it shows."""
+"""Fleet and load that a case works with, and the row that it returns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BAD = ("failed", "untyped", "wrong", "hung")
 
 @dataclass
 class Row:
-    """What one case showed; times in seconds, None where there is nothing to tell."""
+    """Result of one case; times in seconds, None where there is nothing to tell."""
 
     case: Case
     hit: str = "?"
@@ -38,7 +38,7 @@ class Row:
     heal: float | None = None
     settled: float = 0.0
     note: str = ""
-    """What this kind of case shows besides, in words."""
+    """Further results of this kind of case, in words."""
     trickle: Trickle | None = None
     """The other tenant of a flood."""
     problems: list[str] = field(default_factory=list)

@@ -22,7 +22,7 @@ FREEZE_S = (2.0, 9.0)
 """Both shorter and longer than the silence that counts as a loss."""
 
 SAME_ROLE = 0.75
-"""How often the role that was hit last is hit again."""
+"""Probability that the role that was hit last is hit again."""
 
 STREAMS, STREAM_TOKENS = 4, 300
 """Long streams that are sent before each blow."""

@@ -42,7 +42,7 @@ async def mode(proxy: Proxy, mode: str, **more: object) -> None:
 
 
 async def ping(ends: tuple[asyncio.StreamReader, asyncio.StreamWriter], text: bytes = b"ping") -> bytes:
-    """What comes back of `text`, b"" if nothing does for a while."""
+    """Answer to `text`; b"" if nothing comes for a while."""
     ends[1].write(text)
     try:
         return await asyncio.wait_for(ends[0].readexactly(len(text)), 0.3)

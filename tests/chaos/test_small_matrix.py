@@ -1,6 +1,6 @@
 """Cells of the chaos matrix, on one fleet of real processes; `make chaos` runs the whole.
 
-The faults themselves have cheaper tests. What only these can show is that routers, prefill and decode workers go
+The faults themselves have cheaper tests. Only these can show that routers, prefill and decode workers go
 together through a fault under a mixed load, with exact tokens and nothing held afterwards.
 """
 

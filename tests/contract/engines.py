@@ -145,7 +145,7 @@ def whole_kv(engine: Engine, handle: KvHandle, tokens: int) -> list[PartData]:
 
 
 def copy_kv(engine: Engine, donor: KvHandle, owner: str, tokens: int) -> list[bytes]:
-    """What new pages hold after the donor's KV was written to them: by layers, then by blocks but the first."""
+    """Content of new pages after the donor's KV was written to them: by layers, then by blocks but the first."""
     kv_format = engine.spec.kv_format
     target, heads = engine.reserve(owner, tokens), range(kv_format.heads)
     for layer in range(kv_format.layers):

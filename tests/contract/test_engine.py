@@ -1,4 +1,4 @@
-"""What every engine does when it computes: chunks, batches, refills, forks, pauses, transfers."""
+"""Contract of every engine when it computes: chunks, batches, refills, forks, pauses, transfers."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def ahead(rig: Rig) -> Callable[..., Any]:
     return lambda **sizes: rig.engine(steps_ahead=1, **sizes)
 
 
-class Pipeline:
+class Driver:
     """Reads each step after the next one was launched, as the decode loop does."""
 
     def __init__(self, engine: Engine) -> None:
@@ -57,11 +57,11 @@ def test_tokens_are_the_same_with_a_step_ahead(rig: Rig, ahead: Callable[..., An
     wanted = [state(rig.prompt(10 + i, seed=i), one) for i, one in enumerate(params)]
     expected = [generate(rig.engine(), one, 20) for one in wanted]
     engine = ahead()
-    pipeline = Pipeline(engine)
+    driver = Driver(engine)
     running = [start(engine, f"a/{i}", one) for i, one in enumerate(wanted)]
     for _ in range(20):
-        pipeline.turn()
-    assert [[*first, *pipeline.tokens[handle]][:20] for handle, first in running] == expected
+        driver.turn()
+    assert [[*first, *driver.tokens[handle]][:20] for handle, first in running] == expected
 
 
 def test_a_step_is_launched_before_the_last_one_is_read(rig: Rig, ahead: Callable[..., Any]) -> None:
@@ -102,24 +102,24 @@ def test_who_ended_with_an_unread_step_is_in_the_next_and_keeps_its_pages_till_t
     engine = ahead(slots=2)
     wanted = [state(rig.prompt(10 + i, seed=i), MIXED[i]) for i in range(3)]
     expected = [generate(rig.engine(), one, 8) for one in wanted]
-    pipeline = Pipeline(engine)
+    driver = Driver(engine)
     (ending, _), (going, went) = (start(engine, f"a/{i}", wanted[i], 14) for i in range(2))
     waiting = engine.reserve("a/2", 30)
     first = prefill(engine, waiting, wanted[2]).token_id
-    pipeline.turn()
-    pipeline.launch()
-    assert pipeline.read() == {ending, going}
+    driver.turn()
+    driver.launch()
+    assert driver.read() == {ending, going}
     engine.free(ending)
     assert engine.audit() == {"a/0 (draining)": 2, "a/1": 2, "a/2": 2}
     # Its slot is free at once, its pages are not.
     engine.insert(waiting, SequenceState(wanted[2].params, wanted[2].prompt_ids, [first]))
-    pipeline.launch()
-    assert pipeline.read() == {going}
+    driver.launch()
+    assert driver.read() == {going}
     assert engine.audit() == {"a/1": 2, "a/2": 2}
     for _ in range(5):
-        pipeline.turn()
-    assert [*went, *pipeline.tokens[going]][:8] == expected[1]
-    assert [first, *pipeline.tokens[waiting]][:6] == expected[2][:6]
+        driver.turn()
+    assert [*went, *driver.tokens[going]][:8] == expected[1]
+    assert [first, *driver.tokens[waiting]][:6] == expected[2][:6]
 
 
 def test_a_step_ahead_needs_room_for_a_token_more(rig: Rig, ahead: Callable[..., Any]) -> None:
@@ -148,20 +148,20 @@ def test_pause_reads_what_is_in_flight_and_loses_nothing(rig: Rig, ahead: Callab
     engine = ahead()
     wanted = [state(rig.prompt(12 + i, seed=i), MIXED[i]) for i in range(2)]
     expected = [generate(rig.engine(), one, 8) for one in wanted]
-    pipeline = Pipeline(engine)
+    driver = Driver(engine)
     (paused, first), (going, second) = (start(engine, f"a/{i}", one) for i, one in enumerate(wanted))
-    pipeline.turn()
-    pipeline.launch()
+    driver.turn()
+    driver.launch()
     engine.pause(paused)
-    assert pipeline.read() == {paused, going}
-    assert pipeline.read() == {paused, going}
-    pipeline.turn()
-    pipeline.turn()
+    assert driver.read() == {paused, going}
+    assert driver.read() == {paused, going}
+    driver.turn()
+    driver.turn()
     engine.resume(paused)
     for _ in range(6):
-        pipeline.turn()
-    assert [*first, *pipeline.tokens[paused]][:8] == expected[0]
-    assert [*second, *pipeline.tokens[going]][:8] == expected[1]
+        driver.turn()
+    assert [*first, *driver.tokens[paused]][:8] == expected[0]
+    assert [*second, *driver.tokens[going]][:8] == expected[1]
 
 
 def test_a_step_that_fails_when_it_is_read_undoes_the_later_ones(rig: Rig, ahead: Callable[..., Any]) -> None:

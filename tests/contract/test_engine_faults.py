@@ -1,4 +1,4 @@
-"""What every engine does with a sequence that can't join, or whose numbers are not finite: it fails alone."""
+"""Contract of every engine for a sequence that can't join, or whose numbers are not finite: it fails alone."""
 
 from __future__ import annotations
 

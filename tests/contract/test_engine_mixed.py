@@ -15,7 +15,7 @@ from tests.engine_calls import prefill_chunk
 
 
 class Stop(Exception):
-    """What a caller raises to end its chunk."""
+    """Exception that a caller raises to end its chunk."""
 
 
 def tokens_of(result: PassResult) -> dict[KvHandle, int]:

@@ -1,4 +1,4 @@
-"""What every engine does with pages: reserve, extend, free at any moment, refuse what does not fit."""
+"""Contract of every engine for pages: reserve, extend, free at any moment, refuse what does not fit."""
 
 from __future__ import annotations
 

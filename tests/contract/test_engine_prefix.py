@@ -1,4 +1,4 @@
-"""What every engine does with published prefixes: found, shared, cut by a copy, evicted; and never a wrong token."""
+"""Contract of every engine for published prefixes: found, shared, cut by a copy, evicted; and never a wrong token."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_prompt_that_goes_on_differently_finds_the_blocks_in_common(rig: Rig, 
         engine.publish(handle, digests(engine, prompt))
         engine.free(handle)
         engine.launch()
-        # What they have in common is as it was, and both go on from it.
+        # Their common tokens are as before, and both continue from them.
         assert engine.match_prefix(digests(engine, first)) == whole(engine, 110, sizes)
         assert engine.match_prefix(digests(engine, prompt)) == whole(engine, 110, sizes)
 

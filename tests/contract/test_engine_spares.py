@@ -1,4 +1,4 @@
-"""What every engine does for those who wait for pages: spares of forks, word of returns, host memory by owner."""
+"""Contract of engines for callers that wait for pages: spares of forks, notice of returns, host memory by owner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every prefix cache that stores must do, over the dictionary, host memory, real servers, and tiers of them."""
+"""Contract of every prefix cache that stores, over the dictionary, host memory, real servers, and tiers of them."""
 
 import asyncio
 import os

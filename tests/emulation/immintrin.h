@@ -22,7 +22,7 @@
 namespace emulation {
 namespace {
 
-// What SIMDe 0.7.4 lacks.
+// Intrinsics that SIMDe 0.7.4 lacks.
 inline __m512i convert_epu16_epi32(__m256i from) {
   return join(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(from)),
               _mm256_cvtepu16_epi32(_mm256_extracti128_si256(from, 1)));
@@ -57,7 +57,7 @@ inline __m512 reduce_ps(__m512 from, int) {
 }  // namespace
 }  // namespace emulation
 
-// What has a name in SIMDe only.
+// Intrinsics that have a name in SIMDe only.
 #undef _mm512_shuffle_f32x4
 #define _mm512_shuffle_f32x4 simde_mm512_shuffle_f32x4
 

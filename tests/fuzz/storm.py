@@ -34,7 +34,7 @@ ALLOWED = frozenset(
         grpc.StatusCode.PERMISSION_DENIED,
     }
 )
-"""What may come of a bad request; INTERNAL and UNKNOWN would be faults of the server, and a deadline a hang."""
+"""Allowed statuses for a bad request; INTERNAL and UNKNOWN would be faults of the server, and a deadline a hang."""
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
@@ -65,7 +65,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a call ended."""
+    """End of a call."""
 
     code: grpc.StatusCode
     details: str = ""
@@ -84,7 +84,7 @@ async def storm(what: str, count: int, send: Callable[[random.Random], Coroutine
 
 
 async def call(channel: grpc.aio.Channel, method: Method, request: bytes) -> Ended:
-    """How a call with raw bytes ends; raises TimeoutError if it goes on and says nothing."""
+    """End of a call with raw bytes; raises TimeoutError if it goes on and says nothing."""
     if not method.streams:
         unary = channel.unary_unary(method.name)(request, timeout=WAIT_S)
         return await _ended(unary)
@@ -134,7 +134,7 @@ async def garbage(address: str, data: bytes) -> None:
 
 
 def spoiled_http(rng: random.Random) -> bytes:
-    """What is no HTTP/2, or only begins as it: frames of arbitrary types, lengths, flags and streams."""
+    """Bytes that are not HTTP/2, or only begin as it: frames of arbitrary types, lengths, flags and streams."""
     if rng.random() < 0.3:
         begin = rng.choice((b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01\x02\x00\x01", PREFACE[:12]))
         return begin + arbitrary(rng, 2000)

@@ -31,7 +31,7 @@ PREFILL = (
 
 
 async def test_prefill_blames_the_caller() -> None:
-    # What is prefilled for a transfer is held until nobody has asked for it in time.
+    # KV prefilled for a transfer is held until nobody has asked for it in time.
     async with serving(lease_s=0.5) as client:
         addresses = client.app.addresses
         await calls("Prefill, Watch, Ledger", 300, addresses.control, PREFILL)

@@ -69,7 +69,7 @@ def text(choice: int, count: int) -> str:
 
 
 def identity(folder: Path, role: WorkerRole, number: int) -> WorkerIdentity:
-    """Who a stub is."""
+    """Identity of a stub."""
     return WorkerIdentity(
         worker_id=f"{role.value}-{number}",
         role=role,
@@ -86,7 +86,7 @@ def identity(folder: Path, role: WorkerRole, number: int) -> WorkerIdentity:
 
 @dataclass
 class Handoffs:
-    """What the fleet's prefills did, by transfer id: stands for the KV transfer."""
+    """Work of the fleet's prefills, by transfer id: stands for the KV transfer."""
 
     prefilled: dict[str, asyncio.Future[prefill_pb2.PrefillRequest]] = field(default_factory=dict)
 
@@ -96,7 +96,7 @@ class Handoffs:
 
 
 class Log:
-    """What happened, and a way to wait for it."""
+    """Log of events, and a way to wait for them."""
 
     def __init__(self) -> None:
         self.entries: list[object] = []
@@ -122,12 +122,12 @@ class Pages:
         self.tell: Callable[[Sequence[bytes], Sequence[bytes]], object] = lambda stored, dropped: None
 
     def watch_prefixes(self, changed: Callable[[Sequence[bytes], Sequence[bytes]], object] | None) -> None:
-        """Whom `tell` tells."""
+        """Watchers that `tell` tells."""
         self.tell = changed or (lambda stored, dropped: None)
 
 
 class Stub:
-    """What both stubs share: a status, and a server."""
+    """Base of both stubs: a status, and a server."""
 
     def __init__(self, identity: WorkerIdentity, handoffs: Handoffs) -> None:
         self.identity = identity

@@ -31,7 +31,7 @@ from tests.openai_server import openai_server
 BATON = [sys.executable, "-m", "baton", "bench"]
 QUIET = Console(quiet=True)
 FIRST = behaviour.with_ids
-"""What the small request before a run gets."""
+"""Answer to the small request before a run."""
 
 
 def settings(url: str, **more: Any) -> LoadSettings:

@@ -49,7 +49,7 @@ async def test_prompts_of_a_file_reach_a_fleet_and_hits_are_told(tmp_path: Path)
     assert found["requests"]["finished"] == 5
     assert found["output_tokens"] == 3 * 3 + 4 + 2
     assert found["input_tokens"] == 3 * text_tokens + 2 * 80
-    # What the same text has from the cache, and nothing of another salt or of the warm-up.
+    # The same text has cached tokens, and none come from another salt or from the warm-up.
     same, other = (each.usage.cached_tokens for each in asked if each.usage)
     assert other == 0 < same
     assert same <= found["cached_tokens"] < same + 80

@@ -1,4 +1,4 @@
-"""What decode workers have pinned, fetched by peers over real sockets, and let go in every state."""
+"""Pages that decode workers have pinned: fetched by peers over real sockets, and let go in every state."""
 
 from __future__ import annotations
 

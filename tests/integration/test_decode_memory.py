@@ -82,7 +82,7 @@ async def test_a_full_host_pool_gives_the_youngest_back_to_its_router() -> None:
         assert "host memory is full" in failure.message
         await router.until_finished(("a", 0))
         assert router.tokens["a", 0] == alone([1, 2, 3], greedy(60))
-        # What was told of it goes on elsewhere: these are the tokens that it would have had here.
+        # Its stream continues elsewhere: these are the tokens that it would have had here.
         told = router.tokens["b", 0]
         assert told == alone([1, 2, 3], greedy(60))[: len(told)]
         await all_.until_free()

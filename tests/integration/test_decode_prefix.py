@@ -1,4 +1,4 @@
-"""What decode workers hold, over real sockets: pinned, moved no second time, exported, left behind, written back."""
+"""KV that decode workers hold, over real sockets: pinned, moved no second time, exported, left behind, written back."""
 
 from __future__ import annotations
 

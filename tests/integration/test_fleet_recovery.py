@@ -49,7 +49,7 @@ class Victim:
     process: asyncio.subprocess.Process
 
     def kill(self) -> None:
-        """As the kernel does it."""
+        """Kill as the kernel does."""
         self.process.send_signal(signal.SIGKILL)
 
 
@@ -70,7 +70,7 @@ async def victim(checkpoint: Path) -> AsyncIterator[Victim]:
 
 
 def replays(cause: str) -> float:
-    """How often this happened so far."""
+    """Number of replays so far."""
     return sample("baton_replays_total", cause=cause)
 
 

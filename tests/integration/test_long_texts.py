@@ -123,6 +123,6 @@ async def test_a_router_that_stops_says_so_and_kills_the_process(
         error = await refused(call)
         assert (error.code(), error.details()) == (
             grpc.StatusCode.UNAVAILABLE,
-            "the router stops before the text is tokenized",
+            "the router is stopping, and the text is not tokenized",
         )
     assert processes.taken[-1].poll() == -signal.SIGKILL

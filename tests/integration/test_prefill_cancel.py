@@ -78,7 +78,7 @@ async def owners(client: Client) -> list[LedgerEntry]:
 
 
 async def abandon(client: Client, transfer_id: str, incarnation: str = "") -> None:
-    """As a router does."""
+    """Abandon as a router does."""
     incarnation = incarnation or client.app.status.identity.incarnation
     await client.prefill.Abandon(prefill_pb2.AbandonRequest(transfer_id=transfer_id, incarnation=incarnation))
 

@@ -1,4 +1,4 @@
-"""How prefills end before their end, and how a prefill worker does; nothing may stay behind."""
+"""Early ends of prefills and of a prefill worker; nothing may stay behind."""
 
 import asyncio
 import contextlib
@@ -109,7 +109,7 @@ async def test_prompts_without_a_token_fail_alone_and_many_in_succession_end_the
             assert (code, details) == (grpc.StatusCode.INTERNAL, "logits are not finite")
         engine.finite = True
         assert (await client.done()).cached_tokens == 0
-        # What others have cached stays.
+        # Blocks that others have cached stay.
         assert (await client.done(list(range(500, 600)))).cached_tokens > 0
         engine.finite = False
         for _ in range(2):

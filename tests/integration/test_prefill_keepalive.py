@@ -24,7 +24,7 @@ from tests.prefill import Gate, serving
 
 LONG = [(7 * i) % 1000 for i in range(1000)]
 GONE = (signal.SIGKILL, signal.SIGSTOP)
-"""How a peer goes."""
+"""Ways of losing a peer."""
 HANG_S = 60.0
 
 ROUTER = """

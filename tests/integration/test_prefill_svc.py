@@ -136,7 +136,7 @@ async def test_too_many_waiting_are_refused_with_a_delay() -> None:
         refused = client.call()
         code, details = await status_of(refused)
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "2 prompts wait, at most 2 may" in details
+        assert "2 prompts are waiting, the limit is 2" in details
         assert float(dict(await refused.trailing_metadata())["retry-after"]) > 0
         gate.open()
         await asyncio.gather(*calls)

@@ -56,7 +56,7 @@ async def test_what_others_have_cached_takes_all_the_work_of_what_nobody_ever_as
         ):
 
             async def work(client: AsyncClient, prompt: list[int], salt: str = "") -> dict[str, int]:
-                """What one request made fleet and store do."""
+                """Work of fleet and store for one request."""
                 before = works(valkey)
                 await client.complete(prompt, cache_salt=salt, max_tokens=2, temperature=0, ignore_eos=True)
                 await prefill.worker.wait_finished()
@@ -76,7 +76,7 @@ async def test_what_others_have_cached_takes_all_the_work_of_what_nobody_ever_as
 
 
 def works(server: Server) -> Counter[str]:
-    """What has been done so far: tokens prefilled by source, blocks by tier, bytes moved, what the store was asked."""
+    """Work done so far: tokens prefilled by source, blocks by tier, bytes moved, what the store was asked."""
     found = Counter[str]()
     for metric in REGISTRY.collect():
         if metric.name in COUNTERS:
@@ -120,7 +120,7 @@ PLANTS: dict[Plant, str] = {
 
 
 async def test_a_writer_to_redis_without_the_secret_can_not_plant_an_answer(valkey: Server, tmp_path: Path) -> None:
-    """What is put in place of cached blocks is refused and counted, and the answer is that of a fleet without a cache.
+    """Data put in place of cached blocks is refused and counted, and the answer is that of a fleet without a cache.
     With the secret the same plant does change it, so that the secret is what keeps it out."""
     prompt = prompt_ids(128)
     async with Fleet(make_checkpoint("llama", tmp_path / "model"), dtype="float32") as fleet:

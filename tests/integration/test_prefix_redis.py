@@ -234,7 +234,7 @@ async def test_small_records_are_written_and_read_in_parts(
         return await call_keys(calls, lane, keys, *rest)
 
     monkeypatch.setattr(RedisCalls, "call_keys", noted)
-    monkeypatch.setattr("baton.kv.prefix.redis.cache.MOST_RECORDS", 2)
+    monkeypatch.setattr("baton.kv.prefix.redis.cache.MAX_RECORDS", 2)
     assert await cache.save(DIGESTS[:5], BLOCKS[:5]) == 5
     assert await cache.fetch(DIGESTS[:5]) == BLOCKS[:5]
     assert sorted(asked) == [("fetch", 1), ("fetch", 2), ("fetch", 2), ("write", 1), ("write", 2), ("write", 2)]

@@ -45,7 +45,7 @@ DAMAGES = {
     "cut": ("truncated", GOOD[0][:-1]),
     "longer": ("truncated", GOOD[0] + b"x"),
 }
-"""What a fetch refuses, and what a look-up does by the length; tests/unit/kv/prefix/test_record.py has all reasons."""
+"""Damages that a fetch refuses, or a look-up by the length; tests/unit/kv/prefix/test_record.py has all reasons."""
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -1,4 +1,4 @@
-"""How far a long prompt is, from the worker's chunks to the client, through a real router."""
+"""Progress of a long prompt, from the worker's chunks to the client, through a real router."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a router sends a prompt whose prefix is somewhere already, over real gRPC, between stub workers."""
+"""Placement of a prompt whose prefix is somewhere already, over real gRPC, between stub workers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def ask(b: Bench, prompt: list[int], **fields: Any) -> Answer:
 
 
 def served(stubs: list[StubPrefill]) -> list[int]:
-    """How many prompts each was given."""
+    """Number of prompts that each worker was given."""
     return [len(stub.requests) for stub in stubs]
 
 
@@ -163,7 +163,7 @@ async def test_decode_is_told_what_it_may_hold_and_prefill_where_to_fetch_it(tmp
         answer = await ask(b, [*PROMPT, *OTHER[0], *OTHER[1], *OTHER[2]])
         (reserve,), (start,), (request,) = b.decode[1].reserves, b.decode[1].starts, b.prefill[0].requests
         chain = digests([*PROMPT, *OTHER[0], *OTHER[1], *OTHER[2]])
-        # What it is thought to hold, and some more.
+        # Blocks that it is thought to hold, and some more.
         assert reserve.prefix_digests == b"".join(chain[: BLOCKS + 16])
         assert start.prefix_transfer_id == request.prefix_source.export.transfer_id != start.source.transfer_id
         shard = replace(KV.whole, kv_address="127.0.0.1:7001")

@@ -59,7 +59,7 @@ def test_a_full_disk_under_its_output_does_not_end_a_service(tmp_path: Path) -> 
     ],
 )
 async def test_bad_settings_are_named(tmp_path: Path, setting: str, value: str) -> None:
-    """Those of which the flags alone do not tell; for the others see the unit tests of the settings."""
+    """Settings that flags alone do not show to be bad; for the others see the unit tests of the settings."""
     workers: dict[str, Any] = {"prefill": ("127.0.0.1:1",), "decode": ("127.0.0.1:1",)}
     config = RouterConfig(**{"model": str(checkpoint(tmp_path)), **workers, setting: value})
     with pytest.raises(BatonError, match=value):

@@ -1,4 +1,4 @@
-"""What the router does about workers that die, stall, fall silent or refuse, over real gRPC between stubs."""
+"""Workers that die, stall, fall silent or refuse, over real gRPC between stubs: what the router does about them."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ async def test_a_loss_is_warned_of_by_name(tmp_path: Path, caplog: pytest.LogCap
         first.status.close()
         assert (await whole(call)).text() == "bcd"
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert f"no watch of decode worker {name}: ended its watch" in said
+    assert f"can't watch decode worker {name}: ended its watch" in said
     (moved,) = [words for words in said if "is tried again" in words]
     assert moved.endswith(f"is tried again: lost connection to decode worker {name}: ended its watch")
 
@@ -279,7 +279,7 @@ async def test_a_drain_that_takes_too_long_ends_the_rest_with_a_status(tmp_path:
     await channel.close()
     assert (error.code(), error.details()) == (
         grpc.StatusCode.UNAVAILABLE,
-        "the router stops before the request has ended",
+        "the router is stopping, and the request has not ended",
     )
     assert len(b.decode[0].cancels) == 1
 

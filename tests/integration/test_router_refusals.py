@@ -1,4 +1,4 @@
-"""What the router refuses, and what it says: full fleets, workers that do not match, bad input."""
+"""Refusals of the router, and their texts: full fleets, workers that do not match, bad input."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_full_line_refuses_at_once_with_a_delay(tmp_path: Path) -> None:
         done, rest = await asyncio.wait(refusals, return_when=asyncio.FIRST_COMPLETED, timeout=60)
         (error,) = [task.result() for task in done]
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "2 requests wait, 2 may" in (error.details() or "")
+        assert "2 requests are waiting, the limit is 2" in (error.details() or "")
         assert float(dict(error.trailing_metadata() or ())["retry-after"]) > 0
         assert len(rest) == 2
         for call in (running, *waiting):

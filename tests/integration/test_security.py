@@ -1,4 +1,4 @@
-"""Who is refused, and with which status, over real TLS: clients without a key, thieves of tickets, other CAs."""
+"""Refused callers and their statuses, over real TLS: clients without a key, thieves of tickets, other CAs."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def proportional(process: Process) -> int:
 
 
 def of(process: Process, name: str) -> str:
-    """What the kernel tells of a process."""
+    """Figures from the kernel about a process."""
     return Path(f"/proc/{process.pid}/{name}").read_text(encoding="utf-8")
 
 

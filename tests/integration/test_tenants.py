@@ -88,7 +88,7 @@ async def filled(clients: Clients, b: Bench, tenant: str, prompt: str, share: in
     (refusal,) = [task.exception() for task in done]
     assert isinstance(refusal, grpc.aio.AioRpcError)
     assert refusal.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert f"{share} requests wait, {share} may" in (refusal.details() or "")
+    assert f"{share} requests are waiting, the limit is {share}" in (refusal.details() or "")
     return list(waiting)
 
 
@@ -147,7 +147,7 @@ async def test_one_tenants_texts_leave_another_its_place_at_the_threads(
 
 
 async def answered(call: Any) -> grpc.StatusCode:
-    """How a call ends; refusals say when to try again."""
+    """End of a call; refusals say when to try again."""
     code = await call.code()
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         assert (await call.details()) == "max_streams: 1 streams of tenant flood2 are open, 1 may be"

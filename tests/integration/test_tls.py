@@ -119,7 +119,7 @@ async def test_workers_that_are_not_what_the_router_expects_are_named(
         app = await running.start_router([prefill], [foreign], worker_wait_s=0, **router(ours))
         words = await until_missing(app, "CERTIFICATE_VERIFY_FAILED")
         assert f"decode worker {foreign.addresses.control}: " in words
-        assert f"no watch of decode worker {foreign.addresses.control}: " in caplog.text
+        assert f"can't watch decode worker {foreign.addresses.control}: " in caplog.text
         with pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED"):
             async with AsyncClient(app.address, ca=ours / "ca.crt") as client:
                 await client.complete(PROMPT, max_tokens=2, timeout=WAIT_S)
@@ -182,14 +182,14 @@ async def test_certificates_are_replaced_under_a_running_stream(checkpoint: Path
         )
         with pytest.raises(Unavailable):
             await stranger.get_model(timeout=WAIT_S)
-        newcomer = await restarted.enter_async_context(AsyncClient(app.address, ca=new / "ca.crt"))
-        assert (await newcomer.get_model(timeout=WAIT_S)).name == "m"
+        new_client = await restarted.enter_async_context(AsyncClient(app.address, ca=new / "ca.crt"))
+        assert (await new_client.get_model(timeout=WAIT_S)).name == "m"
 
         slow.gate.set()
         async for delta in stream:
             got += [token.token_id for token in delta.tokens]
         assert got == expected
-        again = await newcomer.complete(PROMPT, max_tokens=40, timeout=WAIT_S, **GREEDY)
+        again = await new_client.complete(PROMPT, max_tokens=40, timeout=WAIT_S, **GREEDY)
         assert again.token_ids == expected
 
         # The router dials the worker anew, with the files as they are now.
@@ -198,7 +198,7 @@ async def test_certificates_are_replaced_under_a_running_stream(checkpoint: Path
         await until_missing(app, f"prefill worker {address}: ")
         await restarted.enter_async_context(prefill_worker(checkpoint, files, control=address))
         await until_serving(app, control_channel(app.address, admin))
-        last = await newcomer.complete(PROMPT, max_tokens=40, timeout=WAIT_S, **GREEDY)
+        last = await new_client.complete(PROMPT, max_tokens=40, timeout=WAIT_S, **GREEDY)
         assert last.token_ids == expected
 
 

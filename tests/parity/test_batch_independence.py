@@ -46,7 +46,7 @@ def mixed_requests(seed: int) -> list[tuple[list[int], dict[str, Any]]]:
 
 
 def gist(completion: Completion) -> tuple[Any, ...]:
-    """What must be the same, log-probabilities to the tolerance of float32 sums."""
+    """Values that must be the same, log-probabilities to the tolerance of float32 sums."""
     choice = completion.choices[0]
     logprobs = [
         (info.token_id, None if info.logprob is None else pytest.approx(info.logprob, abs=1e-3))

@@ -31,7 +31,7 @@ class ExactRotary(torch.nn.Module):
         self._frequencies = 10_000.0 ** -(torch.arange(0, head_dim, 2).double() / head_dim) / factor
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """As transformers'."""
+        """Logits of transformers."""
         angles = position_ids[..., None].double() * self._frequencies
         both = torch.cat((angles, angles), dim=-1)
         return both.cos().to(x.dtype), both.sin().to(x.dtype)

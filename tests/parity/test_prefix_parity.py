@@ -1,4 +1,4 @@
-"""Where a prefix comes from changes how long a prompt takes and nothing else; losing a store changes no more."""
+"""The source of a prefix changes how long a prompt takes and nothing else; losing a store changes no more."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def worker(models: Models, page_size: int, **settings: Any) -> AsyncIterat
 
 
 async def settled(client: Client) -> None:
-    """What was computed is in all tiers."""
+    """Wait until all computed blocks are in all tiers."""
     await client.app.worker.wait_finished()
 
 

@@ -1,4 +1,4 @@
-"""What the test of a decode worker knows of its attempts, and the parts that stand for the worker's surroundings."""
+"""Expected state of a decode worker's attempts, and stand-ins for the worker's surroundings."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Try:
     def ended(self) -> bool:
         """Whether nothing may be told of it any more."""
         over = set(self.tokens) <= set(self.finished) | self.cancelled
-        # What prefill has finished already is known here at once, and to decode when it has taken it over.
+        # A prefill that has finished is known here at once, and to decode when it has taken it over.
         done = self.fetched.done() and not self.fetched.cancelled() and self.fetched.exception() is None
         known = (done and not self.lies) or set(self.tokens) <= self.cancelled
         return bool(self.failed) or self.told_to_end or (over and known)
@@ -119,7 +119,7 @@ class Book:
 
 
 def check_tokens(tries: Iterable[Try]) -> None:
-    """What was told of each choice is the beginning of what it gives alone, and all of it if it has finished."""
+    """Each choice told the beginning of what it gives alone, and all of it if it has finished."""
     for ours in tries:
         handoff = ours.ready.handoff
         for choice, tokens in ours.tokens.items():
@@ -129,7 +129,7 @@ def check_tokens(tries: Iterable[Try]) -> None:
 
 
 def check_left(engine: Engine, cache: MemoryPrefixCache, tries: Iterable[Try]) -> None:
-    """What is left in the pool and what was written back is right, and none of it is of those that may not write."""
+    """The content of pool and write-backs is right, and none of it is of attempts that may not write."""
     chains = [(ids, ours.salt) for ours in tries for ids in ours.chains()]
     check_pool(engine, chains)
     truth = {
@@ -167,7 +167,7 @@ def check_pool(engine: Engine, chains: Sequence[tuple[Sequence[int], bytes]]) ->
 
 
 async def read_prefix(exports: ExportRegistry, engine: Engine, ours: Try) -> bool:
-    """Fetch what an attempt has pinned; False if its export is over before. What comes is what was named."""
+    """Fetch the pages that an attempt has pinned; False if its export is over before. They are the named ones."""
     kv_format = engine.spec.kv_format
     expected = prefill(ours.named[: ours.cached]) if ours.cached else None
     try:

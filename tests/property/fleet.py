@@ -247,7 +247,7 @@ class Worker:
         request = self.fleet.prefilled.get(held.start.source.transfer_id) if held.start else None
         if request is None or self.silent:
             return False
-        messages, newcomer = [], not held.said
+        messages, without_token = [], not held.said
         for choice in request.choice_indexes:
             tokens, first = truth(request, choice), len(request.output_token_ids) + 1
             begin = held.said.get(choice, first)
@@ -273,7 +273,7 @@ class Worker:
         ]
         if not going:
             self.held.pop((held.key.request_id, held.key.attempt), None)
-        if newcomer or not going:
+        if without_token or not going:
             self.changed()
         return bool(messages)
 

@@ -1,4 +1,4 @@
-"""Deaths of workers and breaks of sessions in simulated time: who is found guilty, and who goes on."""
+"""Deaths of workers and breaks of sessions in simulated time: which requests are blamed, and which continue."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_stream_survives_any_number_of_faults_that_lie_far_apart() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_nobody_is_found_guilty_in_a_storm(seed: int) -> None:
+def test_no_request_is_blamed_in_a_storm(seed: int) -> None:
     random.seed(seed)
 
     async def work() -> None:

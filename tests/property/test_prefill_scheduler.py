@@ -37,7 +37,7 @@ class Known:
     leader: Prompt | None = None
     overtaken_s: float = 0.0
     found: dict[Prompt, float] = field(default_factory=dict)
-    """Those that were there when it came, and for how long later ones had been computed before them."""
+    """Prompts that were there when it came, and for how long later ones had been computed before them."""
 
 
 class PrefillSchedulerMachine(RuleBasedStateMachine):
@@ -94,7 +94,7 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
         return leader in self.prompts and not leader.started
 
     def prepared_before(self, work: Prompt) -> list[Prompt]:
-        """Those that have pages, have not begun, and go before it."""
+        """Prompts that have pages, have not begun, and go before it."""
         rank = self.scheduler.rank
         prepared = [each for each in self.prompts if each.stage in (Stage.LOADING, Stage.READY) and not each.started]
         return [each for each in prepared if (rank(each), each.order) < (rank(work), work.order)]

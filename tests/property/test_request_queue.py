@@ -78,7 +78,7 @@ class RequestQueueMachine(RuleBasedStateMachine):
                 self.first = entry
             else:
                 self._joined(entry, 0)
-                # What it had was no turn.
+                # It had no turn.
                 self.passed[entry.tenant] = {}
                 for times in self.passed.values():
                     times[entry.tenant] = max(times.get(entry.tenant, 0) - 1, 0)

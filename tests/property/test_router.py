@@ -89,7 +89,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.pipeline = Pipeline(self.pool, self.dispatcher, config, Threads(1))
 
     async def _serve(self, client: Client) -> None:
-        """What the servicer does."""
+        """Serve requests as the servicer does."""
         request = client.request
         output = OutputProcessor(request, self.loop.time)
         serving = asyncio.create_task(self.pipeline.run(request, output))

@@ -1,4 +1,4 @@
-"""What a client says about itself: its API key and its certificates."""
+"""Credentials of a client: its API key and its certificates."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_a_client_shows_its_certificate() -> None:
         ({"key": "x.key"}, "^cert: is missing"),
         ({"ca": "/nowhere"}, "^ca: '/nowhere' can't be read: No such file"),
         ({"cert": fleet() / "client.crt", "key": fleet() / "ca.key"}, "^key: .*ca.key' is not the key of the certif"),
-        ({"ca": __file__}, "^ca: .*_security.py' is no PEM file"),
+        ({"ca": __file__}, "^ca: .*_security.py' is not a PEM file"),
     ],
 )
 async def test_a_bad_setting_is_named(client: Any, security: dict[str, Any], words: str) -> None:

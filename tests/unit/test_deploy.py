@@ -30,7 +30,7 @@ CONFIGS = {"router": RouterConfig, "prefill_svc": PrefillConfig, "decode_svc": D
 
 
 def configured(module: str, environment: dict[str, str]) -> Any:
-    """What a service makes of its variables."""
+    """Settings that a service makes of its variables."""
     settings: Any = CONFIGS[module]
     with patch.dict(os.environ, environment, clear=True):
         return load(settings, [])
@@ -77,7 +77,7 @@ def kubernetes_environments() -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def patched(base: Any, patch: Any) -> Any:
-    """What kustomize makes of the two, as far as our patches go: objects merge, lists merge by name."""
+    """Merge of the two as kustomize does it, as far as our patches go: objects merge, lists merge by name."""
     if isinstance(base, dict) and isinstance(patch, dict):
         return base | {key: patched(base.get(key), value) for key, value in patch.items()}
     if isinstance(base, list) and isinstance(patch, list):
@@ -227,7 +227,7 @@ def compose_redis() -> tuple[list[str], int]:
 
 
 def shell_default(text: str) -> str:
-    """What Compose makes of a text where no variable is set."""
+    """Text after Compose has filled in defaults, where no variable is set."""
     return re.sub(r"\$\{\w+:-(.*)\}", r"\1", text)
 
 

@@ -71,7 +71,7 @@ EDGES = (
     "router.workers.calls",
     "router.workers.pool",
 )
-"""Where generated stubs may be used: servicers and their registration, conversion, and who calls a stub."""
+"""Modules that may use generated stubs: servicers and their registration, conversion, and callers of a stub."""
 
 TORCH_FREE = ("baton", "baton.client", "baton.cli.main", "router.app", "router.__main__")
 

@@ -64,8 +64,8 @@ def test_keys_added_at_the_same_time_are_all_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("document", "problem"),
     [
-        ("{", r"^is no JSON: "),
-        ("[" * 100_000, r"^is no JSON: "),
+        ("{", r"^is not JSON: "),
+        ("[" * 100_000, r"^is not JSON: "),
         ([], r"^the file: must be an object, got \[\]$"),
         ({}, r"^the file\.keys: is missing$"),
         ({"keys": {}}, r"^keys: must be a list, got \{\}$"),
@@ -82,7 +82,7 @@ def test_keys_added_at_the_same_time_are_all_kept(tmp_path: Path) -> None:
         ({"keys": [{"sha256": HASH, "tenant": "a", "max_streams": True}]}, r"max_streams: must be .* got True$"),
         ({"keys": [{"sha256": HASH, "tenant": "a", "max_streams": 0}]}, r"max_streams: must be .* got 0$"),
         ({"keys": [{"sha256": HASH, "tenant": "a", "admin": 1}]}, r"admin: must be true or false, got 1$"),
-        ({"keys": [{"sha256": HASH, "tenant": t} for t in "ab"]}, r"^keys\[1\]\.sha256: is there twice, got 'abab"),
+        ({"keys": [{"sha256": HASH, "tenant": t} for t in "ab"]}, r"^keys\[1\]\.sha256: appears twice, got 'abab"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_named(document: Any, problem: str) -> None:

@@ -37,7 +37,6 @@ class GrpcTarget:
         await asyncio.gather(*(client.close() for client in self._clients))
 
     async def send(self, job: Job, outcome: Outcome) -> None:
-        """See Target."""
         stream = next(self._turns).generate(
             job.prompt, cache_salt=job.cache_salt, max_tokens=job.output_tokens, temperature=0.0, ignore_eos=True
         )
@@ -54,7 +53,7 @@ class GrpcTarget:
             raise RequestFailed(type(error).__name__, str(error)) from None
 
     async def vocab_size(self) -> int | None:
-        """See Target. Asked on every connection, so that none is made while requests are timed."""
+        """Asked on every connection, so that none is made while requests are timed."""
         asked = (client.get_model(timeout=_ASK_S) for client in self._clients)
         try:
             return (await asyncio.gather(*asked))[0].vocab_size

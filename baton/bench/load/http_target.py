@@ -57,7 +57,6 @@ class HttpTarget:
         self._tokenizer = _tokenizer(place.tokenizer) if place.tokenizer else None
 
     async def send(self, job: Job, outcome: Outcome) -> None:
-        """See Target."""
         reader = _Reader(job, outcome)
         try:
             async with self._session.post(
@@ -75,7 +74,6 @@ class HttpTarget:
         reader.end()
 
     async def vocab_size(self) -> int | None:
-        """See Target."""
         return self._tokenizer.get_vocab_size() if self._tokenizer else None
 
     def _request(self, job: Job) -> bytes:
@@ -155,7 +153,7 @@ class _Reader:
         """The stream has ended. Raises RequestFailed if the output is not complete."""
         outcome = self._outcome
         if not (self.done or self._finish):
-            raise RequestFailed("cut short", f"the stream ended after {outcome.tokens} tokens without saying so")
+            raise RequestFailed("cut short", f"the stream ended after {outcome.tokens} tokens without its final event")
         if not self._exact:
             if self._usage is not None:
                 outcome.tokens = self._usage

@@ -11,7 +11,7 @@ from baton.bench.load.workload import Job
 
 
 class Ending(StrEnum):
-    """How a request ended."""
+    """End of a request."""
 
     FINISHED = "finished"
     FAILED = "failed"

@@ -87,11 +87,11 @@ def _line(number: int, text: str) -> Line:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest("prompt", f"is no JSON: {error}") from None
+        raise InvalidRequest("prompt", f"is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise InvalidRequest("prompt", f"must be an object, got {preview(values)}")
     if unknown := values.keys() - set(_FIELDS):
-        raise InvalidRequest(min(unknown), f"is none of {', '.join(_FIELDS)}")
+        raise InvalidRequest(min(unknown), f"unknown field; known are {', '.join(_FIELDS)}")
     name, prompt = _only(values, tuple(_PROMPT), f"must have one of {', '.join(_PROMPT)}")
     if not prompt or _kind(prompt) not in _PROMPT[name]:
         raise InvalidRequest(name, f"must be {' or '.join(_PROMPT[name])} that is not empty, got {preview(prompt)}")
@@ -112,7 +112,7 @@ def _kind(prompt: Any) -> str | None:
 
 
 def _only(values: dict[str, Any], names: Sequence[str], problem: str, at_least: int = 1) -> tuple[str, Any]:
-    """The one of `names` that a line has, and its value; an empty name if it has none and may have none."""
+    """Name from `names` that a line has, and its value; an empty name if it has none and may have none."""
     found = [name for name in names if name in values]
     if not at_least <= len(found) <= 1:
         raise InvalidRequest("prompt", f"{problem}, got {', '.join(found) or 'none'}")

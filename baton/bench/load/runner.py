@@ -3,7 +3,7 @@
 An open loop sends each request when it is due, whether or not earlier ones have ended. With a cap it waits, for at
 most `timeout_s`, until fewer requests than that are in flight; this wait is not part of the lateness. A closed loop has
 `concurrency` users; each one sends the next request when its last one has ended. After a failure a user waits for the
-time that the server asks for, or AGAIN_S, so that it does not flood a server that refuses at once. The server or
+time that the server asks for, or RETRY_S, so that it does not flood a server that refuses at once. The server or
 `timeout_s` ends every request. When the time of a run is over, it waits for the open requests: for at most `timeout_s`,
 or twice that with a cap.
 """
@@ -19,19 +19,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from baton.bench.load.outcome import Ending, Outcome, RequestFailed
-from baton.bench.load.targets import AGAIN_S, Target
+from baton.bench.load.targets import RETRY_S, Target
 from baton.bench.load.workload import Job
 
 MAX_OPEN = 16384
 """Largest number of open requests. If more are due in an open loop, they count as failed: the server is far behind."""
 
-MOST_PAUSE_S = 10.0
+MAX_PAUSE_S = 10.0
 """Longest time that a user of a closed loop waits because the server asks for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """When to stop: after `requests` requests or `seconds` seconds, whichever comes first; None means no limit.
+    """End of a run: after `requests` requests or `seconds` seconds, whichever comes first; None means no limit.
 
     `concurrency` is that of a closed loop, None for an open one, whose jobs have times. `max_concurrency` limits the
     requests in flight of an open loop.
@@ -111,8 +111,8 @@ class LoadRun:
         return len(self.outcomes) - sum(self.endings.values())
 
     @property
-    def share(self) -> float:
-        """The part of the plan that is done, in [0, 1]; 0 for a plan without end."""
+    def progress(self) -> float:
+        """The fraction of the plan that is done, in [0, 1]; 0 for a plan without end."""
         done = [0.0]
         if self.plan.requests:
             done.append((len(self.outcomes) - self.open) / self.plan.requests)
@@ -217,7 +217,7 @@ class LoadRun:
             outcome.ending = Ending.FINISHED
         except RequestFailed as error:
             outcome.ending, outcome.kind, outcome.message = error.ending, error.kind, str(error)
-            pause = AGAIN_S if error.retry_after is None else max(AGAIN_S, min(error.retry_after, MOST_PAUSE_S))
+            pause = RETRY_S if error.retry_after is None else max(RETRY_S, min(error.retry_after, MAX_PAUSE_S))
         except TimeoutError:
             outcome.ending, outcome.kind = Ending.FAILED, "timeout"
             outcome.message = f"not ended within {self.plan.timeout_s:g} s, after {outcome.tokens} tokens"

@@ -36,7 +36,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class LoadSettings:
-    """What is measured.
+    """Settings of a measurement.
 
     `prompts` are those of the file named `prompt_file`, in place of random ones. `max_concurrency` caps open loops.
     """
@@ -115,7 +115,7 @@ def _jobs(settings: LoadSettings, load: Load, seed: str, vocab_size: int) -> Ite
 
 
 def _workload(settings: LoadSettings, load: Load, vocab_size: int) -> dict[str, Any]:
-    """What was sent, with all that is needed to send it again."""
+    """Requests that were sent, with all that is needed to send them again."""
     own: dict[str, Any]
     if settings.prompts:
         own = {"prompt_file": settings.prompt_file, "prompts": len(settings.prompts)}

@@ -43,7 +43,7 @@ async def bar(run: LoadRun, console: Console) -> AsyncIterator[None]:
 
 async def _draw(run: LoadRun, progress: Progress, task: Any) -> None:
     while True:
-        progress.update(task, completed=run.share, description=_words(run))
+        progress.update(task, completed=run.progress, description=_words(run))
         progress.refresh()
         await asyncio.sleep(_REFRESH_S)
 

@@ -17,7 +17,7 @@ from baton.errors import ConfigError
 CONNECTIONS = 8
 """To a Baton router, if nothing else is set."""
 
-AGAIN_S = 0.2
+RETRY_S = 0.2
 """Between two tries to reach a server that is still starting."""
 PROBE = Job([1, 2, 3, 4], 1)
 TEXT_PROBE = Job("Hello", 1)
@@ -67,7 +67,7 @@ def is_grpc(url: str) -> bool:
         return True
     if parts.scheme in ("http", "https") and parts.netloc and parts.path.endswith("/completions"):
         if parts.path.endswith("/chat/completions"):
-            raise ValueError("chat takes no token ids; name the server's /v1/completions")
+            raise ValueError("chat accepts no token ids; give the server's /v1/completions")
         return False
     raise ValueError(f"must be grpc://HOST:PORT or http://HOST:PORT/v1/completions, got {url!r}")
 
@@ -87,4 +87,4 @@ async def wait_until_ready(target: Target, wait_s: float, timeout_s: float, prob
         except RequestFailed as error:
             if (error.kind not in _NOT_THERE and error.ending is not Ending.REFUSED) or time.monotonic() >= end:
                 raise
-        await asyncio.sleep(AGAIN_S)
+        await asyncio.sleep(RETRY_S)

@@ -47,7 +47,7 @@ class Lengths:
 
 
 def lengths(text: str) -> Lengths:
-    """What the command line describes: N, or uniform:LOW:HIGH. Raises ValueError that says what is wrong."""
+    """Lengths from the command line: N, or uniform:LOW:HIGH. Raises ValueError that says what is wrong."""
     kind, *values = text.split(":")
     if (kind == "uniform" and len(values) != 2) or (kind != "uniform" and values):
         raise ValueError("must be N or uniform:LOW:HIGH")

@@ -122,7 +122,7 @@ class HostPrefixCache(NullPrefixCache):
         if size > self._capacity or (parent is not None and parent not in self._payloads):
             return False
         run = _ChainRun() if parent is None else self._run_of[parent]
-        dropped = self._make_room(size, run)
+        dropped = self._evict(size, run)
         kept = self._bytes + size <= self._capacity
         if kept:
             self._payloads[digest] = payload
@@ -173,7 +173,7 @@ class HostPrefixCache(NullPrefixCache):
         self._notify(tuple(self._payloads), ())
 
     async def stats(self) -> list[CacheTier]:
-        """The one tier."""
+        """Figures of the single tier."""
         return [CacheTier(TIER, len(self._payloads), self._bytes, self._capacity, self._hits, self._misses)]
 
     async def clear(self, *, shared: bool) -> list[CacheTier]:
@@ -200,7 +200,7 @@ class HostPrefixCache(NullPrefixCache):
         self._run_of[digest] = run
         self._entries += 1
 
-    def _make_room(self, size: int, keep: _ChainRun) -> list[bytes]:
+    def _evict(self, size: int, keep: _ChainRun) -> list[bytes]:
         """Evict until `size` fits, or `keep` is the oldest run; returns the evicted digests."""
         dropped: list[bytes] = []
         while self._bytes + size > self._capacity and self._runs and self._runs[0] is not keep:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from baton.kv.prefix.contract import FetchRate
 from baton.rates import DecayingAverage, DecayingRate
 
-ENOUGH_BYTES = 256 << 10
+MIN_SAMPLE_BYTES = 256 << 10
 """Bytes of the smallest fetch that is used to measure a rate."""
 
 _LATENCY_WEIGHT = 0.2
@@ -24,7 +24,7 @@ class Throughput:
 
     def record_fetch(self, size: int, seconds: float) -> None:
         """Record a fetch of `size` bytes that took `seconds`."""
-        if size >= ENOUGH_BYTES and seconds > 0:
+        if size >= MIN_SAMPLE_BYTES and seconds > 0:
             self._bytes_per_s.add(size, seconds)
 
     @property

@@ -31,7 +31,7 @@ from baton.kv.prefix.contract import CacheTier, FetchRate, Hits, Payload, Prefix
 from baton.kv.prefix.host import TIER, HostPrefixCache, slices
 from baton.kv.prefix.write_filter import BlockState, WriteFilter
 
-TOUCH_SHARE = 1 / 8
+TOUCH_FRACTION = 1 / 8
 
 
 class TieredPrefixCache:
@@ -47,11 +47,11 @@ class TieredPrefixCache:
         shared: PrefixCache,
         writes: str = "first",
         *,
-        touch_share: float = TOUCH_SHARE,
+        touch_fraction: float = TOUCH_FRACTION,
         write_filter: WriteFilter | None = None,
     ) -> None:
         self._host, self._shared = host, shared
-        self._touch_share = touch_share
+        self._touch_fraction = touch_fraction
         self._write_filter = write_filter or WriteFilter()
         self._write_states = {
             "first": (BlockState.ONCE, BlockState.AGAIN, BlockState.REFUSED),
@@ -164,7 +164,7 @@ class TieredPrefixCache:
 
     def touch(self, digests: Sequence[bytes]) -> None:
         """Renew the expiry of the blocks in the store, if the call is one of the sample."""
-        if digests and random.random() < self._touch_share:
+        if digests and random.random() < self._touch_fraction:
             self._shared.touch(digests)
 
     def fetch_rates(self) -> Mapping[str, FetchRate]:

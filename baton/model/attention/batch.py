@@ -63,8 +63,8 @@ class AttentionBatch:
             raise ValueError(f"{counts}, {page_tables.shape[0]} page tables")
         for query, context in zip(queries, contexts, strict=True):
             if not 1 <= query <= context <= page_tables.shape[1] * page_size:
-                room = f"{page_tables.shape[1]} pages of {page_size}"
-                raise ValueError(f"query length {query} and context length {context} with {room}")
+                capacity = f"{page_tables.shape[1]} pages of {page_size}"
+                raise ValueError(f"query length {query} and context length {context} with {capacity}")
         return cls(queries, contexts, page_tables, page_size, host)
 
     def select(self, tokens: Sequence[int]) -> AttentionBatch:

@@ -60,7 +60,7 @@ def supports(dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int, head_dim
 
 
 class FlashAttention:
-    """See the module's text.
+    """Attention backend on flash-attn.
 
     A step's call waits for nothing and reads no length on the host, so it can be captured in a CUDA graph: as of
     flash-attn 2.8.3; later sources check the longest context on the host. How far it splits a context over the device
@@ -73,12 +73,10 @@ class FlashAttention:
         self._kernels = kernels
 
     def append(self, kv: KvCache, layer: int, k: Tensor, v: Tensor, batch: AttentionBatch) -> None:
-        """See AttentionBackend."""
         kv.write(KEYS, layer, batch.slots, k)
         kv.write(VALUES, layer, batch.slots, v)
 
     def attend(self, kv: KvCache, layer: int, q: Tensor, batch: AttentionBatch, window: int | None) -> Tensor:
-        """See AttentionBackend."""
         keys, values = kv.pages(KEYS, layer), kv.pages(VALUES, layer)
         if batch.is_step:
             return self._kernels.with_kvcache(
@@ -106,7 +104,6 @@ class FlashAttention:
     def attend_segment(
         self, q: Tensor, k: Tensor, v: Tensor, distance: int, window: int | None
     ) -> tuple[Tensor, Tensor]:
-        """See AttentionBackend."""
         limits = segment_window(len(q), len(k), distance, window)
         if limits is None:
             return attend_segment(q, k, v, distance, window)

@@ -33,7 +33,6 @@ class SegmentedAttention:
         self._new: dict[int, tuple[Tensor, Tensor]] = {}
 
     def append(self, kv: KvCache, layer: int, k: Tensor, v: Tensor, batch: AttentionBatch) -> None:
-        """See AttentionBackend."""
         if (rest := batch.on_device) is not None:
             self._device.append(kv, layer, k[rest.tokens], v[rest.tokens], rest.batch)
         for row, pages in self._host.tables.items():
@@ -44,7 +43,7 @@ class SegmentedAttention:
             self._host.source.store(layer, pages, range(context - len(tokens), context), own_k, own_v)
 
     def attend(self, kv: KvCache, layer: int, q: Tensor, batch: AttentionBatch, window: int | None) -> Tensor:
-        """See AttentionBackend; each sequence's queries are the last of the tokens that it appended."""
+        """Each sequence's queries are the last of the tokens that it appended."""
         result = torch.empty_like(q)
         if (rest := batch.on_device) is not None:
             result[rest.tokens] = self._device.attend(kv, layer, q[rest.tokens], rest.batch, window)

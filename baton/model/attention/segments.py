@@ -43,7 +43,7 @@ def split(layer: int, row: int, pages: Sequence[int], tokens: range, size: int) 
 
 
 class SegmentSource(Protocol):
-    """See the module's text. One forward pass uses it at a time."""
+    """Source of segments. One forward pass uses it at a time."""
 
     size: int
     """Tokens of a segment."""
@@ -81,24 +81,18 @@ class SegmentViews:
         self._kv = kv
 
     def store(self, layer: int, pages: Sequence[int], tokens: range, k: Tensor, v: Tensor) -> None:
-        """See SegmentSource."""
         _store(self._kv, layer, pages, tokens, k, v)
 
-    def wait_stored(self, layer: int) -> None:
-        """See SegmentSource."""
+    def wait_stored(self, layer: int) -> None: ...
 
-    def prefetch(self, segment: Segment) -> None:
-        """See SegmentSource."""
+    def prefetch(self, segment: Segment) -> None: ...
 
     def open(self, segment: Segment) -> tuple[Tensor, Tensor]:
-        """See SegmentSource."""
         return self._view(KEYS, segment), self._view(VALUES, segment)
 
-    def close(self, segment: Segment) -> None:
-        """See SegmentSource."""
+    def close(self, segment: Segment) -> None: ...
 
-    def end(self) -> None:
-        """See SegmentSource."""
+    def end(self) -> None: ...
 
     def _view(self, part: str, segment: Segment) -> Tensor:
         spans = list(self._kv.spans(part, segment.layer, segment.pages, segment.tokens))
@@ -147,7 +141,6 @@ class SegmentRing:
         self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def store(self, layer: int, pages: Sequence[int], tokens: range, k: Tensor, v: Tensor) -> None:
-        """See SegmentSource."""
         main = torch.cuda.current_stream(self._device)
         if self._last is not None:
             # Its memory goes to other tensors of this stream.
@@ -161,20 +154,17 @@ class SegmentRing:
         self._last = _Stored(event, (k, v))
 
     def wait_stored(self, layer: int) -> None:
-        """See SegmentSource."""
         if (event := self._stored.get(layer)) is not None:
             event.synchronize()
 
     def prefetch(self, segment: Segment) -> None:
-        """See SegmentSource."""
         if segment not in self._loaded and self._idle:
             self._load(segment)
 
     def open(self, segment: Segment) -> tuple[Tensor, Tensor]:
-        """See SegmentSource."""
         if segment not in self._loaded:
             if not self._idle:
-                # What was fetched ahead was not what came next.
+                # The segment that was fetched ahead was not the next one.
                 stale = next(each for each in self._loaded if each not in self._open)
                 self._idle.append(self._loaded.pop(stale))
             self._load(segment)
@@ -184,7 +174,6 @@ class SegmentRing:
         return buffer.parts[0][:count], buffer.parts[1][:count]
 
     def close(self, segment: Segment) -> None:
-        """See SegmentSource."""
         self._open.discard(segment)
         buffer = self._loaded.pop(segment)
         buffer.read = torch.cuda.Event()
@@ -192,7 +181,6 @@ class SegmentRing:
         self._idle.append(buffer)
 
     def end(self) -> None:
-        """See SegmentSource."""
         main = torch.cuda.current_stream(self._device)
         main.wait_stream(self._in)
         main.wait_stream(self._out)
@@ -207,15 +195,15 @@ class SegmentRing:
             if event is not None:
                 self._in.wait_event(event)
         with torch.cuda.stream(self._in):
-            for part, room in zip((KEYS, VALUES), buffer.parts, strict=True):
-                _copy(room, self._kv.spans(part, segment.layer, segment.pages, segment.tokens))
+            for part, target in zip((KEYS, VALUES), buffer.parts, strict=True):
+                _copy(target, self._kv.spans(part, segment.layer, segment.pages, segment.tokens))
             buffer.ready.record(self._in)
 
 
-def _copy(room: Tensor, spans: Iterable[Tensor]) -> None:
+def _copy(target: Tensor, spans: Iterable[Tensor]) -> None:
     at = 0
     for span in spans:
-        room[at : at + len(span)].copy_(span, non_blocking=True)
+        target[at : at + len(span)].copy_(span, non_blocking=True)
         at += len(span)
 
 

@@ -23,26 +23,24 @@ _SCORES = 1 << 24
 
 
 class TorchAttention:
-    """See the module's text and `baton.model.attention.backend`."""
+    """Attention by torch's operators."""
 
     name = "torch"
     blocks = 0
     """Blocks of queries that this process has begun, in all instances: what shows that a long layer goes on."""
 
     def append(self, kv: KvCache, layer: int, k: Tensor, v: Tensor, batch: AttentionBatch) -> None:
-        """See AttentionBackend."""
         kv.write(KEYS, layer, batch.slots, k)
         kv.write(VALUES, layer, batch.slots, v)
 
     def attend(self, kv: KvCache, layer: int, q: Tensor, batch: AttentionBatch, window: int | None) -> Tensor:
-        """See AttentionBackend."""
         sequences = zip(q.split(batch.query_lens), batch.page_tables, batch.context_lens, strict=True)
         return torch.cat([_attend(kv, layer, *sequence, window) for sequence in sequences])
 
     def attend_segment(
         self, q: Tensor, k: Tensor, v: Tensor, distance: int, window: int | None
     ) -> tuple[Tensor, Tensor]:
-        """See AttentionBackend; computed in float32."""
+        """Computed in float32."""
         return attend_segment(q, k, v, distance, window)
 
 
@@ -74,7 +72,7 @@ def _read(pages: Tensor, table: Tensor, first: int, end: int) -> Tensor:
 
 
 def attend_segment(q: Tensor, k: Tensor, v: Tensor, distance: int, window: int | None) -> tuple[Tensor, Tensor]:
-    """See `AttentionBackend.attend_segment`; computed in float32, or as it comes in float64, some queries at a time."""
+    """Computed in float32, or as it comes in float64, some queries at a time."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     (tokens, heads, dim), (keys, kv_heads, _) = q.shape, k.shape
     result = torch.empty(q.shape, dtype=dtype, device=q.device)

@@ -36,7 +36,7 @@ def supports(dtype: torch.dtype, head_dim: int) -> bool:
 
 
 class VarlenAttention:
-    """See the module's text. Lengths are read on the host, so a step can't be captured in a CUDA graph."""
+    """Attention by torch's varlen kernel. Lengths are read on the host, so a step can't be captured in a CUDA graph."""
 
     name = "varlen"
 
@@ -55,12 +55,10 @@ class VarlenAttention:
         return cls(partial(varlen_attn, enable_gqa=True) if told else varlen_attn, AuxRequest(lse=True))
 
     def append(self, kv: KvCache, layer: int, k: Tensor, v: Tensor, batch: AttentionBatch) -> None:
-        """See AttentionBackend."""
         kv.write(KEYS, layer, batch.slots, k)
         kv.write(VALUES, layer, batch.slots, v)
 
     def attend(self, kv: KvCache, layer: int, q: Tensor, batch: AttentionBatch, window: int | None) -> Tensor:
-        """See AttentionBackend."""
         k, v = (kv.read(part, layer, batch.context_slots).to(q.dtype) for part in (KEYS, VALUES))
         lengths = batch.cu_query_lens, batch.cu_context_lens, max(batch.query_lens), max(batch.context_lens)
         # A step's token sees all keys: without limits, the kernels split a context over the device.
@@ -71,7 +69,6 @@ class VarlenAttention:
     def attend_segment(
         self, q: Tensor, k: Tensor, v: Tensor, distance: int, window: int | None
     ) -> tuple[Tensor, Tensor]:
-        """See AttentionBackend."""
         limits = segment_window(len(q), len(k), distance, window)
         if limits is None:
             return attend_segment(q, k, v, distance, window)

@@ -1,10 +1,10 @@
-// What the shared library shows to its callers. All other symbols are hidden.
+// Symbols of the shared library that its callers see. All others are hidden.
 #pragma once
 
 #define BATON_API extern "C" __attribute__((visibility("default")))
 
 // Raise it whenever an exported function, a struct or a meaning changes; `ABI` in library.py follows.
-#define BATON_NATIVE_ABI 1
+#define BATON_NATIVE_ABI 2
 
 BATON_API int baton_native_abi();
 

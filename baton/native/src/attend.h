@@ -11,7 +11,7 @@
 namespace baton {
 namespace {
 
-alignas(64) const float kNothing[kMaxHeadDim] = {};
+alignas(64) const float kZeros[kMaxHeadDim] = {};
 
 // The next vector of `size` elements from `at` on, zeros after its end.
 template <class T>
@@ -22,13 +22,13 @@ inline F load_at(const T* from, int at, int size) {
   return Vec::load(lanes);
 }
 
-// Where the keys and values of block [first, first + 64) lie; rows of zeros for those outside [low, high).
+// Addresses of the keys and values of block [first, first + 64); rows of zeros for those outside [low, high).
 template <class T>
 struct Slots {
   const T *keys[kKeys], *values[kKeys];
 
   Slots(const Attention& a, int64_t first) {
-    for (int i = 0; i < kKeys; ++i) keys[i] = values[i] = reinterpret_cast<const T*>(kNothing);
+    for (int i = 0; i < kKeys; ++i) keys[i] = values[i] = reinterpret_cast<const T*>(kZeros);
     const int64_t end = first + kKeys < a.high ? first + kKeys : a.high;
     int64_t key = first > a.low ? first : a.low, page = key / a.page_size, offset = key % a.page_size;
     for (; key < end; ++page, offset = 0) {
@@ -41,21 +41,21 @@ struct Slots {
   }
 };
 
-// Rows of a block that will be read, on their way to the caches, `share` at a time: a core drops prefetches while about
+// Prefetches of rows of a block that will be read, `step` at a time: a core drops prefetches while about
 // 24 are under way. GCC 12 leaves out calls of a function that does nothing but prefetch; this one counts too.
 template <class T, int kCache>
-class Ahead {
+class Prefetcher {
  public:
-  Ahead(const T* const* rows, int head_dim, int share) : rows_(rows), head_dim_(head_dim), share_(share) {}
+  Prefetcher(const T* const* rows, int head_dim, int step) : rows_(rows), head_dim_(head_dim), step_(step) {}
 
   void fetch() {
-    for (const int end = next_ + share_; next_ < end && next_ < kKeys; ++next_)
+    for (const int end = next_ + step_; next_ < end && next_ < kKeys; ++next_)
       for (int d = 0; d < head_dim_; d += 64 / int(sizeof(T))) __builtin_prefetch(rows_[next_] + d, 0, kCache);
   }
 
  private:
   const T* const* rows_;
-  const int head_dim_, share_;
+  const int head_dim_, step_;
   int next_ = 0;
 };
 
@@ -64,13 +64,13 @@ template <class Page>
 struct Exact {
   using T = Page;
   using X = float;                        // of queries, and of keys, values and weights as they are multiplied
-  static constexpr int kUnit = 16;  // queries and keys are padded to a multiple of this
+  static constexpr int kPadding = 16;     // queries and keys are padded to a multiple of this
   static constexpr int kCache = 3;        // to which keys and values are fetched ahead, as __builtin_prefetch counts
 
   // Keys as columns: out[panel][padded head_dim][32].
   static void load_keys(const T* const* slots, int size, X* out) {
     for (int k = 0; k < kKeys; k += kLanes) {
-      float* panel = out + k / kPanel * padded(size, kUnit) * kPanel + k % kPanel;
+      float* panel = out + k / kPanel * padded(size, kPadding) * kPanel + k % kPanel;
       for (int d = 0; d < size; d += kLanes) {
         F rows[kLanes];
         for (int i = 0; i < kLanes; ++i) rows[i] = load_at(slots[k + i], d, size);
@@ -126,9 +126,9 @@ inline float weigh(float* row, int low, int high, float& top, float& sum) {
     for (int i = 0; i < kKeys / kLanes; ++i)
       scores[i] = Vec::min(Vec::min(scores[i], Vec::load(from + i * kLanes)), Vec::load(to + i * kLanes));
   }
-  F most = scores[0];
-  for (int i = 1; i < kKeys / kLanes; ++i) most = Vec::max(most, scores[i]);
-  const float found = Vec::most(most);
+  F maxima = scores[0];
+  for (int i = 1; i < kKeys / kLanes; ++i) maxima = Vec::max(maxima, scores[i]);
+  const float found = Vec::largest(maxima);
   float factor = 1;
   if (!(found <= top)) {
     float factors[kLanes];
@@ -164,14 +164,14 @@ inline void weigh_rows(const Attention& a, int64_t block, float* scores, Partial
 }
 
 template <class Math>
-inline void attend_to(const Attention& a, const AttentionRoom& room, Partial result) {
+inline void attend_to(const Attention& a, const AttentionWorkspace& workspace, Partial result) {
   using X = typename Math::X;
   constexpr int kQuarter = kKeys / 4;
   constexpr int kStride = kKeys * sizeof(float) / sizeof(X);  // of weights, which lie in the rows of scores
   const int rows = a.tokens * a.group, size = a.head_dim;
-  const int64_t inputs = padded(size, Math::kUnit), width = padded(size, kPanel), first = a.low / kKeys * kKeys;
-  X *queries = reinterpret_cast<X*>(room.queries), *keys = reinterpret_cast<X*>(room.keys);
-  X *values = reinterpret_cast<X*>(room.values), *weights = reinterpret_cast<X*>(room.scores);
+  const int64_t inputs = padded(size, Math::kPadding), width = padded(size, kPanel), first = a.low / kKeys * kKeys;
+  X *queries = reinterpret_cast<X*>(workspace.queries), *keys = reinterpret_cast<X*>(workspace.keys);
+  X *values = reinterpret_cast<X*>(workspace.values), *weights = reinterpret_cast<X*>(workspace.scores);
   // Weights are powers of 2.
   const F scale = Vec::set(a.scale * 1.44269504f);
   for (int r = 0; r < rows; ++r) {
@@ -185,16 +185,16 @@ inline void attend_to(const Attention& a, const AttentionRoom& room, Partial res
   Slots slots(a, first), next = slots;
   for (int64_t block = first; block < a.high; block += kKeys, slots = next) {
     if (block + kKeys < a.high) next = Slots(a, block + kKeys);
-    Ahead<typename Math::T, Math::kCache> values_ahead(slots.values, size, kQuarter),
+    Prefetcher<typename Math::T, Math::kCache> values_ahead(slots.values, size, kQuarter),
         keys_ahead(next.keys, size, kQuarter);
     values_ahead.fetch();
     Math::load_keys(slots.keys, size, keys);
     values_ahead.fetch();
     for (int panel = 0; panel < kKeys; panel += kPanel) {
-      Math::multiply(queries, inputs, rows, keys + panel * inputs, inputs, room.scores + panel, kKeys, false);
+      Math::multiply(queries, inputs, rows, keys + panel * inputs, inputs, workspace.scores + panel, kKeys, false);
       values_ahead.fetch();
     }
-    weigh_rows<Math>(a, block, room.scores, result);
+    weigh_rows<Math>(a, block, workspace.scores, result);
     keys_ahead.fetch();
     Math::load_values(slots.values, size, values);
     keys_ahead.fetch();
@@ -206,9 +206,9 @@ inline void attend_to(const Attention& a, const AttentionRoom& room, Partial res
 }
 
 template <decltype(Kernels::attend) kAttendBf16>
-void attend(const Attention& query, const AttentionRoom& room, Partial result) {
-  if (query.type == kFloat32) attend_to<Exact<float>>(query, room, result);
-  else kAttendBf16(query, room, result);
+void attend(const Attention& query, const AttentionWorkspace& workspace, Partial result) {
+  if (query.type == kFloat32) attend_to<Exact<float>>(query, workspace, result);
+  else kAttendBf16(query, workspace, result);
 }
 
 void merge(Partial into, Partial from, int rows, int head_dim) {
@@ -234,10 +234,10 @@ void finish(Partial result, int tokens, int group, int head_dim, void* out, int6
   const int64_t width = padded(head_dim, kPanel);
   for (int r = 0; r < tokens * group; ++r) {
     T* to = static_cast<T*>(out) + r / group * stride + r % group * head_dim;
-    const float share = 1.0f / result.sum[r], *from = result.out + r * width;
+    const float scale = 1.0f / result.sum[r], *from = result.out + r * width;
     columns_of(
-        head_dim, [&](int d) { Vec::store(to + d, Vec::load(from + d) * Vec::set(share)); },
-        [&](int d) { put(to + d, from[d] * share); });
+        head_dim, [&](int d) { Vec::store(to + d, Vec::load(from + d) * Vec::set(scale)); },
+        [&](int d) { put(to + d, from[d] * scale); });
   }
 }
 
@@ -253,7 +253,7 @@ Kernels table_of(decltype(Kernels::product) multiply_rows) {
   table.store = store;
   table.add = add;
   table.silu = silu<Row>;
-  table.best = best;
+  table.argmax = argmax;
   table.embed = embed<typename Panel::T>;
   table.append = append;
   table.attend = attend<kAttendBf16>;

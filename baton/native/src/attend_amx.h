@@ -17,7 +17,7 @@ constexpr int kTileSize = 512;  // elements of a tile of bfloat16
 constexpr __mmask32 kOdd = 0xAAAAAAAA;
 constexpr int kCache = 2;  // to which keys and values are fetched ahead
 
-// What was stored is in memory for the tile loads that follow: GCC 12 does not know that they read it.
+// Make stores reach memory before the tile loads that follow: GCC 12 does not know that these read it.
 inline void compiler_barrier() { asm volatile("" ::: "memory"); }
 
 // Tiles of queries as the second operand: out[tile][dims / 32][16 pairs of dims][16 queries][2].
@@ -120,14 +120,14 @@ class Softmax {
   // [dims][16 queries].
   void begin(int64_t block, int keys, float* scores, float* out, int64_t dims) {
     mask(block, keys, scores);
-    F most[4] = {Vec::load(scores), Vec::load(scores), Vec::load(scores), Vec::load(scores)};
+    F maxima[4] = {Vec::load(scores), Vec::load(scores), Vec::load(scores), Vec::load(scores)};
     for (int k = 0; k < keys; k += 4)
-      for (int i = 0; i < 4; ++i) most[i] = Vec::max(most[i], Vec::load(scores + (k + i) * kLanes));
-    const F found = Vec::max(Vec::max(most[0], most[1]), Vec::max(most[2], most[3]));
+      for (int i = 0; i < 4; ++i) maxima[i] = Vec::max(maxima[i], Vec::load(scores + (k + i) * kLanes));
+    const F found = Vec::max(Vec::max(maxima[0], maxima[1]), Vec::max(maxima[2], maxima[3]));
     const F old = Vec::load(tops_);
     sum_ = Vec::load(sums_);
     // Weights above 1 are as exact as those below, and sums are seldom brought to another scale.
-    const __mmask16 above = _mm512_cmp_ps_mask(found, old + Vec::set(kRoom), _CMP_GT_OQ);
+    const __mmask16 above = _mm512_cmp_ps_mask(found, old + Vec::set(kMargin), _CMP_GT_OQ);
     top_ = old;
     if (!above) return;
     constexpr int kCeiling = _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC;
@@ -156,7 +156,7 @@ class Softmax {
   }
 
  private:
-  static constexpr float kRoom = 8;  // by how much a score may exceed `top`
+  static constexpr float kMargin = 8;  // by how much a score may exceed `top`
 
   // The last key that the query of a row sees, and the first.
   int64_t last_key(int row) const {
@@ -193,7 +193,7 @@ class Softmax {
 // Of a row that has seen no score. Minus infinity would be NaN, subtracted from itself.
 constexpr float kLowest = -3.40282347e38f;
 
-struct TileRoom {
+struct TileWorkspace {
   Bf16 *queries, *keys, *values;
   alignas(64) float scores[2][kKeys * kLanes];
   alignas(64) Bf16 weights[2][kKeys * kLanes];
@@ -201,16 +201,17 @@ struct TileRoom {
 
 // One block of keys for all queries. In each turn of the loop scores of a tile of queries are multiplied, those of the
 // tile before are weighed, and values of the one before that are added.
-inline void attend_block(const Attention& a, TileRoom& room, Partial result, int64_t block, int dims, int tiles,
-                         const Slots<Bf16>& next) {
+inline void attend_block(const Attention& a, TileWorkspace& workspace, Partial result, int64_t block, int dims,
+                         int tiles, const Slots<Bf16>& next) {
   const int64_t rest = a.high - block;
   const int keys = rest < kKeys ? int(padded(rest, kTileKeys)) : kKeys, steps = keys / kTileKeys;
-  const int panels = dims / 32, share = kKeys / ((tiles + 2) * steps) + 1;
-  Ahead<Bf16, kCache> keys_ahead(next.keys, a.head_dim, share), values_ahead(next.values, a.head_dim, share);
+  const int panels = dims / 32, prefetched = kKeys / ((tiles + 2) * steps) + 1;
+  Prefetcher<Bf16, kCache> keys_ahead(next.keys, a.head_dim, prefetched),
+      values_ahead(next.values, a.head_dim, prefetched);
   for (int turn = 0; turn < tiles + 2; ++turn) {
     const bool multiplies = turn < tiles, weighs = turn > 0 && turn <= tiles, adds = turn > 1;
     const int weighed = weighs ? turn - 1 : 0;
-    float *to = room.scores[turn % 2], *from = room.scores[weighed % 2];
+    float *to = workspace.scores[turn % 2], *from = workspace.scores[weighed % 2];
     Softmax softmax(a, result, weighed * kLanes);
     if (weighs) softmax.begin(block, keys, from, result.out + weighed * kLanes * dims, dims);
     for (int step = 0, panel = 0; step < steps; ++step) {
@@ -218,25 +219,25 @@ inline void attend_block(const Attention& a, TileRoom& room, Partial result, int
       values_ahead.fetch();
       compiler_barrier();
       if (multiplies)
-        score(room.keys + step * kTileKeys * dims, room.queries + turn * kLanes * dims, dims,
+        score(workspace.keys + step * kTileKeys * dims, workspace.queries + turn * kLanes * dims, dims,
               to + step * kTileKeys * kLanes);
       if (adds)
         for (; panel < panels * (step + 1) / steps; ++panel)
-          add_values(room.values + panel * 2 * kTileSteps * kTileSize, room.weights[turn % 2], steps,
+          add_values(workspace.values + panel * 2 * kTileSteps * kTileSize, workspace.weights[turn % 2], steps,
                      result.out + ((turn - 2) * dims + panel * 32) * kLanes);
       if (weighs)
-        softmax.weigh(from + step * kTileKeys * kLanes, room.weights[weighed % 2] + step * kTileSize);
+        softmax.weigh(from + step * kTileKeys * kLanes, workspace.weights[weighed % 2] + step * kTileSize);
     }
     if (weighs) softmax.end();
   }
 }
 
-inline void attend_tiles(const Attention& a, const AttentionRoom& room, Partial result) {
+inline void attend_tiles(const Attention& a, const AttentionWorkspace& workspace, Partial result) {
   const int rows = a.tokens * a.group, tiles = (rows + kLanes - 1) / kLanes, dims = int(padded(a.head_dim, 32));
-  TileRoom own;
-  own.queries = reinterpret_cast<Bf16*>(room.queries);
-  own.keys = reinterpret_cast<Bf16*>(room.keys);
-  own.values = reinterpret_cast<Bf16*>(room.values);
+  TileWorkspace own;
+  own.queries = reinterpret_cast<Bf16*>(workspace.queries);
+  own.keys = reinterpret_cast<Bf16*>(workspace.keys);
+  own.values = reinterpret_cast<Bf16*>(workspace.values);
   load_queries(a, tiles, dims, own.queries);
   for (int64_t i = 0; i < int64_t(tiles) * kLanes * dims; i += kLanes) Vec::store(result.out + i, Vec::zero());
   for (int r = 0; r < tiles * kLanes; ++r) result.top[r] = kLowest, result.sum[r] = 0;
@@ -255,10 +256,10 @@ inline void attend_tiles(const Attention& a, const AttentionRoom& room, Partial 
     float* out = result.out + tile * kLanes * dims;
     __builtin_memcpy(columns, out, kLanes * dims * sizeof(float));
     for (int d = 0; d < dims; d += kLanes) {
-      F part[kLanes];
-      for (int i = 0; i < kLanes; ++i) part[i] = Vec::load(columns + (d + i) * kLanes);
-      Vec::transpose(part);
-      for (int i = 0; i < kLanes; ++i) Vec::store(out + i * dims + d, part[i]);
+      F square[kLanes];
+      for (int i = 0; i < kLanes; ++i) square[i] = Vec::load(columns + (d + i) * kLanes);
+      Vec::transpose(square);
+      for (int i = 0; i < kLanes; ++i) Vec::store(out + i * dims + d, square[i]);
     }
   }
 }

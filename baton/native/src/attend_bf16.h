@@ -12,14 +12,14 @@ namespace {
 struct Pairs {
   using T = Bf16;
   using X = Bf16;
-  static constexpr int kUnit = 32;
+  static constexpr int kPadding = 32;
   static constexpr int kCache = 3;
 
   // Keys as columns of pairs of dimensions: out[panel][padded head_dim / 2][32][2].
   static void load_keys(const Bf16* const* slots, int size, Bf16* out) {
     for (int k = 0; k < kKeys; k += kLanes) {
-      Bf16* panel = out + k / kPanel * padded(size, kUnit) * kPanel + k % kPanel * 2;
-      for (int d = 0; d < size; d += kUnit) {
+      Bf16* panel = out + k / kPanel * padded(size, kPadding) * kPanel + k % kPanel * 2;
+      for (int d = 0; d < size; d += kPadding) {
         F rows[kLanes];
         for (int i = 0; i < kLanes; ++i) rows[i] = _mm512_castsi512_ps(load_pairs(slots[k + i], d, size));
         Vec::transpose(rows);

@@ -24,9 +24,9 @@ int fail(const char* format, ...) {
 
 bool check_model(const BatonModel& m) {
   if (m.head_dim % 2 || m.head_dim < 2 || m.head_dim > kMaxHeadDim)
-    return !fail("head_dim %lld is no multiple of 2 up to %d", Long(m.head_dim), kMaxHeadDim);
+    return !fail("head_dim %lld is not a multiple of 2 up to %d", Long(m.head_dim), kMaxHeadDim);
   if (m.kv_heads < 1 || m.heads < 1 || m.heads % m.kv_heads)
-    return !fail("%lld heads are no multiple of %lld KV heads", Long(m.heads), Long(m.kv_heads));
+    return !fail("%lld heads are not a multiple of %lld KV heads", Long(m.heads), Long(m.kv_heads));
   if (m.layers < 1 || m.hidden < 1 || m.inner < 1 || m.vocab < 1)
     return !fail("a model of %lld layers, %lld hidden, %lld inner and %lld tokens", Long(m.layers), Long(m.hidden),
                  Long(m.inner), Long(m.vocab));

@@ -13,7 +13,7 @@ bool check_threads(int64_t threads) {
   return (threads >= 1 && threads <= 1024) || (fail("%lld threads", static_cast<long long>(threads)), false);
 }
 
-// Attention alone, of what `qkv` holds.
+// Attention alone, of the heads in `qkv`.
 struct Attend {
   Forward forward;
   int64_t layer;
@@ -25,19 +25,19 @@ struct Attend {
     f.compute_angles(region, thread);
     region.barrier();
     f.append(region, thread, a.layer);
-    f.attend(region, f.room.all, a.layer, f.scratch + thread * f.scratch_size);
+    f.attend(region, f.workspace.all, a.layer, f.scratch + thread * f.scratch_size);
     if (f.k.end_thread) f.k.end_thread();
   }
 };
 
 int run(const BatonModel& model, const BatonKv* kv, const BatonBatch* batch, const BatonCall& call, int64_t tokens,
-        BatonRoom& room) {
+        BatonWorkspace& workspace) {
   if (!check_threads(call.threads)) return 1;
   try {
-    Forward forward{model, kv, batch, call, kernels(Type(model.type)), room, tokens};
+    Forward forward{model, kv, batch, call, kernels(Type(model.type)), workspace, tokens};
     forward.reserve();
-    Pool::shared().run(int(call.threads), Forward::work, &forward);
-    if (batch) room.angles_of = forward.lengths();
+    ThreadPool::shared().run(int(call.threads), Forward::work, &forward);
+    if (batch) workspace.angles_of = forward.lengths();
   } catch (const std::exception& error) {
     return fail("%s", error.what());
   }
@@ -49,36 +49,36 @@ int run(const BatonModel& model, const BatonKv* kv, const BatonBatch* batch, con
 
 using namespace baton;
 
-BatonRoom* baton_native_room_new() { return new (std::nothrow) BatonRoom; }
+BatonWorkspace* baton_native_workspace_new() { return new (std::nothrow) BatonWorkspace; }
 
-void baton_native_room_free(BatonRoom* room) { delete room; }
+void baton_native_workspace_free(BatonWorkspace* workspace) { delete workspace; }
 
 int baton_native_forward(const BatonModel* model, const BatonKv* kv, const BatonBatch* batch, const BatonCall* call,
-                         BatonRoom* room) {
+                         BatonWorkspace* workspace) {
   if (!check_model(*model)) return 1;
   const int64_t tokens = check_batch(*model, *kv, *batch, *call);
-  return tokens < 0 ? 1 : run(*model, kv, batch, *call, tokens, *room);
+  return tokens < 0 ? 1 : run(*model, kv, batch, *call, tokens, *workspace);
 }
 
-int baton_native_head(const BatonModel* model, int64_t count, const BatonCall* call, BatonRoom* room) {
+int baton_native_head(const BatonModel* model, int64_t count, const BatonCall* call, BatonWorkspace* workspace) {
   if (!check_model(*model)) return 1;
   if (count < 1) return fail("%lld rows", static_cast<long long>(count));
-  return run(*model, nullptr, nullptr, *call, count, *room);
+  return run(*model, nullptr, nullptr, *call, count, *workspace);
 }
 
 int baton_native_attend(const BatonModel* model, const BatonKv* kv, const BatonBatch* batch, int64_t layer,
-                        int64_t threads, float* qkv, float* out, BatonRoom* room) {
+                        int64_t threads, float* qkv, float* out, BatonWorkspace* workspace) {
   BatonCall call{};
   call.threads = threads;
   call.first = layer;
   call.last = layer + 1;
   const int64_t tokens = check_model(*model) ? check_batch(*model, *kv, *batch, call) : -1;
   if (tokens < 0) return 1;
-  Attend attend{{*model, kv, batch, call, kernels(Type(model->type)), *room, tokens}, layer};
+  Attend attend{{*model, kv, batch, call, kernels(Type(model->type)), *workspace, tokens}, layer};
   Forward& f = attend.forward;
   f.reserve();
   f.qkv = qkv;
-  Pool::shared().run(int(threads), Attend::work, &attend);
+  ThreadPool::shared().run(int(threads), Attend::work, &attend);
   for (int64_t t = 0; t < tokens; ++t)
     for (int64_t i = 0; i < f.query_width; ++i) {
       const char* from = f.attended + (t * f.query_stride + i) * f.element;
@@ -92,13 +92,13 @@ int baton_native_attend(const BatonModel* model, const BatonKv* kv, const BatonB
 int baton_native_start(int64_t threads) {
   if (!check_threads(threads)) return 1;
   try {
-    Pool::shared().start(int(threads));
+    ThreadPool::shared().start(int(threads));
   } catch (const std::exception& error) {
     return fail("%lld threads can't be started: %s", static_cast<long long>(threads), error.what());
   }
   return 0;
 }
 
-int64_t baton_native_units() { return Pool::shared().units(); }
+int64_t baton_native_tasks() { return ThreadPool::shared().tasks(); }
 
-void baton_native_pin(const int32_t* cores, int64_t count) { Pool::shared().pin(cores, int(count)); }
+void baton_native_pin(const int32_t* cores, int64_t count) { ThreadPool::shared().pin(cores, int(count)); }

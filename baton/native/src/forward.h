@@ -1,7 +1,7 @@
 // A forward pass in one parallel region: every thread runs `Forward::work`, whose phases end in barriers.
 //
-// The residual stream is float32. Products are handed out in units of a panel of 32 columns and some rows, attention in
-// units of a few tokens of a sequence, a KV head and, of long contexts, a part of the keys.
+// The residual stream is float32. A task of a product is a panel of 32 columns and some rows. A task of attention is a
+// few tokens of a sequence, a KV head and, of long contexts, a split of the keys.
 
 #pragma once
 
@@ -11,16 +11,16 @@
 #include <vector>
 
 #include "model.h"
-#include "pool.h"
-#include "room.h"
+#include "thread_pool.h"
+#include "workspace.h"
 
 namespace baton {
 namespace {
 
-constexpr int64_t kPart = 1024;      // keys of a part; parts are merged in order, by one thread or by many
-constexpr int64_t kSlotBytes = 256;  // of a slot's heads that one thread reads together
-constexpr int64_t kRowGroup = 512;   // rows whose activations stay in the caches while all panels pass
-constexpr int64_t kSlice = 1024;     // inputs of an MLP's last product at a time, for the same reason
+constexpr int64_t kSplitKeys = 1024;  // keys of a split; splits are merged in order, by one thread or by many
+constexpr int64_t kSlotBytes = 256;   // of a slot's heads that one thread reads together
+constexpr int64_t kRowGroup = 512;    // rows whose activations stay in the caches while all panels pass
+constexpr int64_t kSlice = 1024;      // inputs of an MLP's last product at a time, for the same reason
 
 struct Forward {
   const BatonModel& m;
@@ -28,7 +28,7 @@ struct Forward {
   const BatonBatch* batch;
   const BatonCall& call;
   const Kernels& k;
-  BatonRoom& room;
+  BatonWorkspace& workspace;
   int64_t tokens;
   int64_t samples = call.sampled ? call.samples : tokens;  // rows of hidden states that come out
 
@@ -37,75 +37,75 @@ struct Forward {
   int64_t element = k.rows == kFloat32 ? 4 : 2;
   int64_t hidden_stride = padded(m.hidden, kInputs), query_stride = padded(query_width, kInputs);
   int64_t inner_stride = padded(m.inner, kInputs);
-  int64_t unit_rows = padded(group > k.query_rows ? group : k.query_rows, kRowTile);
-  int64_t state_size = unit_rows * (head_width + 2);  // floats of a Partial
+  int64_t task_rows = padded(group > k.query_rows ? group : k.query_rows, kRowTile);
+  int64_t state_size = task_rows * (head_width + 2);  // floats of a Partial
   int64_t split_rows = padded(group, kRowTile), split_size = split_rows * (head_width + 2);
 
   bool angles_ready = false;
   char *normed, *attended, *inner;
   float *qkv, *angles, *partials;
-  Best* bests;
+  Argmax* maxima;
   float* scratch;
-  int64_t scratch_size = 2 * kRowBlock * kPanel + (unit_rows + 2 * kKeys) * head_width + unit_rows * kKeys +
+  int64_t scratch_size = 2 * kRowBlock * kPanel + (task_rows + 2 * kKeys) * head_width + task_rows * kKeys +
                          2 * state_size;
 
   void reserve() {
     const int64_t rows = tokens + kRowTile;
-    normed = room.normed.reserve_of<char>(rows * hidden_stride * element);
+    normed = workspace.normed.reserve_of<char>(rows * hidden_stride * element);
     scratch_size = padded(scratch_size, 1024);
-    scratch = room.threads.reserve_of(scratch_size * call.threads);
-    if (call.best) bests = room.best.reserve_of<Best>(samples * call.threads);
+    scratch = workspace.threads.reserve_of(scratch_size * call.threads);
+    if (call.argmax) maxima = workspace.maxima.reserve_of<Argmax>(samples * call.threads);
     if (!batch) return;
-    attended = room.attended.reserve_of<char>(rows * query_stride * element);
-    inner = room.inner.reserve_of<char>(rows * inner_stride * element);
-    qkv = room.qkv.reserve_of(tokens * qkv_width);
-    angles_ready = lengths() == room.angles_of;
-    if (!angles_ready) room.angles_of.clear();
-    angles = room.angles.reserve_of(tokens * m.head_dim);
+    attended = workspace.attended.reserve_of<char>(rows * query_stride * element);
+    inner = workspace.inner.reserve_of<char>(rows * inner_stride * element);
+    qkv = workspace.qkv.reserve_of(tokens * qkv_width);
+    angles_ready = lengths() == workspace.angles_of;
+    if (!angles_ready) workspace.angles_of.clear();
+    angles = workspace.angles.reserve_of(tokens * m.head_dim);
     plan();
   }
 
-  // What the angles of a model follow from. The calls of a pass, one for each layer, share them.
+  // Lengths that the angles of a model follow from. The calls of a pass, one for each layer, share them.
   std::vector<int32_t> lengths() const {
     std::vector<int32_t> all(batch->query_lens, batch->query_lens + batch->sequences);
     all.insert(all.end(), batch->context_lens, batch->context_lens + batch->sequences);
     return all;
   }
 
-  // Units of attention: of all tokens, and of those to be sampled after, which the last layer alone needs.
+  // Tasks of attention: of all tokens, and of those to be sampled after, which the last layer alone needs.
   void plan() {
-    room.all.clear();
-    room.sampled.clear();
+    workspace.all.clear();
+    workspace.sampled.clear();
     int64_t token = 0, sample = 0;
     for (int64_t s = 0; s < batch->sequences; ++s) {
       const int64_t query = batch->query_lens[s], position = batch->context_lens[s] - query, end = token + query;
-      add_run(room.all, s, token, token, query, position);
+      add_run(workspace.all, s, token, token, query, position);
       while (call.sampled && sample < samples && call.sampled[sample] < end) {
         const int64_t row = sample, first = call.sampled[sample];
         while (++sample < samples && call.sampled[sample] < end && call.sampled[sample] == first + sample - row) {
         }
-        add_run(room.sampled, s, first, row, sample - row, position + first - token);
+        add_run(workspace.sampled, s, first, row, sample - row, position + first - token);
       }
       token = end;
     }
-    const int64_t most = room.all.partials > room.sampled.partials ? room.all.partials : room.sampled.partials;
-    partials = room.partials.fit_of(most * m.kv_heads * split_size);
+    const int64_t all = workspace.all.partials, sampled = workspace.sampled.partials;
+    partials = workspace.partials.fit_of((all > sampled ? all : sampled) * m.kv_heads * split_size);
   }
 
-  // Units of `count` consecutive new tokens of a sequence, from `token` on, whose results go to rows from `row` on.
+  // Tasks of `count` consecutive new tokens of a sequence, from `token` on, whose results go to rows from `row` on.
   void add_run(Queries& queries, int64_t sequence, int64_t token, int64_t row, int64_t count, int64_t position) const {
     const int64_t together = group >= k.query_rows ? 1 : k.query_rows / group;
-    const int64_t parts = (position + count + kPart - 1) / kPart;
-    if (count == 1 && parts > 1) {
-      queries.splits.push_back({row, queries.partials, parts});
-      for (int64_t part = 0; part < parts; ++part)
-        queries.units.push_back({sequence, token, row, 1, position, part, part + 1, queries.partials++});
+    const int64_t splits = (position + count + kSplitKeys - 1) / kSplitKeys;
+    if (count == 1 && splits > 1) {
+      queries.merges.push_back({row, queries.partials, splits});
+      for (int64_t split = 0; split < splits; ++split)
+        queries.tasks.push_back({sequence, token, row, 1, position, split, split + 1, queries.partials++});
       return;
     }
     for (int64_t i = 0; i < count; i += together) {
       const int64_t each = count - i < together ? count - i : together;
-      const int64_t last = (position + i + each - 1) / kPart + 1;
-      queries.units.push_back({sequence, token + i, row + i, each, position + i, 0, last, -1});
+      const int64_t last = (position + i + each - 1) / kSplitKeys + 1;
+      queries.tasks.push_back({sequence, token + i, row + i, each, position + i, 0, last, -1});
     }
   }
 
@@ -121,13 +121,13 @@ struct Forward {
   template <class Function>
   void each_product(Region& region, int64_t columns, int64_t rows, Function f) const {
     const int64_t panels = (columns + kPanel - 1) / kPanel;
-    int64_t done = 0, unit = region.take(), next;
+    int64_t done = 0, task = region.take(), next;
     for (int64_t group_begin = 0; group_begin < rows; group_begin += kRowGroup) {
       const int64_t group_rows = rows - group_begin < kRowGroup ? rows - group_begin : kRowGroup;
       const int64_t blocks = (group_rows + k.row_block - 1) / k.row_block;
-      for (; unit < done + panels * blocks; unit = next) {
+      for (; task < done + panels * blocks; task = next) {
         next = region.take();
-        const int64_t panel = (unit - done) / blocks, block = (unit - done) % blocks, after = (next - done) / blocks;
+        const int64_t panel = (task - done) / blocks, block = (task - done) % blocks, after = (next - done) / blocks;
         const int64_t low = group_rows * block / blocks, high = group_rows * (block + 1) / blocks;
         f(panel, group_begin + low, int(high - low), after < panels ? after : -1);
       }
@@ -204,60 +204,60 @@ struct Forward {
   }
 
   void attend(Region& region, const Queries& queries, int64_t layer, float* memory) const {
-    const int64_t units = int64_t(queries.units.size()), splits = int64_t(queries.splits.size());
-    const int64_t together = heads_together(region.threads(), units), shares = m.kv_heads / together;
-    for (int64_t each; (each = region.take()) < units * shares;)
+    const int64_t tasks = int64_t(queries.tasks.size()), merges = int64_t(queries.merges.size());
+    const int64_t together = heads_together(region.threads(), tasks), head_groups = m.kv_heads / together;
+    for (int64_t each; (each = region.take()) < tasks * head_groups;)
       for (int64_t head = 0; head < together; ++head)
-        attend_unit(region, queries.units[each / shares], each % shares * together + head, layer, memory);
+        attend_task(region, queries.tasks[each / head_groups], each % head_groups * together + head, layer, memory);
     region.barrier();
-    if (!splits) return;
-    for (int64_t each; (each = region.take()) < splits * m.kv_heads;) {
-      const Split& split = queries.splits[each / m.kv_heads];
+    if (!merges) return;
+    for (int64_t each; (each = region.take()) < merges * m.kv_heads;) {
+      const Merge& merge = queries.merges[each / m.kv_heads];
       const int64_t head = each % m.kv_heads;
-      Partial whole = split_at(split.partial, head);
-      for (int64_t part = 1; part < split.parts; ++part)
-        k.merge(whole, split_at(split.partial + part, head), int(group), int(m.head_dim));
-      finish(whole, split.row, 1, head);
+      Partial whole = split_at(merge.partial, head);
+      for (int64_t split = 1; split < merge.splits; ++split)
+        k.merge(whole, split_at(merge.partial + split, head), int(group), int(m.head_dim));
+      finish(whole, merge.row, 1, head);
     }
     region.barrier();
   }
 
-  // KV heads of a unit that one thread takes, one after the other. Where heads are small, hardware prefetchers also
+  // KV heads of a task that one thread takes, one after the other. Where heads are small, hardware prefetchers also
   // fetch the lines beside those that are read: the next head's.
-  int64_t heads_together(int threads, int64_t units) const {
+  int64_t heads_together(int threads, int64_t tasks) const {
     const int64_t head_bytes = m.head_dim * (kv->type == kFloat32 ? 4 : 2);
     int64_t heads = kSlotBytes / head_bytes;
-    while (heads > 1 && (m.kv_heads % heads || units * m.kv_heads < 4 * heads * threads)) --heads;
+    while (heads > 1 && (m.kv_heads % heads || tasks * m.kv_heads < 4 * heads * threads)) --heads;
     return heads < 1 ? 1 : heads;
   }
 
-  void attend_unit(Region& region, const Unit& unit, int64_t head, int64_t layer, float* memory) const {
-    const int64_t position = unit.position, count = unit.count;
+  void attend_task(Region& region, const AttentionTask& task, int64_t head, int64_t layer, float* memory) const {
+    const int64_t position = task.position, count = task.count;
     const int64_t window = m.layer[layer].window ? m.layer[layer].window : INT_MAX;
     const int64_t first = position - window + 1 > 0 ? position - window + 1 : 0, rows = count * group;
     const int64_t head_bytes = head * m.head_dim * (kv->type == kFloat32 ? 4 : 2);
-    AttentionRoom space{memory, memory + unit_rows * head_width, nullptr, nullptr};
+    AttentionWorkspace space{memory, memory + task_rows * head_width, nullptr, nullptr};
     space.values = space.keys + kKeys * head_width;
     space.scores = space.values + kKeys * head_width;
-    float* states = space.scores + unit_rows * kKeys;
-    Partial whole = unit.partial < 0 ? partial_at(states, unit_rows) : split_at(unit.partial, head);
+    float* states = space.scores + task_rows * kKeys;
+    Partial whole = task.partial < 0 ? partial_at(states, task_rows) : split_at(task.partial, head);
     bool empty = true;
-    for (int64_t part = unit.first_part; part < unit.last_part; ++part) {
-      const int64_t low = part * kPart > first ? part * kPart : first, end = position + count;
-      const int64_t high = (part + 1) * kPart < end ? (part + 1) * kPart : end;
+    for (int64_t split = task.first_split; split < task.last_split; ++split) {
+      const int64_t low = split * kSplitKeys > first ? split * kSplitKeys : first, end = position + count;
+      const int64_t high = (split + 1) * kSplitKeys < end ? (split + 1) * kSplitKeys : end;
       if (low >= high) continue;
-      const Attention query{qkv + unit.token * qkv_width + head * group * m.head_dim, qkv_width, int(count), int(group),
+      const Attention query{qkv + task.token * qkv_width + head * group * m.head_dim, qkv_width, int(count), int(group),
                             int(m.head_dim), position, window, low, high, 1.0f / std::sqrt(float(m.head_dim)),
                             static_cast<const char*>(kv->keys[layer]) + head_bytes,
                             static_cast<const char*>(kv->values[layer]) + head_bytes, m.kv_heads * m.head_dim,
-                            Type(kv->type), batch->tables + unit.sequence * batch->stride, kv->page_size};
-      Partial result = empty ? whole : partial_at(states + state_size, unit_rows);
+                            Type(kv->type), batch->tables + task.sequence * batch->stride, kv->page_size};
+      Partial result = empty ? whole : partial_at(states + state_size, task_rows);
       k.attend(query, space, result);
       if (!empty) k.merge(whole, result, int(rows), int(m.head_dim));
-      if (!empty) region.count_part();
+      if (!empty) region.count_split();
       empty = false;
     }
-    if (unit.partial < 0) return finish(whole, unit.row, count, head);
+    if (task.partial < 0) return finish(whole, task.row, count, head);
     if (empty)
       for (int64_t r = 0; r < rows; ++r) whole.top[r] = -INFINITY, whole.sum[r] = 0;
     if (empty) std::memset(whole.out, 0, rows * head_width * sizeof(float));
@@ -282,7 +282,7 @@ struct Forward {
     const int64_t rows = last ? samples : tokens;
     if (!rows) return;
     if (last && !thread) gather_sampled();
-    attend(region, last ? room.sampled : room.all, index, rest);
+    attend(region, last ? workspace.sampled : workspace.all, index, rest);
     const auto add_to_hidden = [&](const float* bias, int64_t panel, int64_t row, int count) {
       k.add(sums, bias_of(bias, panel), count, columns_of(panel, m.hidden),
             call.hidden + row * m.hidden + panel * kPanel, m.hidden);
@@ -324,24 +324,24 @@ struct Forward {
 
   void head(Region& region, int thread, float* sums) const {
     normalize(region, thread, m.norm, samples);
-    Best* own = call.best ? bests + thread * samples : nullptr;
+    Argmax* own = call.argmax ? maxima + thread * samples : nullptr;
     for (int64_t t = 0; own && t < samples; ++t) own[t] = {-INFINITY, 0, -1};
     each_product(region, m.vocab, samples, [&](int64_t panel, int64_t row, int count, int64_t next) {
       multiply(normed, hidden_stride, row, count, m.head, panel, m.head, next, sums);
       const int columns = columns_of(panel, m.vocab);
-      if (own) k.best(sums, count, columns, panel * kPanel, own + row);
+      if (own) k.argmax(sums, count, columns, panel * kPanel, own + row);
       if (call.logits) k.store(sums, nullptr, count, columns, call.logits + row * m.vocab + panel * kPanel, m.vocab);
     });
     if (!own || thread) return;
     for (int64_t t = 0; t < samples; ++t) {
-      Best found{-INFINITY, 0, -1};
+      Argmax found{-INFINITY, 0, -1};
       for (int other = 0; other < region.threads(); ++other) {
-        const Best& each = bests[other * samples + t];
+        const Argmax& each = maxima[other * samples + t];
         found.finite += each.finite;
         const bool wins = each.value > found.value || (each.value == found.value && each.id < found.id);
         if (each.id >= 0 && (found.id < 0 || wins)) found.value = each.value, found.id = each.id;
       }
-      call.best[t] = found.finite == 0 ? found.id : -1;
+      call.argmax[t] = found.finite == 0 ? found.id : -1;
     }
   }
 
@@ -355,7 +355,7 @@ struct Forward {
       region.barrier();
       for (int64_t index = f.call.first; index < f.call.last; ++index) f.layer(region, thread, index, memory);
     }
-    if (f.call.logits || f.call.best) f.head(region, thread, memory);
+    if (f.call.logits || f.call.argmax) f.head(region, thread, memory);
     if (f.k.end_thread) f.k.end_thread();
   }
 };

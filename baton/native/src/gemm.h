@@ -10,8 +10,8 @@ using F = Vec::F;
 constexpr int kLanes = Vec::kLanes;
 
 // Weights on their way from memory to the caches, because memory answers late and hardware prefetchers stop at pages:
-// those kAhead bytes ahead in the panel and, at its end, the first ones of the panel that this thread reads next. What
-// lies behind a panel is read by other threads. kCache: the cache that they go to, as __builtin_prefetch counts.
+// those kAhead bytes ahead in the panel and, at its end, the first ones of the panel that this thread reads next. Other
+// threads read the weights behind a panel. kCache: the cache that they go to, as __builtin_prefetch counts.
 template <int kAhead = 12288, int kCache = 3>
 struct FromMemory {
   const char* end;  // of the panel
@@ -29,7 +29,7 @@ struct FromMemory {
   }
 };
 
-// What lies in the caches already.
+// Weights that are in the caches already.
 struct FromCaches {
   inline __attribute__((always_inline)) void fetch(const void*, int) const {}
 };

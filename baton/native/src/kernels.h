@@ -1,4 +1,4 @@
-// What a unit of an instruction set gives to the driver (forward.h): one table for each element type of weights.
+// Kernels of one instruction set for the driver (forward.h): one table for each element type of weights.
 //
 // Weights lie in panels of 32 output columns. A panel of bfloat16 has pairs of inputs side by side, as dot-product
 // instructions and AMX tiles want them: [inputs / 2][32 columns][2]; one of float32 is [inputs][32 columns]. Inputs are
@@ -17,13 +17,13 @@ using Bf16 = uint16_t;  // the upper half of a float's bits
 constexpr int kPanel = 32;       // columns of a panel
 constexpr int kInputs = 32;      // inputs are padded to a multiple of this
 constexpr int kRowTile = 16;     // rows of an AMX tile; buffers of rows are padded to whole ones
-constexpr int kRowBlock = 256;   // most rows of one call of `product`
+constexpr int kRowBlock = 256;   // maximum of rows of one call of `product`
 constexpr int kKeys = 64;        // keys of a block of attention, aligned to its multiples
 constexpr int kMaxHeadDim = 256;
 
 enum Type : int64_t { kFloat32 = 0, kBfloat16 = 1 };
 
-// Softmax over a part of the keys: for each row the score whose weight is 1, the sum of weights, and weighted values
+// Softmax over some of the keys: for each row the score whose weight is 1, the sum of weights, and weighted values
 // [head_dim]. A row that sees no key has the sum 0.
 struct Partial {
   float* top;
@@ -48,9 +48,9 @@ struct Attention {
   int64_t page_size;
 };
 
-// What attention needs beside its result: room for `kKeys` keys and values and for scores. Queries, scores and the result
-// have room for whole row tiles.
-struct AttentionRoom {
+// Memory that attention needs beside its result, for `kKeys` keys and values and for scores. Queries, scores and the
+// result have space for whole row tiles.
+struct AttentionWorkspace {
   float *queries, *keys, *values, *scores;
 };
 
@@ -65,8 +65,8 @@ struct Append {
   Type type;
 };
 
-// Best token of a row so far; `finite` is NaN or infinite from the first logit on that is.
-struct Best {
+// Token of a row with the largest logit so far; `finite` is NaN or infinite from the first logit on that is.
+struct Argmax {
   float value, finite;
   int64_t id;
 };
@@ -77,7 +77,7 @@ struct Kernels {
   int query_rows;  // of one call of `attend`, unless a token has more: tokens times query group
   void (*begin_thread)();  // around the work of a thread in a parallel region; may be null
   void (*end_thread)();
-  // out[r][0..32) = rows[r] * panel. `out` has room for whole row tiles, `rows` too. `next`: the panel that this thread
+  // out[r][0..32) = rows[r] * panel. `out` and `rows` have space for whole row tiles. `next`: the panel that this thread
   // reads after this one, or null.
   void (*product)(const void* rows, int64_t stride, int count, const void* panel, int64_t inputs, const void* next,
                   float* out);
@@ -90,11 +90,11 @@ struct Kernels {
   void (*silu)(float* gate, float* up, const float* gate_bias, const float* up_bias, int count, int columns, void* out,
                int64_t stride);
   // The first of the largest; columns of a row come in ascending order.
-  void (*best)(const float* sums, int count, int columns, int64_t first, Best* best);
+  void (*argmax)(const float* sums, int count, int columns, int64_t first, Argmax* found);
   // One column of a packed weight.
   void (*embed)(const void* panel, int column, int64_t inputs, float* out);
   void (*append)(const Append& token);
-  void (*attend)(const Attention& query, const AttentionRoom& room, Partial result);
+  void (*attend)(const Attention& query, const AttentionWorkspace& workspace, Partial result);
   void (*merge)(Partial into, Partial from, int rows, int head_dim);
   // The smallest 31 bits of noise of `count` tokens from `first` on.
   int32_t (*lowest_noise)(uint32_t first, int count, uint32_t key, uint32_t second);

@@ -3,8 +3,8 @@
 #include <cstring>
 
 #include "model.h"
-#include "pool.h"
-#include "room.h"
+#include "thread_pool.h"
+#include "workspace.h"
 
 namespace baton {
 namespace {
@@ -19,7 +19,7 @@ struct Linear {
   float* out;
   const Kernels& k;
   Buffer buffer{};
-  char* room = nullptr;
+  char* converted = nullptr;  // `x` as `product` reads it
   int64_t stride = padded(columns, kInputs), element = k.rows == kFloat32 ? 4 : 2;
 
   static void work(void* context, Region& region, int) {
@@ -28,11 +28,11 @@ struct Linear {
     const int64_t panels = (l.rows + kPanel - 1) / kPanel;
     const int64_t block = l.k.row_block, blocks = (l.count + block - 1) / block;
     alignas(64) float sums[kRowBlock * kPanel];
-    for (int64_t unit; (unit = region.take()) < panels * blocks;) {
-      const int64_t panel = unit / blocks, row = unit % blocks * block;
+    for (int64_t task; (task = region.take()) < panels * blocks;) {
+      const int64_t panel = task / blocks, row = task % blocks * block;
       const int count = int(l.count - row < block ? l.count - row : block);
       const char* weight = static_cast<const char*>(l.packed) + panel * kPanel * l.stride * (l.type == kFloat32 ? 4 : 2);
-      l.k.product(l.room + row * l.stride * l.element, l.stride, count, weight, l.stride, nullptr, sums);
+      l.k.product(l.converted + row * l.stride * l.element, l.stride, count, weight, l.stride, nullptr, sums);
       const int columns = l.rows - panel * kPanel < kPanel ? int(l.rows - panel * kPanel) : kPanel;
       l.k.store(sums, l.bias ? l.bias + panel * kPanel : nullptr, count, columns, l.out + row * l.rows + panel * kPanel,
                 l.rows);
@@ -49,10 +49,10 @@ using namespace baton;
 void baton_native_linear(const float* x, int64_t count, int64_t columns, const void* packed, int64_t type, int64_t rows,
                          const float* bias, float* out, int64_t threads) {
   Linear linear{x, count, columns, packed, Type(type), rows, bias, out, kernels(Type(type))};
-  linear.room = linear.buffer.reserve_of<char>((count + kRowTile) * linear.stride * linear.element);
+  linear.converted = linear.buffer.reserve_of<char>((count + kRowTile) * linear.stride * linear.element);
   for (int64_t r = 0; r < count; ++r) {
-    char* to = linear.room + r * linear.stride * linear.element;
+    char* to = linear.converted + r * linear.stride * linear.element;
     linear.k.copy(x + r * columns, columns, to);
   }
-  Pool::shared().run(int(threads), Linear::work, &linear);
+  ThreadPool::shared().run(int(threads), Linear::work, &linear);
 }

@@ -42,7 +42,8 @@ struct BatonBatch {
   int64_t width, stride;
 };
 
-// What one call computes: layers [first, last) of `hidden`, with the embedding before and the head after them if asked.
+// Inputs and outputs of one call: it computes layers [first, last) of `hidden`, with the embedding before and the head
+// after them if asked.
 struct BatonCall {
   int64_t threads;
   const int64_t* token_ids;  // or null: `hidden` holds the states before layer `first`
@@ -52,26 +53,28 @@ struct BatonCall {
   int64_t samples;
   float* hidden;    // [tokens][hidden]; after the last layer the first `samples` rows are those of `sampled`
   float* logits;    // [samples][vocab], or null
-  int64_t* best;    // [samples]: the first of the largest logits, -1 where logits are not finite; or null
+  int64_t* argmax;  // [samples]: the first of the largest logits, -1 where logits are not finite; or null
 };
 
-// Room for intermediate results, which grows with the largest call; for one model, and one call at a time.
-struct BatonRoom;
+// Memory for intermediate results, which grows with the largest call; for one model, and one call at a time.
+struct BatonWorkspace;
 
-BATON_API BatonRoom* baton_native_room_new();
-BATON_API void baton_native_room_free(BatonRoom* room);
+BATON_API BatonWorkspace* baton_native_workspace_new();
+BATON_API void baton_native_workspace_free(BatonWorkspace* workspace);
 
 // 0, or an error that `baton_native_error` describes; then nothing was read or written.
 BATON_API int baton_native_forward(const BatonModel* model, const BatonKv* kv, const BatonBatch* batch,
-                                   const BatonCall* call, BatonRoom* room);
+                                   const BatonCall* call, BatonWorkspace* workspace);
 
 // One layer's rotary embeddings, append and attention alone, for tests: `qkv` [tokens][heads + 2 * kv_heads][head_dim]
 // is changed, `out` is [tokens][heads][head_dim].
 BATON_API int baton_native_attend(const BatonModel* model, const BatonKv* kv, const BatonBatch* batch, int64_t layer,
-                                  int64_t threads, float* qkv, float* out, BatonRoom* room);
+                                  int64_t threads, float* qkv, float* out, BatonWorkspace* workspace);
 
-// Final norm and head of `count` rows of hidden states; `call` names threads, hidden, logits and best, and samples nothing.
-BATON_API int baton_native_head(const BatonModel* model, int64_t count, const BatonCall* call, BatonRoom* room);
+// Final norm and head of `count` rows of hidden states; `call` names threads, hidden, logits and argmax, and samples
+// nothing.
+BATON_API int baton_native_head(const BatonModel* model, int64_t count, const BatonCall* call,
+                                BatonWorkspace* workspace);
 
 // The last error of this thread.
 BATON_API const char* baton_native_error();
@@ -84,20 +87,20 @@ BATON_API int64_t baton_native_packed_size(int64_t rows, int64_t columns);
 BATON_API void baton_native_pack(const void* from, int64_t from_type, int64_t count, int64_t columns, int64_t row,
                                  void* packed, int64_t packed_type);
 
-// out[count][rows] = x[count][columns] w^T (+ bias), for tests and for what is not in `baton_native_forward`.
+// out[count][rows] = x[count][columns] w^T (+ bias), for tests and for linears outside `baton_native_forward`.
 BATON_API void baton_native_linear(const float* x, int64_t count, int64_t columns, const void* packed, int64_t type,
                                    int64_t rows, const float* bias, float* out, int64_t threads);
 
-// 0, or an error; out[tiles] = the smallest noise bits (see sample.h) of the tokens first[i] to first[i] + width, with the two words of
-// keys[i].
+// 0, or an error; out[tiles] = the smallest noise bits (see sample.h) of the tokens first[i] to first[i] + width, with
+// the two words of keys[i].
 BATON_API int baton_native_lowest_noise(const int32_t* first, const int32_t* keys, int64_t tiles, int64_t width,
                                         int32_t* out, int64_t threads);
 
 // Start the threads for calls of so many; 0, or an error that `baton_native_error` describes.
 BATON_API int baton_native_start(int64_t threads);
 
-// Units of work that the threads have taken so far, and parts of long ones; from any thread, while others compute.
-BATON_API int64_t baton_native_units();
+// Tasks that the threads have taken so far, and splits of long ones; from any thread, while others compute.
+BATON_API int64_t baton_native_tasks();
 
 // Pin the calling thread to cores[0] and the others to the next ones.
 BATON_API void baton_native_pin(const int32_t* cores, int64_t count);

@@ -1,4 +1,4 @@
-// What lies between products, a row at a time: norms, rotary embeddings, activations, residuals, the greedy choice.
+// Kernels between products, a row at a time: norms, rotary embeddings, activations, residuals, argmax.
 // Include after a `Vec`.
 #pragma once
 
@@ -110,9 +110,9 @@ void silu(float* gate, float* up, const float* gate_bias, const float* up_bias, 
         });
 }
 
-void best(const float* sums, int count, int columns, int64_t first, Best* found) {
+void argmax(const float* sums, int count, int columns, int64_t first, Argmax* found) {
   for (int r = 0; r < count; ++r, sums += kPanel, ++found) {
-    float most = sums[0], finite = 0;
+    float largest = sums[0], finite = 0;
     int c = 0;
     if (columns == kPanel) {
       F top = Vec::load(sums), zeros = top * Vec::zero();
@@ -121,18 +121,18 @@ void best(const float* sums, int count, int columns, int64_t first, Best* found)
         top = Vec::max(top, value);
         zeros = Vec::fma(value, Vec::zero(), zeros);
       }
-      most = Vec::most(top);
+      largest = Vec::largest(top);
       finite = Vec::sum(zeros);
     }
     for (; c < columns; ++c) {
-      if (sums[c] > most) most = sums[c];
+      if (sums[c] > largest) largest = sums[c];
       finite += sums[c] * 0.0f;
     }
     found->finite += finite;
-    if (most > found->value) {
+    if (largest > found->value) {
       int at = 0;
-      while (at < columns - 1 && sums[at] != most) ++at;
-      found->value = most;
+      while (at < columns - 1 && sums[at] != largest) ++at;
+      found->value = largest;
       found->id = first + at;
     }
   }

@@ -5,12 +5,12 @@
 #include "check.h"
 #include "kernels.h"
 #include "model.h"
-#include "pool.h"
+#include "thread_pool.h"
 
 namespace baton {
 namespace {
 
-constexpr int64_t kTiles = 256;  // of a unit of work
+constexpr int64_t kTiles = 256;  // of a task
 
 struct LowestNoise {
   const int32_t *first, *keys;
@@ -36,7 +36,7 @@ int baton_native_lowest_noise(const int32_t* first, const int32_t* keys, int64_t
                               int64_t threads) {
   LowestNoise all{first, keys, tiles, width, out, kernels(kFloat32)};
   try {
-    Pool::shared().run(int(threads), LowestNoise::work, &all);
+    ThreadPool::shared().run(int(threads), LowestNoise::work, &all);
   } catch (const std::exception& error) {
     return fail("%s", error.what());
   }

@@ -30,7 +30,7 @@ struct Vec {
     quarter = _mm_add_ps(quarter, _mm_movehl_ps(quarter, quarter));
     return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
   }
-  static float most(F x) {
+  static float largest(F x) {
     x = max(x, _mm512_shuffle_f32x4(x, x, 0x4E));
     __m128 quarter = _mm512_castps512_ps128(max(x, _mm512_shuffle_f32x4(x, x, 0xB1)));
     quarter = _mm_max_ps(quarter, _mm_movehl_ps(quarter, quarter));

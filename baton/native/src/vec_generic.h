@@ -28,12 +28,12 @@ struct Vec {
   static F min(F a, F b) { return a < b ? a : b; }
   // Of lanes: their sum, and their largest (any number if one is NaN).
   static float sum(F x) { return (x[0] + x[2]) + (x[1] + x[3]); }
-  static float most(F x) {
+  static float largest(F x) {
     const float even = x[0] > x[2] ? x[0] : x[2], odd = x[1] > x[3] ? x[1] : x[3];
     return even > odd ? even : odd;
   }
   static F round(F x) {
-    const F magic = set(12582912.0f);  // 1.5 * 2^23: what is added to it is rounded to a whole number
+    const F magic = set(12582912.0f);  // 1.5 * 2^23: a number added to it is rounded to a whole one
     F moved = x + magic;
     return moved - magic;
   }

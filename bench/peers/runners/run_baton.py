@@ -9,7 +9,7 @@ from typing import Any
 
 from protocol import Command, serve
 
-LONGEST, BATCHES, CONTEXTS, STEPS = (8192,), (1, 8, 32), (128, 288, 1024), 64
+PREFILL_LENGTHS, BATCHES, CONTEXTS, STEPS = (8192,), (1, 8, 32), (128, 288, 1024), 64
 
 
 def load(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Command]]:
@@ -30,7 +30,7 @@ def load(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Comma
     plan = (
         EnginePlan((64,), (1, 2), (16,), steps=4)
         if arguments.small
-        else EnginePlan(LONGEST, BATCHES, CONTEXTS, steps=STEPS)
+        else EnginePlan(PREFILL_LENGTHS, BATCHES, CONTEXTS, steps=STEPS)
     )
     config = EngineConfig(arguments.model, device="cpu", threads=arguments.threads)
     engine = engine_for(plan, config)

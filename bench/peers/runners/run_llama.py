@@ -16,7 +16,7 @@ import llama_cpp as lib
 from protocol import Command, prompt, serve
 
 BATCH_TOKENS, UBATCH_TOKENS = 2048, 512
-LONGEST, SEQUENCES, SEQUENCE_TOKENS = 8192 + 64, 32, 1024 + 128
+MAX_CONTEXT, SEQUENCES, SEQUENCE_TOKENS = 8192 + 64, 32, 1024 + 128
 WARM_STEPS = 2
 Item = tuple[int, int, int, bool]
 """Token, position, sequence, whether its logits are wanted."""
@@ -76,7 +76,7 @@ def load(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Comma
     """Load the file; commands: prefill, decode and interference."""
     lib.llama_backend_init()
     model = lib.llama_model_load_from_file(arguments.model.encode(), lib.llama_model_default_params())
-    long = Context(model, arguments.threads, 1, LONGEST)
+    long = Context(model, arguments.threads, 1, MAX_CONTEXT)
     wide = Context(model, arguments.threads, SEQUENCES, SEQUENCE_TOKENS)
     filled: list[int] = []
 

@@ -53,7 +53,7 @@ def test_a_runner_answers_between_what_libraries_print_and_is_stopped_while_it_i
     assert stub.ask("decode", batch=1, context=1, steps=1) == {"seconds": 1}
 
 
-def test_a_runner_that_ends_is_told_with_its_last_words(stub: Child) -> None:
+def test_a_runner_that_ends_is_told_with_the_end_of_its_output(stub: Child) -> None:
     for _ in range(2):
         with pytest.raises(ChildFailed, match="stub ended: last words"):
             stub.ask("die")

@@ -1,4 +1,4 @@
-"""What a run sends, and when: arrivals, lengths, prompts; all of it decided by the seed."""
+"""Requests of a run, and their times: arrivals, lengths, prompts; all of it decided by the seed."""
 
 from __future__ import annotations
 

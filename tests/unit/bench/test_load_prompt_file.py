@@ -36,7 +36,7 @@ def test_lines_of_every_form(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("x", "prompt: is no JSON"),
+        ("x", "prompt: is not JSON"),
         ("[1]", "prompt: must be an object, got [1]"),
         ("{}", "prompt: must have one of text, prompt, token_ids, prompt_token_ids, got none"),
         ('{"text": "a", "token_ids": [1]}', "got text, token_ids"),
@@ -45,7 +45,7 @@ def test_lines_of_every_form(tmp_path: Path) -> None:
         ('{"token_ids": "a"}', "token_ids: must be a list of token ids that is not empty, got 'a'"),
         ('{"prompt": [1, true]}', "prompt: must be a text or a list of token ids that is not empty, got [1, True]"),
         ('{"prompt": [1, -2]}', "prompt[1]: must be in [0, 4294967296), got -2"),
-        ('{"text": "a", "max_token": 3}', "max_token: is none of text"),
+        ('{"text": "a", "max_token": 3}', "max_token: unknown field; known are text"),
         ('{"text": "a", "max_tokens": 0}', "max_tokens: must be a whole number of at least 1, got 0"),
         ('{"text": "a", "output_tokens": true}', "output_tokens: must be a whole number of at least 1, got True"),
         ('{"text": "a", "output_tokens": 1, "max_tokens": 1}', "may have one of max_tokens, output_tokens"),

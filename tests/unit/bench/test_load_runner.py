@@ -11,7 +11,7 @@ import pytest
 
 from baton.bench.load.outcome import Ending, Outcome, RequestFailed
 from baton.bench.load.runner import Cap, LoadPlan, LoadRun
-from baton.bench.load.targets import AGAIN_S
+from baton.bench.load.targets import RETRY_S
 from baton.bench.load.workload import Job
 
 HELD_S, BUSY_S = 0.1, 0.05
@@ -57,7 +57,7 @@ async def test_no_more_than_the_cap_are_open_and_none_is_passed() -> None:
     await run.send_all(server, jobs(30))
     assert server.most_open == 3
     assert run.endings[Ending.FINISHED] == 30
-    # Those that get their places at the same moment may be sent in any order.
+    # Requests that get their places at the same moment may be sent in any order.
     assert all(abs(number - place) < 3 for place, (number,) in enumerate(server.prompts))  # type: ignore[operator, str-unpack]
     assert [each.due for each in run.outcomes] == [run.began] * 30
 
@@ -142,7 +142,7 @@ class Refusing:
 @pytest.mark.parametrize(("retry_after", "most"), [(None, 3), (0.45, 2), (60.0, 1)])
 async def test_who_is_refused_at_once_waits_and_not_beyond_the_end(retry_after: float | None, most: int) -> None:
     """As long as the server asks for: a loop without pauses sends thousands in this time."""
-    seconds = 2.5 * AGAIN_S
+    seconds = 2.5 * RETRY_S
     run = LoadRun(LoadPlan(concurrency=4, seconds=seconds))
     async with asyncio.timeout(30):  # nobody waits for what may not be sent any more
         await run.send_all(Refusing(retry_after), (Job([1], 1) for _ in itertools.count()))

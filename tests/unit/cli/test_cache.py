@@ -126,7 +126,7 @@ async def test_clear_reaches_redis_only_when_told_to_and_says_what_went() -> Non
 
 
 async def test_clear_fails_where_something_stays() -> None:
-    """What must not be cached is not gone, and a script has to know."""
+    """Blocks that must not be cached are still there, and a script has to know."""
     process = Process("prefill")
     process.dropped = [CacheTier("pool", 4, 4096), CacheTier("redis", state="not all of it; out of reach: timeout")]
     async with served(process) as listener:
@@ -291,7 +291,7 @@ class Picky(Router):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{", "line 2: prompt: is no JSON: "),
+        ("{", "line 2: prompt: is not JSON: "),
         ("[1, 2]", "line 2: prompt: must be an object with one of text, token_ids, messages, got [1, 2]"),
         ('{"text": "x", "token_ids": [1]}', "line 2: prompt: must be an object with one of"),
         ('{"prompt": "x"}', "line 2: prompt: must be an object with one of"),
@@ -302,7 +302,7 @@ class Picky(Router):
         ('{"token_ids": [{"role": "user", "content": "x"}]}', "line 2: token_ids: must be a list of token ids"),
         ('{"messages": [5]}', "line 2: messages: must be a list of {role, content}"),
         ('{"messages": [{"role": "user"}]}', "line 2: prompt[0]: must have role and content"),
-        ("[" * 100_000, "line 2: prompt: is no JSON: "),
+        ("[" * 100_000, "line 2: prompt: is not JSON: "),
     ],
 )
 async def test_a_bad_line_is_refused_by_its_number_before_anything_is_sent(

@@ -14,7 +14,7 @@ from baton.native import library
 
 @pytest.fixture(autouse=True)
 def without_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As where nothing was compiled."""
+    """Stands for an installation where nothing was compiled."""
     monkeypatch.setenv("BATON_NATIVE_LIBRARY", str(tmp_path / "none.so"))
     library.load.cache_clear()
     yield

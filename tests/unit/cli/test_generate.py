@@ -87,7 +87,7 @@ PROGRESS = [
 
 
 async def on_terminal(monkeypatch: pytest.MonkeyPatch, router: Router, *arguments: str, after_s: float = 0.0) -> str:
-    """What a terminal shows of a request whose prompt takes a while."""
+    """Output on a terminal of a request whose prompt takes a while."""
     router.progress = PROGRESS
     shown, terminal = pty.openpty()
     with os.fdopen(shown, "rb", buffering=0) as screen, os.fdopen(terminal, "w") as stream:
@@ -102,7 +102,7 @@ async def on_terminal(monkeypatch: pytest.MonkeyPatch, router: Router, *argument
                 await asyncio.to_thread(main, command, standalone_mode=False)
         stream.write("the end")
         stream.flush()
-        # What was written reaches the other end a moment later.
+        # Written text reaches the other end a moment later.
         seen = screen.read(1 << 16)
         while not seen.endswith(b"the end"):
             seen += screen.read(1 << 16)

@@ -1,4 +1,4 @@
-"""What `baton up --secure` makes, and what it leaves alone."""
+"""Files that `baton up --secure` makes, and files that it leaves alone."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_the_router_drains_first_and_a_second_signal_cuts_that_short(ups: list[U
     pids = up.pids(3)
     up.process.send_signal(signal.SIGINT)
     up.until(r"router +\| drains\n")
-    # What dies meanwhile is still wanted.
+    # A child that dies meanwhile is still wanted.
     os.kill(up.pid_of("decode-0"), signal.SIGKILL)
     pids = up.pids(4)
     assert "stops" not in up.log
@@ -181,7 +181,7 @@ def test_a_worker_that_dies_is_started_again_where_it_was(ups: list[Up]) -> None
     assert gone(pids, 0)
 
 
-def test_a_child_that_does_not_start_is_named_with_its_last_words(ups: list[Up]) -> None:
+def test_a_child_that_does_not_start_is_named_with_the_end_of_its_output(ups: list[Up]) -> None:
     up = start(ups, decode="die")
     assert up.ready() == ""
     assert up.end() == 1

@@ -48,7 +48,7 @@ def invoke(*flags: str, **environ: str) -> Result:
         (["--slots=1", "--slots=2"], {}, ["--slots is given 2 times"]),
         ([], {"BATON_NONSENSE": "1"}, ["BATON_NONSENSE: unknown variable"]),
         ([], {"BATON_CPUS": "60000"}, ["BATON_CPUS", "core 60000 is not available"]),
-        # Those that only a service has.
+        # Settings that only a service has.
         ([], {"BATON_LEASE_S": "never"}, ["BATON_LEASE_S", "'never'"]),
         ([], {"BATON_CLIENT_CERTS": "1"}, ["BATON_CLIENT_CERTS", "needs tls_cert"]),
     ],
@@ -86,7 +86,7 @@ def test_a_client_only_install_says_what_is_missing(redis: str, missing: str, mo
 
 
 def test_services_get_what_was_asked_for_and_they_know(started: list[UpOptions], tmp_path: Path) -> None:
-    # What listens elsewhere in a fleet of many machines does not concern the services of `up`.
+    # Listeners elsewhere in a fleet of many machines do not concern the services of `up`.
     environ = {"BATON_SLOTS": "9", "BATON_PAGE_SIZE": "32", "BATON_PREFILL": "host:1", "BATON_CONTROL": "nowhere"}
     result = invoke("--slots=4", "--threads=1", "--cache-memory=2MiB", "--processes=3", **environ)
     assert (result.exit_code, result.stderr, started[0].prefill) == (0, "", 1)

@@ -81,7 +81,7 @@ def test_one_environment_serves_all_roles(role: str, monkeypatch: pytest.MonkeyP
         ("decode", ["--chunk-size", "5"], {}, ["--chunk-size"]),
         ("decode", [], {"BATON_SLOTS": "0"}, ["BATON_SLOTS", "0"]),
         ("decode", [], {"BATON_slots": "3"}, ["BATON_slots: unknown variable"]),
-        ("router", ["--decode=d:1"], {}, ["--prefill", "names no worker"]),
+        ("router", ["--decode=d:1"], {}, ["--prefill", "must name at least one worker"]),
         ("router", [*WORKERS, "--client-certs"], {}, ["--client-certs", "needs tls_cert"]),
         ("router", [*WORKERS, "--colour=red"], {}, ["--colour"]),
     ],
@@ -101,7 +101,7 @@ def test_what_is_wrong_is_named(role: str, flags: list[str], variables: dict[str
         (lambda: PrefillConfig(stall_s=float("inf")), "stall_s: inf"),
         (lambda: PrefillConfig(kv_memory=-1), "kv_memory: must be a size .*'-1'"),
         (lambda: RouterConfig(prefill=("p:1",), decode=("d:1",), grpc="here"), "grpc: .*'here'"),
-        (lambda: RouterConfig(prefill=("p:1",)), "decode: names no worker"),
+        (lambda: RouterConfig(prefill=("p:1",)), "decode: must name at least one worker"),
         (lambda: RouterConfig(prefill=["p:1"]), r"prefill: must be of type tuple, got \['p:1'\]"),
         (lambda: RouterConfig(prefill=(1,)), r"prefill: must be texts, got \(1,\)"),
     ],
@@ -125,6 +125,11 @@ def test_a_setting_is_in_the_help_or_in_the_list_of_hidden_ones_and_secrets_are_
         assert (f"{name} " in found.stdout) == shown, name
         assert (f"| `{name}` |" in listed) == metadata["hidden"], name
     assert "hush" not in found.stdout
+
+
+def test_the_help_shows_at_most_fifty_settings() -> None:
+    shown = {field.name for settings in ROLES.values() for field in fields(settings) if not field.metadata["hidden"]}
+    assert len(shown) <= 50
 
 
 def test_repr_shows_no_secret() -> None:

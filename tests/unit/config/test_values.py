@@ -1,4 +1,4 @@
-"""How addresses and sizes are written."""
+"""Text forms of addresses and sizes."""
 
 from __future__ import annotations
 

@@ -318,7 +318,7 @@ def test_the_context_takes_over_its_spare_though_others_wait_for_every_page() ->
     attempt = attempts.reserve(1, Reserve(KEY, 6, 6, 4), 0.0)
     attempts.start(attempt, 0.0)
     ready = prefill([1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=6, seed=1, n=4), choices=range(4))
-    # What a page returned for a moment would be snatched.
+    # A page that is returned for a moment would be taken by others.
     fake.watch_pages(lambda: fake.reserve("thief", 4))
     assert attempts.commit(attempt, ready.handoff, 1.0, 2.0) is not None
     fake.watch_pages(None)

@@ -1,4 +1,4 @@
-"""When generation outgrows the pool: who is paused, who comes back, and that everybody ends with the right tokens."""
+"""Generation that outgrows the pool: sequences pause, come back, and all end with the right tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAGE = 4
 TOKEN_BYTES = LoggingEngine().spec.kv_format.token_bytes
 
 
-class Bench:
+class Rig:
     """A loop over a fake engine with pages of 4 tokens; sequences reserve `first` outputs."""
 
     def __init__(
@@ -113,138 +113,138 @@ class Bench:
 
 
 def test_a_sequence_takes_pages_as_it_needs_them() -> None:
-    bench = Bench(pages=30)
-    sequence = bench.add(1, [1, 2, 3], 40)
+    rig = Rig(pages=30)
+    sequence = rig.add(1, [1, 2, 3], 40)
     sizes = set()
-    while bench.live:
-        sizes.add((len(sequence.output_ids), bench.engine.audit()["s1"]))
-        bench.turn()
+    while rig.live:
+        sizes.add((len(sequence.output_ids), rig.engine.audit()["s1"]))
+        rig.turn()
     assert all(pages == max(2, -(-(3 + outputs - 1) // PAGE)) for outputs, pages in sizes)
-    assert bench.paused() == []
-    bench.check()
+    assert rig.paused() == []
+    rig.check()
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])
 def test_the_youngest_makes_room_and_comes_back_without_recomputation(steps_ahead: int) -> None:
-    bench = Bench(pages=20, steps_ahead=steps_ahead)
+    rig = Rig(pages=20, steps_ahead=steps_ahead)
     for number in (1, 2, 3):
-        bench.add(number, [number, 7, 9], 60)
-    bench.turn_until_over()
-    order = bench.paused()
+        rig.add(number, [number, 7, 9], 60)
+    rig.turn_until_over()
+    order = rig.paused()
     assert order[:2] == [3, 2]
     assert 1 not in order
-    assert bench.states.count((2, State.DECODING)) == 1 + order.count(2)
-    bench.check()
+    assert rig.states.count((2, State.DECODING)) == 1 + order.count(2)
+    rig.check()
 
 
 def test_pages_that_are_held_for_no_request_are_taken_before_anybody_is_paused() -> None:
-    bench = Bench(pages=20)
-    bench.spare = bench.engine.reserve("copy", 8 * PAGE)
-    bench.add(1, [1, 7, 9], 60)
-    bench.turn_until_over()
-    assert bench.spare is None
-    assert bench.paused() == []
-    bench.check()
+    rig = Rig(pages=20)
+    rig.spare = rig.engine.reserve("copy", 8 * PAGE)
+    rig.add(1, [1, 7, 9], 60)
+    rig.turn_until_over()
+    assert rig.spare is None
+    assert rig.paused() == []
+    rig.check()
 
 
 def test_a_preempted_sequence_leaves_what_it_has_for_its_replay() -> None:
-    bench = Bench(pages=20, host_tokens=0)
+    rig = Rig(pages=20, host_tokens=0)
     for number in (1, 2):
-        sequence = bench.add(number, [number, 7, 9], 60)
-        hasher = RollingBlockHasher(bench.engine.spec, b"", [], sequence.state.prompt_ids)
+        sequence = rig.add(number, [number, 7, 9], 60)
+        hasher = RollingBlockHasher(rig.engine.spec, b"", [], sequence.state.prompt_ids)
         sequence.hasher = hasher.fork(sequence.output_ids[0])
-    while not bench.failed:
-        bench.turn()
-    assert bench.failed == {2: FailureKind.PREEMPTED}
+    while not rig.failed:
+        rig.turn()
+    assert rig.failed == {2: FailureKind.PREEMPTED}
     # At once, before the other one wants the pages.
-    assert bench.engine.match_prefix(digests(bench.engine, [2, 7, 9, *bench.tokens[2]])) == 32
-    bench.turn_until_over()
-    bench.check()
+    assert rig.engine.match_prefix(digests(rig.engine, [2, 7, 9, *rig.tokens[2]])) == 32
+    rig.turn_until_over()
+    rig.check()
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])
 def test_a_full_host_pool_gives_the_youngest_back_with_all_it_holds(steps_ahead: int) -> None:
-    bench = Bench(pages=20, host_tokens=10, steps_ahead=steps_ahead)
+    rig = Rig(pages=20, host_tokens=10, steps_ahead=steps_ahead)
     for number in (1, 2):
-        bench.add(number, [number, 7, 9], 60)
-    while not bench.failed:
-        bench.turn()
-    assert bench.failed == {2: FailureKind.PREEMPTED}
-    (lost,) = [lost for report in bench.reports for lost in report.failures]
+        rig.add(number, [number, 7, 9], 60)
+    while not rig.failed:
+        rig.turn()
+    assert rig.failed == {2: FailureKind.PREEMPTED}
+    (lost,) = [lost for report in rig.reports for lost in report.failures]
     assert "no page is left, and host memory is full: s2: needs" in lost.message
-    assert set(bench.engine.audit()) == {"s1"}
-    bench.turn_until_over()
-    assert bench.paused() == []
-    bench.check()
+    assert set(rig.engine.audit()) == {"s1"}
+    rig.turn_until_over()
+    assert rig.paused() == []
+    rig.check()
 
 
 def test_what_was_given_back_is_not_replaced_before_the_rest_has_room() -> None:
-    bench = Bench(pages=20, host_tokens=0)
+    rig = Rig(pages=20, host_tokens=0)
     for number in (1, 2, 3):
-        bench.add(number, [number, 7, 9], 60)
-    while 3 not in bench.failed:
-        assert not bench.loop.short_of_pages
-        bench.turn()
-    while 2 not in bench.failed:
-        assert bench.loop.short_of_pages
-        bench.turn()
-    bench.turn()
-    assert not bench.loop.short_of_pages
-    bench.turn_until_over()
-    bench.check()
+        rig.add(number, [number, 7, 9], 60)
+    while 3 not in rig.failed:
+        assert not rig.loop.short_of_pages
+        rig.turn()
+    while 2 not in rig.failed:
+        assert rig.loop.short_of_pages
+        rig.turn()
+    rig.turn()
+    assert not rig.loop.short_of_pages
+    rig.turn_until_over()
+    rig.check()
 
 
 def test_a_cancel_while_paused_gives_host_memory_back_before_the_next_step() -> None:
-    bench = Bench(pages=20)
+    rig = Rig(pages=20)
     for number in (1, 2):
-        bench.add(number, [number, 7, 9], 60)
-    while not bench.paused():
-        bench.turn()
-    assert set(bench.engine.host_kv()) == {"s2"}
-    bench.engine.gate.clear()
-    turning = threading.Thread(target=bench.turn, daemon=True)
+        rig.add(number, [number, 7, 9], 60)
+    while not rig.paused():
+        rig.turn()
+    assert set(rig.engine.host_kv()) == {"s2"}
+    rig.engine.gate.clear()
+    turning = threading.Thread(target=rig.turn, daemon=True)
     turning.start()
     # In the midst of a step.
-    bench.engine.free(bench.live[2].handle)
-    assert bench.engine.host_kv() == {}
-    bench.engine.gate.set()
+    rig.engine.free(rig.live[2].handle)
+    assert rig.engine.host_kv() == {}
+    rig.engine.gate.set()
     turning.join(60)
-    bench.loop.drop([2])
-    del bench.live[2], bench.tokens[2]
-    steps = len(bench.engine.steps)
-    bench.turn_until_over()
-    assert all(batch == ["s1"] for batch in bench.engine.steps[steps:])
-    assert bench.engine.audit() == {}
+    rig.loop.drop([2])
+    del rig.live[2], rig.tokens[2]
+    steps = len(rig.engine.steps)
+    rig.turn_until_over()
+    assert all(batch == ["s1"] for batch in rig.engine.steps[steps:])
+    assert rig.engine.audit() == {}
 
 
 def test_what_is_paused_sleeps_until_pages_return_from_elsewhere() -> None:
-    bench = Bench(pages=20)
-    taken = bench.engine.reserve("on its way", 14 * PAGE)
-    bench.add(1, [1, 7, 9], 60)
-    thread = threading.Thread(target=bench.loop.run, daemon=True)
+    rig = Rig(pages=20)
+    taken = rig.engine.reserve("on its way", 14 * PAGE)
+    rig.add(1, [1, 7, 9], 60)
+    thread = threading.Thread(target=rig.loop.run, daemon=True)
     waiting = threading.Event()
-    idle = bench.progress.set_idle
+    idle = rig.progress.set_idle
 
     def noticed() -> None:
         idle()
-        if bench.loop.paused:
+        if rig.loop.paused:
             waiting.set()
 
-    bench.progress.set_idle = noticed  # type: ignore[method-assign]
+    rig.progress.set_idle = noticed  # type: ignore[method-assign]
     thread.start()
     assert waiting.wait(60)
-    turns = len(bench.reports)
-    assert bench.progress.stalled_s() == 0
+    turns = len(rig.reports)
+    assert rig.progress.stalled_s() == 0
     # Pages with a copy in flight return after the free, and nobody else says a word.
-    with bench.engine._kv.pool.pin(taken):  # type: ignore[arg-type]
-        bench.engine.free(taken)
-        assert bench.engine.stats().free == 6
-        assert len(bench.reports) == turns
-    assert bench.over.wait(60)
-    bench.loop.stop()
+    with rig.engine._kv.pool.pin(taken):  # type: ignore[arg-type]
+        rig.engine.free(taken)
+        assert rig.engine.stats().free == 6
+        assert len(rig.reports) == turns
+    assert rig.over.wait(60)
+    rig.loop.stop()
     thread.join(60)
-    bench.check()
-    assert bench.paused() == [1]
+    rig.check()
+    assert rig.paused() == [1]
 
 
 @settings(max_examples=60, deadline=None)
@@ -254,23 +254,23 @@ def test_any_mix_of_requests_that_each_fit_alone_ends_exactly_and_nothing_is_com
 ) -> None:
     dice = random.Random(seed)
     pages = dice.randint(6, 40)
-    bench = Bench(pages, slots=dice.randint(1, 4), first=dice.choice([1, 5, 20]), steps_ahead=steps_ahead)
+    rig = Rig(pages, slots=dice.randint(1, 4), first=dice.choice([1, 5, 20]), steps_ahead=steps_ahead)
     coming, idle = [], 0
     for number in range(dice.randint(2, 9)):
         context = dice.randint(1, pages * PAGE - 2)
         tokens = dice.randint(2, pages * PAGE - context)
         coming.append((number, [dice.randrange(1000) for _ in range(context)], tokens, dice.choice([None, 3])))
-    while coming or bench.live:
+    while coming or rig.live:
         number, prompt, tokens, sampled = coming[0] if coming else (0, [], 0, None)
-        need = -(-(len(prompt) + min(tokens, bench.first)) // PAGE)
+        need = -(-(len(prompt) + min(tokens, rig.first)) // PAGE)
         # As the service does: not while the batch lacks pages, and only with pages.
-        if coming and not bench.loop.short_of_pages and need <= bench.engine.stats().free and dice.random() < 0.5:
-            bench.add(number, prompt, tokens, sampled)
+        if coming and not rig.loop.short_of_pages and need <= rig.engine.stats().free and dice.random() < 0.5:
+            rig.add(number, prompt, tokens, sampled)
             coming.pop(0)
-        elif bench.live:
-            before = {each: len(tokens) for each, tokens in bench.tokens.items()}
-            bench.turn()
-            idle = 0 if any(len(bench.tokens[each]) > count for each, count in before.items()) else idle + 1
+        elif rig.live:
+            before = {each: len(tokens) for each, tokens in rig.tokens.items()}
+            rig.turn()
+            idle = 0 if any(len(rig.tokens[each]) > count for each, count in before.items()) else idle + 1
             assert idle < 2 + steps_ahead
-    assert not bench.failed
-    bench.check()
+    assert not rig.failed
+    rig.check()

@@ -249,7 +249,7 @@ def test_malformed_names_are_refused_by_name(change: dict[str, Any], words: str)
 
 
 def test_a_handle_of_another_life_is_left_alone() -> None:
-    """What the engine thread has freed already it has published as well."""
+    """The engine thread has published all that it has freed."""
     worker = Worker()
     attempt = worker.reserve("a")
     (sequence,) = worker.commit(attempt)

@@ -1,4 +1,4 @@
-"""When a session's router counts as silent, in simulated time."""
+"""Silence of a session's router, in simulated time."""
 
 from __future__ import annotations
 

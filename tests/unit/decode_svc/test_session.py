@@ -1,4 +1,4 @@
-"""What is told a router, gathered into messages; and the translation of both directions."""
+"""Messages to a router: how they are gathered, and the translation of both directions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many sequences are taken on: the arithmetic, by hand."""
+"""Number of sequences that are admitted: the arithmetic, by hand."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Event:
 
 
 class Cuda:
-    """What is in place of torch.cuda; `current` is this thread's stream."""
+    """Stand-in for torch.cuda; `current` is this thread's stream."""
 
     def __init__(self) -> None:
         self.current = self.main = Stream()

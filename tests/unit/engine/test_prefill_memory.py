@@ -1,4 +1,4 @@
-"""What a prefill takes beside weights and KV, counted at each operator of torch."""
+"""Memory that a prefill takes beside weights and KV, counted at each operator of torch."""
 
 from __future__ import annotations
 

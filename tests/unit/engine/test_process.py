@@ -97,7 +97,7 @@ def test_threads_of_native_kernels_have_cores_beside_the_callers() -> None:
 
 
 def test_each_compute_thread_has_a_core() -> None:
-    """Those of the thread that computes, and only those."""
+    """OpenMP threads of the thread that computes have a core each, and no other threads have."""
     cores = sorted(os.sched_getaffinity(0))
     team, free = run(PINNED, "").stdout.splitlines()
     assert team == str([[core] for core in cores])

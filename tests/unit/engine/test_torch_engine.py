@@ -1,4 +1,4 @@
-"""What only the torch engine has: the build from a config, equality with transformers, failures of the model."""
+"""The torch engine alone: the build from a config, equality with transformers, failures of the model."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def test_work_within_a_layer_is_counted_while_it_is_done(checkpoint: Path, tmp_p
 
 @pytest.fixture
 def no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As where no native kernels were compiled."""
+    """Stands for an installation where no native kernels were compiled."""
     monkeypatch.setenv("BATON_NATIVE_LIBRARY", str(tmp_path / "none.so"))
     library.load.cache_clear()
     yield

@@ -76,7 +76,7 @@ def test_any_range_is_written_and_nothing_beside_it(kind: Kind, dtype: torch.dty
     for seed in range(200):
         pages, layer, tokens, heads = random_ranges(seed)
         parts = source.read(pages, layer, tokens, heads)
-        # What is received begins at any address.
+        # Received bytes begin at any address.
         odd = [replace(part, data=memoryview(b"\0" + bytes(part.data))[1:]) for part in parts]
         expected = {name: part.clone() for name, part in kv.parts.items()}
         for part in parts:
@@ -139,7 +139,7 @@ def test_blocks_are_written_from_any_token_on_and_nothing_beside_them(
         pages, start = rng.sample(range(PAGES), 6), rng.randrange(6 * PAGE - size + 1)
         count = rng.randint(1, (6 * PAGE - start) // size)
         blocks = [range(first, first + size) for first in range(start, start + count * size, size)]
-        # What is received begins at any address, and is not to be written to.
+        # Received bytes begin at any address, and must not be written to.
         payloads = [memoryview(b"\0" + block_bytes(source, pages, tokens))[1:] for tokens in blocks]
         expected = {name: part.clone() for name, part in kv.parts.items()}
         for name, part in expected.items():

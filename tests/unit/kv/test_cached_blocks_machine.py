@@ -45,7 +45,7 @@ class Name:
 
 @dataclass
 class Model:
-    """What the pool must know: units by name, in `told` as the watcher was told."""
+    """Expected content of the pool: units by name; `told` is as the watcher was told."""
 
     names: dict[bytes, Name] = field(default_factory=dict)
     told: set[bytes] = field(default_factory=set)
@@ -207,7 +207,7 @@ class CachedBlocksMachine(RuleBasedStateMachine):
         assert [copy.target for copy in self.copied] == list(handle.pages[len(shared) :])[: len(sources)]
         self.sequences.append(Sequence_(handle, ids, min(handle.cached, tokens)))
         if self.model.dropped:
-            # What was evicted made room beside its prefix, which counts as used up to then.
+            # The eviction freed pages beside its prefix, which counts as used up to then.
             self.leave([*shared, *cut_run])
         self.settle(need, sources)
         if sources:

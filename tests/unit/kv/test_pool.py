@@ -173,7 +173,7 @@ def test_cached_pages_of_the_home_that_is_asked_for_are_evicted() -> None:
     device, host = pool.reserve("a/1", 16), pool.reserve("b/1", 16)
     for number, handle in enumerate((host, device)):
         pool.free(handle, [bytes([number, block] * 16) for block in range(4)])
-    # Those in host memory were used less recently.
+    # Pages in host memory were used less recently.
     again = pool.reserve("c/1", 8)
     assert max(again.pages) < 4
     assert dropped == [bytes([1, block] * 16) for block in (2, 3)]

@@ -1,4 +1,4 @@
-"""What every attention backend must do, checked against dense float32 attention.
+"""Contract of every attention backend, checked against dense float32 attention.
 
 Each case is one forward of mixed sequences: decode steps and chunks, at the start of their context and far
 into it, on scattered pages or on pages that follow each other. The pool starts as NaN, so a backend that lets a

@@ -75,7 +75,7 @@ def test_a_race_by_blocks_is_won_by_the_best_score_of_all(vocab: int, spread: fl
 
 
 def test_a_whole_vocabulary_at_once_gives_the_same_winners() -> None:
-    """What other devices do, here on a CPU."""
+    """The way of other devices, here on a CPU."""
     rows, vocab = 200, 3 * WIDTH + 7
     keys = keys_of([(seed, 0, 1) for seed in range(rows)])
     runners, _ = race(torch.randn(rows, vocab, generator=torch.Generator().manual_seed(3)) * 2, keys)

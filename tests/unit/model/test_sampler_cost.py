@@ -1,4 +1,4 @@
-"""What a row's parameters cost, counted: a row pays for what it asks, and its mates for none of it.
+"""Cost of a row's parameters, counted: a row pays for what it asks, and its mates for none of it.
 
 Counted are the elements that torch's operations read or write, and those that they put in order, which cost some
 hundred times as much.
@@ -29,7 +29,7 @@ PLAIN = SamplingParams(temperature=0.0)
 ALL_BUT_ONE = SamplingParams(temperature=0.0, allowed_token_ids=tuple(range(VOCAB - 1)))
 
 ROW = 240 * VOCAB
-"""What a row may touch in a step, whatever it asks: the noise alone touches some 80 elements for each token."""
+"""Elements that a row may touch in a step, whatever it asks: the noise alone touches some 80 for each token."""
 
 PLACES = {"index", "index_select", "gather", "index_put_", "index_add_", "index_fill_", "scatter_", "scatter_add_"}
 """Operations that touch of their first tensor only as much as the others say."""

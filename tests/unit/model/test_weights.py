@@ -162,7 +162,7 @@ def test_missing_files_are_named(checkpoint: Path, tmp_path: Path) -> None:
     sharded = make_checkpoint("llama", tmp_path / "sharded", max_shard_size="100KB")
     lost = sorted(sharded.glob("*.safetensors"))[1]
     lost.unlink()
-    with pytest.raises(ModelError, match=f"names {lost.name}, which is not there"):
+    with pytest.raises(ModelError, match=f"names {lost.name}, which does not exist"):
         load_model(sharded, dtype=torch.float32)
 
 
@@ -177,7 +177,7 @@ def test_malformed_index_is_named(checkpoint: Path, index: str) -> None:
 def test_an_index_can_not_lead_out_of_the_directory(checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / SINGLE_NAME).rename(tmp_path / "outside.safetensors")
     (checkpoint / INDEX_NAME).write_text(json.dumps({"weight_map": {"a": "../outside.safetensors"}}))
-    with pytest.raises(ModelError, match=r"names outside.safetensors, which is not there"):
+    with pytest.raises(ModelError, match=r"names outside.safetensors, which does not exist"):
         load_model(checkpoint, dtype=torch.float32)
 
 

@@ -33,7 +33,7 @@ def pool() -> Tensor:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """What lies behind the first piece is committed when this is set."""
+    """Set to commit all behind the first piece."""
     event, rest = threading.Event(), zeros._populate_rest
 
     def wait(*of: object) -> None:

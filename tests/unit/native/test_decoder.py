@@ -83,10 +83,10 @@ def test_a_step_chooses_the_largest_logits_first(model: LoadedModel) -> None:
     forward(model, kv, [(sequence, prompt_ids(40))])
     output = choose(model, [3], [41], sequence.table[None], kv, logits=True)
     assert output.logits is not None
-    assert output.best.tolist() == output.logits.argmax(-1).tolist()
+    assert output.argmax.tolist() == output.logits.argmax(-1).tolist()
     without = choose(model, [3], [41], sequence.table[None], kv, logits=False)
     assert without.logits is None
-    assert without.best.tolist() == output.best.tolist()
+    assert without.argmax.tolist() == output.argmax.tolist()
 
 
 def test_a_row_that_is_not_finite_spoils_no_other(model: LoadedModel) -> None:
@@ -98,8 +98,8 @@ def test_a_row_that_is_not_finite_spoils_no_other(model: LoadedModel) -> None:
     tables = torch.stack([sequence.table for sequence in sequences])
     output = choose(model, [3, 3], [41, 41], tables, kv, logits=True)
     assert output.logits is not None
-    assert output.best[0] == -1
-    assert output.best[1] == output.logits[1].argmax() >= 0
+    assert output.argmax[0] == -1
+    assert output.argmax[1] == output.logits[1].argmax() >= 0
 
 
 def untouched(kv: KvCache) -> bool:

@@ -166,7 +166,7 @@ def test_a_batch_with_a_wrong_number_is_refused_before_anything_is_written(
     _, decoder = make_decoders(config, library, rng.randint(1, 3))
     contexts = [rng.randint(1, 40) for _ in range(rng.randint(1, 3))]
     queries = [rng.randint(1, context) for context in contexts]
-    # What follows a row of a table looks like one more page.
+    # The number after a row of a table looks like one more page.
     pages = Pages(config, page_size, contexts, unused=0)
     kv, tables = pages.kv[0], pages.tables
     tokens = sum(queries)
@@ -201,10 +201,10 @@ def head(library: ctypes.CDLL, weight: Tensor, hidden: Tensor, threads: int) -> 
         head=packed.memory.data_ptr(), norm=norm.data_ptr(),
     )  # fmt: skip
     best = torch.full((len(hidden),), -7)
-    call = abi.BatonCall(threads, hidden=hidden.data_ptr(), best=best.data_ptr())
-    room = library.baton_native_room_new()
-    status = library.baton_native_head(model, len(hidden), call, room)
-    library.baton_native_room_free(room)
+    call = abi.BatonCall(threads, hidden=hidden.data_ptr(), argmax=best.data_ptr())
+    workspace = library.baton_native_workspace_new()
+    status = library.baton_native_head(model, len(hidden), call, workspace)
+    library.baton_native_workspace_free(workspace)
     assert status == 0, library.baton_native_error()
     return best.tolist()
 

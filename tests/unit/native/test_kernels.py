@@ -40,7 +40,7 @@ class NativeAttention:
     def __init__(self, library: ctypes.CDLL, threads: int = 1, weights: torch.dtype = torch.float32) -> None:
         self._library, self._threads, self._weights = library, threads, weights
         self._new: dict[int, tuple[Tensor, Tensor]] = {}
-        self.room: int | None = None
+        self.workspace: int | None = None
         """That of all calls, if they share one."""
 
     def append(self, kv: KvCache, layer: int, k: Tensor, v: Tensor, batch: AttentionBatch) -> None:
@@ -49,7 +49,6 @@ class NativeAttention:
         self.attend(kv, layer, torch.zeros(len(k), kv.kv_heads, kv.head_dim), batch, None)
 
     def attend(self, kv: KvCache, layer: int, q: Tensor, batch: AttentionBatch, window: int | None) -> Tensor:
-        """See AttentionBackend."""
         qkv = torch.cat((q, *self._new[layer]), dim=1).float().contiguous()
         out = torch.empty(q.shape)
         layers = (abi.BatonLayer * kv.num_layers)(*[abi.BatonLayer(window=window or 0)] * kv.num_layers)
@@ -63,12 +62,12 @@ class NativeAttention:
             ctypes.cast(keys, ctypes.c_void_p), ctypes.cast(values, ctypes.c_void_p), kv.num_pages, kv.page_size,
             TYPES[kv.dtype],
         )  # fmt: skip
-        room = self.room or self._library.baton_native_room_new()
+        workspace = self.workspace or self._library.baton_native_workspace_new()
         status = self._library.baton_native_attend(
-            model, described, batch_of(batch), layer, self._threads, qkv.data_ptr(), out.data_ptr(), room
+            model, described, batch_of(batch), layer, self._threads, qkv.data_ptr(), out.data_ptr(), workspace
         )
-        if not self.room:
-            self._library.baton_native_room_free(room)
+        if not self.workspace:
+            self._library.baton_native_workspace_free(workspace)
         assert status == 0, self._library.baton_native_error()
         return out.to(q.dtype)
 
@@ -141,7 +140,7 @@ def test_memory_for_many_long_contexts_is_given_back_when_it_is_no_longer_needed
     kv = cache_of(length, 1, 16, torch.float32)
     table = torch.arange(kv.num_pages).int()[None]
     backend = NativeAttention(library)
-    backend.room = library.baton_native_room_new()
+    backend.workspace = library.baton_native_workspace_new()
 
     def step(count: int) -> None:
         backend._new[0] = (torch.zeros(count, 1, 16), torch.zeros(count, 1, 16))
@@ -156,7 +155,7 @@ def test_memory_for_many_long_contexts_is_given_back_when_it_is_no_longer_needed
     for _ in range(300):
         step(1)
     assert resident() - before < grown / 2
-    library.baton_native_room_free(backend.room)
+    library.baton_native_workspace_free(backend.workspace)
 
 
 @pytest.mark.parametrize("window", [None, 9, 1500])

@@ -258,7 +258,7 @@ def test_who_waits_builds_when_the_builder_is_killed(path: str, caplog: pytest.L
 
     class Said(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if "waiting until another worker has built" in record.getMessage():
+            if "another worker builds" in record.getMessage():
                 waiting.set()
 
     handler = Said()
@@ -299,7 +299,7 @@ def test_a_builder_that_takes_too_long_is_not_waited_for(
     assert "another worker has been building it" in caplog.text
 
 
-def test_without_room_each_holds_its_own(
+def test_without_space_each_holds_its_own(
     path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(address: int, size: int, *, write: bool, threads: int = 1) -> None:
@@ -308,13 +308,13 @@ def test_without_room_each_holds_its_own(
     with monkeypatch.context() as patch:
         patch.setattr(shared, "populate", full)
         assert content(share_weights(path, KEY, weights, 1))
-    assert "there is no room for" in caplog.text
+    assert "there is no space for" in caplog.text
     assert os.path.getsize(path) == 0
     assert content(share_weights(path, KEY, weights, 1))
 
 
 @pytest.mark.parametrize("case", ["limited", "full", "full to the last page", "allocated"])
-def test_a_worker_without_room_is_not_killed(tmp_path: Path, case: str) -> None:
+def test_a_worker_without_space_is_not_killed(tmp_path: Path, case: str) -> None:
     command = [sys.executable, "-c", CROWDED, f"{tmp_path}/packed", case]
     if case != "limited":
         mounted = [
@@ -331,7 +331,7 @@ def test_a_worker_without_room_is_not_killed(tmp_path: Path, case: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
     reason = "File too large" if case == "limited" else "No space left on device"
-    assert f"packed: there is no room for 8 MiB ({reason}); this worker holds a copy of its own" in done.stderr
+    assert f"packed: there is no space for 8 MiB ({reason}); this worker holds a copy of its own" in done.stderr
 
 
 def test_kernels_that_can_not_populate_allocate(path: str, monkeypatch: pytest.MonkeyPatch) -> None:

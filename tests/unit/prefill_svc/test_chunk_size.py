@@ -1,4 +1,4 @@
-"""How many tokens the prefill scheduler computes at a time."""
+"""Number of tokens that the prefill scheduler computes at a time."""
 
 import pytest
 

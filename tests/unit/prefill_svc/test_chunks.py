@@ -1,4 +1,4 @@
-"""Whose chunk the engine computes, and what becomes of one whose job is cancelled."""
+"""Choice of the job whose chunk the engine computes next, and chunks of cancelled jobs."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ BASE, SLOPE = 1e-3, 1e-8
 
 
 def seconds(start: int, end: int) -> float:
-    """What tokens take whose time grows with their position."""
+    """Seconds for tokens whose time grows with their position."""
     return BASE * (end - start) + SLOPE * (end**2 - start**2) / 2
 
 

@@ -1,4 +1,4 @@
-"""What a job tells its caller, in which order, and how long it may wait."""
+"""Events that a job tells its caller, their order, and how long it may wait."""
 
 from __future__ import annotations
 

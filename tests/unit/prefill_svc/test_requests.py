@@ -1,4 +1,4 @@
-"""What a prefill worker keeps of a caller is short: the fields of a request that are longer are refused by name."""
+"""Limits of request fields that a prefill worker keeps: longer ones are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which prompts are saved while they are computed, how long they wait for the store, and what becomes of failures."""
+"""Prompts that are saved while they are computed: their choice, their wait for the store, and failures."""
 
 from __future__ import annotations
 

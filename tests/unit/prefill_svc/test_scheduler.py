@@ -196,7 +196,7 @@ def test_a_tenant_below_its_share_may_send_several_at_once() -> None:
     assert any(prompt.remaining for prompt in more)
 
 
-def test_a_tenant_that_uses_little_saves_no_share_for_newcomers() -> None:
+def test_a_tenant_that_uses_little_saves_no_share_for_new_tenants() -> None:
     s = scheduler(pages=20_000)
     admit_ready(s, 90_000, tenant=b"heavy")
     for _ in range(100):
@@ -288,7 +288,7 @@ def test_refusals_name_both_numbers() -> None:
 def test_waiting_is_bounded_and_tells_when_to_retry() -> None:
     s = scheduler(max_waiting=2)
     first, _ = admit_ready(s, 1_000), admit_ready(s, 3_000)
-    with pytest.raises(Overloaded, match="2 prompts wait, at most 2 may") as caught:
+    with pytest.raises(Overloaded, match="2 prompts are waiting, the limit is 2") as caught:
         s.admit(1)
     assert caught.value.retry_after == 4.0
     s.finish_chunk(first, 500, 5.0)

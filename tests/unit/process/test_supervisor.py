@@ -39,7 +39,7 @@ def script(code: str) -> list[str]:
 
 
 class Lines:
-    """What children and their supervisor said, in order, and a wait for more."""
+    """Lines from children and their supervisor, in order, and a wait for more."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -166,7 +166,7 @@ async def test_a_stop_lets_children_drain_unless_a_second_one_cuts_that_short(sa
         else:
             child.signal(signal.SIGUSR1)
             await draining
-    # What ends at a stop has no successor.
+    # A child that ends at a stop has no successor.
     assert said.lines == (["w: drains"] if cut else ["w: drains", "w: finishes"])
 
 

@@ -136,7 +136,7 @@ async def test_a_replay_is_neither_refused_nor_overtaken() -> None:
     waiting = Held(d, "waiting")
     await settle()
     refused = Held(d, "refused")
-    with pytest.raises(Overloaded, match="1 requests wait, 1 may"):
+    with pytest.raises(Overloaded, match="1 requests are waiting, the limit is 1"):
         await refused.task
     replay = Held(d, "replay", again=True)
     await settle()
@@ -279,7 +279,7 @@ async def test_closing_ends_all_that_wait() -> None:
     held = Held(d, "r")
     await settle()
     d.close()
-    with pytest.raises(Unavailable, match="the router stops"):
+    with pytest.raises(Unavailable, match="the router is stopping"):
         await held.task
 
 

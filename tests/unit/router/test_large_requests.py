@@ -63,7 +63,7 @@ class SharedWorker:
 
 
 class RouterPool(FakePool):
-    """What a dispatcher knows of the worker."""
+    """The worker as a dispatcher knows it."""
 
     def __init__(self, worker: SharedWorker, number: int) -> None:
         super().__init__()

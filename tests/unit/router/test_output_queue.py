@@ -1,4 +1,4 @@
-"""What gathers for a slow client: cut into messages of bounded size, in order, and complete."""
+"""Output that gathers for a slow client: cut into messages of bounded size, in order, and complete."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def token(alternatives: int) -> TokenInfo:
 
 @dataclass
 class Told:
-    """What a client joins from all messages."""
+    """Output that a client joins from all messages."""
 
     text: defaultdict[int, str] = field(default_factory=lambda: defaultdict(str))
     tokens: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))

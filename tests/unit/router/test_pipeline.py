@@ -36,5 +36,5 @@ async def test_what_comes_after_the_stop_is_not_begun() -> None:
         await pipeline.finish()
     assert not (await pipeline.ledger()).entries
     for output in outputs:
-        with pytest.raises(Unavailable, match="the router stops"):
+        with pytest.raises(Unavailable, match="the router is stopping"):
             await output.queue.take()

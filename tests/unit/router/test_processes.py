@@ -1,4 +1,4 @@
-"""What each of several router processes does before it serves."""
+"""Start of each of several router processes, before it serves."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which failures are followed by another attempt, and what they cost."""
+"""Failures that another attempt follows, and their cost."""
 
 from __future__ import annotations
 

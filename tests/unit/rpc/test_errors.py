@@ -12,7 +12,7 @@ GENERATE = "/baton.v1.Inference/Generate"
 
 
 def decoded(message: inference_pb2.GenerateRequest, *, spoil: bytes = b"") -> object:
-    """What becomes of the message when the bytes of `spoil` have turned into 0xff."""
+    """The message, decoded after the bytes of `spoil` have turned into 0xff."""
     decode = strict(inference_pb2.GenerateRequest.FromString, GENERATE)
     assert decode is not None
     data = message.SerializeToString()

@@ -336,7 +336,7 @@ class Message(bytearray):
 async def test_the_message_of_a_refused_call_is_gone_without_the_garbage_collector(
     stream: bool, error: type[Exception], caplog: pytest.LogCaptureFixture
 ) -> None:
-    # What is logged of an unexpected error would keep its traceback.
+    # The log record of an unexpected error would keep its traceback.
     caplog.set_level(logging.CRITICAL, "baton.rpc.errors")
     gone = asyncio.Event()
     watches = []

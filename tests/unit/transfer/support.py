@@ -127,7 +127,7 @@ def whole(tokens: int) -> Box:
 
 
 def contents(engine: Engine, handle: KvHandle, box: Box) -> list[list[bytes]]:
-    """What the pages hold: for each layer the parts' bytes."""
+    """Content of the pages: for each layer the parts' bytes."""
     return [[bytes(part.data) for part in engine.read_kv(handle, layer, box.tokens, box.heads)] for layer in box.layers]
 
 

@@ -66,7 +66,7 @@ async def test_who_takes_a_request_over_insists_on_the_handoff(exports: ExportRe
     export.commit_prefix(NAME)
     consumer = Engine(page_size=4)
     handle = consumer.reserve("decode", TOKENS)
-    with pytest.raises(IncompleteTransfer, match="hands nothing over"):
+    with pytest.raises(IncompleteTransfer, match="has no handoff"):
         await pull([MemorySource(export, unchanged)], consumer, handle, whole(TOKENS), length=TOKENS, timeout_s=20)
 
 

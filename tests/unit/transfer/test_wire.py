@@ -158,7 +158,7 @@ def test_an_element_type_that_is_not_known_is_refused_by_name() -> None:
     header = kv_pb2.KvFrame.FromString(small_frame()).header
     header.ClearField("checksum")
     header.parts[1].dtype = "float4_e2m1"
-    _refused_with(header, "part 'v' came as 'float4_e2m1', which is not known here", TransferError)
+    _refused_with(header, "part 'v' has the unknown dtype 'float4_e2m1'", TransferError)
 
 
 def _refused_with(header: kv_pb2.KvHeader, complaint: str, error: type[TransferError] = CorruptFrame) -> None:

@@ -60,7 +60,7 @@ class Waited(asyncio.Event):
         return await super().wait()
 
 
-class Bench:
+class Rig:
     """An engine, a host tier, a hub over their news."""
 
     def __init__(self) -> None:
@@ -81,8 +81,8 @@ class Bench:
 
 
 @pytest.fixture
-async def bench() -> AsyncIterator[Bench]:
-    made = Bench()
+async def rig() -> AsyncIterator[Rig]:
+    made = Rig()
     yield made
     made.news.close()
     assert made.host.changed is None
@@ -95,10 +95,10 @@ def news(reset: bool, stored: Sequence[bytes] = (), dropped: Sequence[bytes] = (
 
 
 class Watcher:
-    """What a watcher believes the worker to hold."""
+    """Blocks that a watcher believes the worker to hold."""
 
-    def __init__(self, bench: Bench) -> None:
-        self._watch = bench.hub.watch()
+    def __init__(self, rig: Rig) -> None:
+        self._watch = rig.hub.watch()
         self.held: set[bytes] = set()
         self.changes: list[PrefixChange] = []
 
@@ -121,83 +121,83 @@ class Watcher:
         await self._watch.aclose()
 
 
-async def test_the_first_news_is_all_that_is_held_and_then_come_changes(bench: Bench) -> None:
-    bench.publish(3)
-    first, late = Watcher(bench), Watcher(bench)
+async def test_the_first_news_is_all_that_is_held_and_then_come_changes(rig: Rig) -> None:
+    rig.publish(3)
+    first, late = Watcher(rig), Watcher(rig)
     assert await first.next() == news(True, NAMES[:3])
-    bench.publish(5)
+    rig.publish(5)
     assert await first.next() == news(False, NAMES[3:5])
     assert await late.next() == news(True, NAMES[:5])
-    bench.engine.drop_cached()
+    rig.engine.drop_cached()
     assert await first.next() == news(False, (), NAMES[:5])
     await late.until([])
     await first.close()
     await late.close()
-    assert not bench.news._subscribers
+    assert not rig.news._subscribers
 
 
 async def test_a_watcher_is_woken_by_news_from_any_thread_and_told_nothing_without(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    router = Watcher(bench)
+    router = Watcher(rig)
     assert await router.next() == news(True)
-    bench.hub._changed = waits = Waited()
+    rig.hub._changed = waits = Waited()
     monkeypatch.setattr("baton.worker.status.MAX_INTERVAL_S", 0.05)
     assert await router.next() is None
     monkeypatch.setattr("baton.worker.status.MAX_INTERVAL_S", 60.0)
     pending = asyncio.create_task(router.next())
     await asyncio.wait_for(waits.entered.wait(), 60)
-    thread = threading.Thread(target=bench.publish, args=(2,))
+    thread = threading.Thread(target=rig.publish, args=(2,))
     thread.start()
     assert await pending == news(False, NAMES[:2])
     thread.join(60)
     await router.close()
 
 
-async def test_a_block_is_held_while_any_tier_has_it(bench: Bench) -> None:
-    router = Watcher(bench)
+async def test_a_block_is_held_while_any_tier_has_it(rig: Rig) -> None:
+    router = Watcher(rig)
     await router.next()
-    bench.publish(2)
-    bench.host.tell(DIGESTS[:4])
+    rig.publish(2)
+    rig.host.tell(DIGESTS[:4])
     await router.until(NAMES[:4])
-    calls = bench.calls
-    bench.engine.drop_cached()
-    bench.host.tell([], DIGESTS[5:9])
+    calls = rig.calls
+    rig.engine.drop_cached()
+    rig.host.tell([], DIGESTS[5:9])
     await asyncio.sleep(0)
-    assert bench.calls == calls
-    bench.host.tell([], DIGESTS[1:3])
+    assert rig.calls == calls
+    rig.host.tell([], DIGESTS[1:3])
     await router.until([NAMES[0], NAMES[3]])
-    bench.publish(1)
-    bench.host.tell([], DIGESTS[:1])
-    bench.host.tell(DIGESTS[2:3])
+    rig.publish(1)
+    rig.host.tell([], DIGESTS[:1])
+    rig.host.tell(DIGESTS[2:3])
     await router.until([NAMES[0], *NAMES[2:4]])
     assert not any(change.reset for change in router.changes[1:])
     await router.close()
 
 
 async def test_long_news_come_in_parts_and_a_watcher_that_lags_is_told_anew(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(status, "MAX_NAMES", 4)
     monkeypatch.setattr("baton.worker.status.MAX_INTERVAL_S", 60.0)
-    bench.host.tell(DIGESTS[:11])
+    rig.host.tell(DIGESTS[:11])
     merged = []
     for _ in range(4):
         await asyncio.sleep(0)
-        merged.append(sum(map(len, bench.news._tiers)))
+        merged.append(sum(map(len, rig.news._tiers)))
     assert merged == [4, 8, 11, 11], "others run in between"
-    router = Watcher(bench)
+    router = Watcher(rig)
     lengths = [len(change.stored) for change in [await router.next() for _ in range(3)] if change]
     assert lengths == [4, 4, 3]
     assert [change.reset for change in router.changes] == [True, False, False]
     assert router.held == set(NAMES[:11])
     for _ in range(5):
-        bench.host.tell([], DIGESTS[:11])
-        bench.host.tell(DIGESTS[20:36])
-        bench.host.tell([], DIGESTS[20:36])
-        bench.host.tell(DIGESTS[:3])
-    (subscriber,) = bench.news._subscribers
-    bench.news._merge()
+        rig.host.tell([], DIGESTS[:11])
+        rig.host.tell(DIGESTS[20:36])
+        rig.host.tell([], DIGESTS[20:36])
+        rig.host.tell(DIGESTS[:3])
+    (subscriber,) = rig.news._subscribers
+    rig.news._merge()
     assert sum(map(len, subscriber._unsent)) <= 3 + 4
     await router.until(NAMES[:3])
     assert router.changes[3] == news(True, NAMES[:3])
@@ -209,8 +209,8 @@ async def test_news_after_the_loop_are_dropped() -> None:
 
     def elsewhere() -> None:
         async def make() -> None:
-            bench = Bench()
-            made.append(lambda: bench.publish(2))
+            rig = Rig()
+            made.append(lambda: rig.publish(2))
 
         asyncio.run(make())
 

@@ -52,14 +52,14 @@ LOOKUP_LANES = 4
 """Round trips of a look-up at a time, once the first has found all of its blocks."""
 TOUCH_KEYS = 4096
 """Most keys whose expiry one touch renews."""
-MOST_RECORDS = 128
+MAX_RECORDS = 128
 """Records of a round trip that reads or writes them. The client needs about 15 µs for each, on the event loop."""
 BATCH_BYTES = 4 << 20
 WINDOW_BYTES = 4 << 20
 LANES = 2
 """A fetch asks each node for LANES windows at a time: one is received while another one is checked."""
-_SLOWEST_BYTES_PER_S = 100e6
-_SLOWEST_KEY_S = 50e-6
+_MIN_BYTES_PER_S = 100e6
+_MAX_KEY_S = 50e-6
 _WRITE_BUDGET_S = 1.0
 _CLOSE_S = 1.0
 _THREADS = 2
@@ -139,7 +139,7 @@ class RedisPrefixCache:
     async def lookup(self, digests: Sequence[bytes]) -> Hits:
         """The longest run of leading hits."""
         started, wanted, found = time.monotonic(), self._codec.record_bytes, len(digests)
-        until = started + self._limits.budget_s + len(digests) * _SLOWEST_KEY_S
+        until = started + self._limits.budget_s + len(digests) * _MAX_KEY_S
         starts, missed = iter(range(0, len(digests), LOOKUP_KEYS)), dict[int, list[Any]]()
 
         async def lane(most: int | None = None) -> None:
@@ -169,7 +169,7 @@ class RedisPrefixCache:
         """Payloads of the leading digests whose records exist and are valid."""
         keys, started = self._keys(digests), time.monotonic()
         size, until = self._codec.record_bytes, started + self._budget(len(keys))
-        window = min(max(1, WINDOW_BYTES * max(1, len(self._topology.masters)) // size), MOST_RECORDS)
+        window = min(max(1, WINDOW_BYTES * max(1, len(self._topology.masters)) // size), MAX_RECORDS)
         starts, parts = iter(range(0, len(keys), window)), dict[int, _CheckedRecords]()
 
         async def lane() -> None:
@@ -202,7 +202,7 @@ class RedisPrefixCache:
         return [True] * len(digests)
 
     async def save(self, digests: Sequence[bytes], payloads: Sequence[Payload]) -> int:
-        """Write the blocks, MOST_RECORDS in a round trip to each node; the number of leading ones that are stored."""
+        """Write the blocks, MAX_RECORDS in a round trip to each node; the number of leading ones that are stored."""
         stored = await self._write(list(zip(digests, payloads, strict=True)))
         metrics.PREFIX_BLOCKS.labels(TIER, "written").inc(sum(stored))
         return sum(1 for _ in takewhile(bool, stored))
@@ -323,9 +323,9 @@ class RedisPrefixCache:
         budget_s = _WRITE_BUDGET_S + self._budget(len(keys))
         commands = [("SET", key, record, "EX", self._limits.ttl_s) for key, record in zip(keys, records, strict=True)]
         replies, until = list[Any](), time.monotonic() + budget_s
-        for start in range(0, len(keys), MOST_RECORDS):
-            part = commands[start : start + MOST_RECORDS]
-            named = keys[start : start + MOST_RECORDS]
+        for start in range(0, len(keys), MAX_RECORDS):
+            part = commands[start : start + MAX_RECORDS]
+            named = keys[start : start + MAX_RECORDS]
             replies += await self._calls.call_keys("write", named, part.__getitem__, until - time.monotonic())
         return [reply is True for reply in replies]
 
@@ -368,7 +368,7 @@ class RedisPrefixCache:
         return f"{len(lost)} of {len(nodes)} nodes out of reach: {lost[0].last_error}"
 
     def _budget(self, records: int) -> float:
-        return self._limits.budget_s + records * self._codec.record_bytes / _SLOWEST_BYTES_PER_S
+        return self._limits.budget_s + records * self._codec.record_bytes / _MIN_BYTES_PER_S
 
     def _key(self, digest: bytes) -> bytes:
         return self._prefix + digest.hex().encode()

@@ -71,13 +71,13 @@ class NodeHealth:
         """Record that a call could not reach the server; `permit` is the breaker's for this call, if it was asked."""
         self.last_error = str(error).partition(_ARGUMENTS)[0] or _WORDS.get(fault_label(error), fault_label(error))
         if self.breaker.closed:
-            _log.warning("%s is out of reach, requests go on without it: %s", self.name, self.last_error)
+            _log.warning("%s can't be reached, requests continue without it: %s", self.name, self.last_error)
         self.breaker.record_failure(permit)
         count_fault(fault_label(error))
 
     def record_success(self) -> None:
         """Record that a call was answered."""
         if not self.breaker.closed:
-            _log.info("%s is back", self.name)
+            _log.info("%s can be reached again", self.name)
         self.breaker.record_success()
         self.last_error = ""

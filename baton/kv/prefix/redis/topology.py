@@ -66,7 +66,7 @@ class SingleMaster:
         self._close_sentinels = close_sentinels
 
     def node_of(self, key: bytes) -> Node:
-        """The one node."""
+        """The single node."""
         return self.masters[0]
 
     async def refresh(self) -> None:

@@ -33,7 +33,7 @@ def payload(digest: bytes) -> bytes:
 
 
 async def write(cache: HostPrefixCache, digests: Sequence[bytes], upto: int | None = None) -> list[bool]:
-    """What a worker does with a chain that it computed."""
+    """Write a chain as a worker does that computed it."""
     wanted = [digest for digest, wanted in zip(digests, await cache.select_writes(digests), strict=True) if wanted]
     return [cache.put(digest, payload(digest)) for digest in wanted[:upto]]
 

@@ -3,16 +3,16 @@
 import pytest
 
 from baton.kv.prefix.contract import FetchRate
-from baton.kv.prefix.throughput import ENOUGH_BYTES, Throughput
+from baton.kv.prefix.throughput import MIN_SAMPLE_BYTES, Throughput
 
-SIZE = 4 * ENOUGH_BYTES
+SIZE = 4 * MIN_SAMPLE_BYTES
 
 
 def test_nothing_is_known_at_first_nor_from_small_fetches() -> None:
     throughput = Throughput()
     throughput.record_lookup(0.1)
     assert throughput.rate is None
-    throughput.record_fetch(ENOUGH_BYTES - 1, 0.1)
+    throughput.record_fetch(MIN_SAMPLE_BYTES - 1, 0.1)
     assert throughput.rate is None
 
 

@@ -79,12 +79,12 @@ async def store() -> Store:
     return Store()
 
 
-def tiered(store: Store, writes: str = "first", blocks: int = 100, touch_share: float = 0.0) -> TieredPrefixCache:
-    return TieredPrefixCache(HostPrefixCache(blocks * SIZE), store, writes, touch_share=touch_share)
+def tiered(store: Store, writes: str = "first", blocks: int = 100, touch_fraction: float = 0.0) -> TieredPrefixCache:
+    return TieredPrefixCache(HostPrefixCache(blocks * SIZE), store, writes, touch_fraction=touch_fraction)
 
 
 async def request(cache: TieredPrefixCache, digests: Sequence[bytes], hits: int = 0) -> list[bytes]:
-    """What a worker does at the end of a request; returns what it copied out."""
+    """Publish as a worker does at the end of a request; returns the blocks that it copied out."""
     wanted = [digest for digest, wants in zip(digests, await cache.select_writes(digests, hits), strict=True) if wants]
     for digest in wanted:
         cache.put(digest, BLOCKS[digest])
@@ -245,13 +245,13 @@ async def test_dropped_by_both_is_dropped(store: Store) -> None:
     assert store.puts == DIGESTS[:1]
 
 
-@pytest.mark.parametrize("touch_share", [0.0, 1.0])
-async def test_hits_keep_the_store_fresh(store: Store, touch_share: float) -> None:
-    cache = tiered(store, touch_share=touch_share)
+@pytest.mark.parametrize("touch_fraction", [0.0, 1.0])
+async def test_hits_keep_the_store_fresh(store: Store, touch_fraction: float) -> None:
+    cache = tiered(store, touch_fraction=touch_fraction)
     await request(cache, DIGESTS[:3])
     await cache.fetch(DIGESTS)
     cache.touch(DIGESTS[7:])
-    assert store.touched == (DIGESTS[:3] + DIGESTS[7:] if touch_share else [])
+    assert store.touched == (DIGESTS[:3] + DIGESTS[7:] if touch_fraction else [])
     store.touched.clear()
     await only_stored(store, *range(6))
     assert (await cache.lookup(DIGESTS)).blocks == 6
@@ -293,7 +293,7 @@ async def test_a_refused_record_is_not_taken_for_stored_until_it_was_read(store:
 
 
 async def test_only_a_sample_is_touched(store: Store) -> None:
-    cache = tiered(store, touch_share=1 / 8)
+    cache = tiered(store, touch_fraction=1 / 8)
     for _ in range(8000):
         cache.touch(DIGESTS[:1])
     assert 700 < len(store.touched) < 1300, "six standard deviations are 177"

@@ -1,4 +1,4 @@
-"""Which blocks were seen how often, and which are stored: bounded, the oldest are forgotten."""
+"""Counts of blocks that were seen, and the choice of those to store: bounded, the oldest are forgotten."""
 
 from baton.kv.prefix.write_filter import BlockState, WriteFilter
 

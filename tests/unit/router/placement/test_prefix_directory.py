@@ -1,4 +1,4 @@
-"""What a router makes of its indexes: placement, digests for decode, and a tier for people."""
+"""Uses of a router's prefix indexes: placement, digests for decode, and a tier for people."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_what_cant_be_in_time_or_would_wait_too_long_is_refused_at_once() -> Non
     with pytest.raises(Overloaded, match=r"expected to take 30\.0 s, 25 s are allowed") as refusal:
         scheduler.push(waiter("long", now), FLEET, now)
     assert refusal.value.retry_after is not None
-    # What was accepted once is not judged again.
+    # A request that was accepted once is not judged again.
     replay = waiter("replay", now, deadline=now + 5, again=True)
     scheduler.push(replay, FLEET, now)
     turn = scheduler.next_turn(FLEET, NOTHING_EXCLUDED, now, set())

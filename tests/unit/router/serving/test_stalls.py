@@ -1,4 +1,4 @@
-"""When a write to a client has taken too long, in simulated time."""
+"""Writes to a client that take too long, in simulated time."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_the_end_of_a_process_ends_its_text_with_an_error(processes: Watched, en
     processes.waiting.clear()
     error = {
         "kill": "the process that tokenized the text ended with status -9; try again",
-        "close": "the router stops before the text is tokenized",
+        "close": "the router is stopping, and the text is not tokenized",
     }[end]
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(processes.encode, b"y", add_special_tokens=True)

@@ -1,4 +1,4 @@
-"""What only a long prompt brings up: its checks, and the threads on which its reports are converted."""
+"""Checks of a long prompt, and the threads on which its reports are converted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where workers are found."""
+"""Discovery of workers."""
 
 from __future__ import annotations
 

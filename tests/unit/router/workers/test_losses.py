@@ -1,4 +1,4 @@
-"""What a lost connection with a worker counts for, and when it is no death after all."""
+"""Lost connections with a worker: when they count as its death, and when not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which addresses a pool of workers keeps dialling."""
+"""Addresses that a pool of workers keeps dialling."""
 
 from __future__ import annotations
 

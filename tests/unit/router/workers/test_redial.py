@@ -1,4 +1,4 @@
-"""How soon a router calls a worker again that it has lost."""
+"""Pauses before a router calls a lost worker again."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ class Gate {
  public:
   // Wait until the gate's number is no longer `seen`.
   void wait(uint32_t seen);
-  // Raise the number; all that was written before is visible to those who waited.
+  // Raise the number; all that was written before is visible to the threads that waited.
   void open();
   uint32_t number() const { return number_.load(std::memory_order_acquire); }
 
@@ -27,8 +27,8 @@ class Gate {
   std::condition_variable opened_;
 };
 
-// Units of work that were handed out; any thread may look while others compute.
-struct UnitCount {
+// Number of tasks that threads have taken; any thread may read it while others compute.
+struct TaskCount {
   alignas(64) std::atomic<int64_t> next{0};  // of the running phase
   alignas(64) std::atomic<int64_t> before{0};
 
@@ -36,44 +36,44 @@ struct UnitCount {
   void begin_phase() { before.fetch_add(next.exchange(0, std::memory_order_relaxed), std::memory_order_relaxed); }
 };
 
-// What the threads of a region share: work is handed out by number, and `barrier` ends a phase.
+// State that the threads of a region share: they take tasks by number, and `barrier` ends a phase.
 class Region {
  public:
-  Region(int threads, UnitCount& units) : threads_(threads), units_(units) { units.begin_phase(); }
+  Region(int threads, TaskCount& tasks) : threads_(threads), tasks_(tasks) { tasks.begin_phase(); }
 
   int threads() const { return threads_; }
 
-  // The next unit of this phase, from 0 on.
-  int64_t take() { return units_.next.fetch_add(1, std::memory_order_relaxed); }
+  // The next task of this phase, from 0 on.
+  int64_t take() { return tasks_.next.fetch_add(1, std::memory_order_relaxed); }
 
-  // Count a part of a unit that takes long.
-  void count_part() { units_.before.fetch_add(1, std::memory_order_relaxed); }
+  // Count a split of a task that takes long.
+  void count_split() { tasks_.before.fetch_add(1, std::memory_order_relaxed); }
 
-  // Wait for all threads; then the units of the next phase begin at 0.
+  // Wait for all threads; then the tasks of the next phase begin at 0.
   void barrier();
 
  private:
   const int threads_;
-  UnitCount& units_;
+  TaskCount& tasks_;
   alignas(64) std::atomic<int> arrived_{0};
   Gate gate_;
 };
 
-class Pool {
+class ThreadPool {
  public:
   using Work = void (*)(void* context, Region& region, int thread);
 
-  static Pool& shared();
+  static ThreadPool& shared();
 
-  // Start what is missing for regions of so many threads, the caller's included.
+  // Start missing threads for regions of so many, the caller's included.
   void start(int threads);
   // Pin thread i, the caller's is 0, to cores[i]; later ones stay free.
   void pin(const int32_t* cores, int count);
   // Run `work` on so many threads, this one included; one region at a time.
   void run(int threads, Work work, void* context);
-  // Units and parts of units so far.
-  int64_t units() const { return units_.total(); }
-  ~Pool();
+  // Tasks and splits of tasks so far.
+  int64_t tasks() const { return tasks_.total(); }
+  ~ThreadPool();
 
  private:
   void loop(int thread, uint32_t seen);
@@ -87,7 +87,7 @@ class Pool {
   Work work_ = nullptr;
   void* context_ = nullptr;
   bool closing_ = false;
-  UnitCount units_;
+  TaskCount tasks_;
 };
 
 }  // namespace baton

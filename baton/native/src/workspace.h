@@ -1,4 +1,4 @@
-// Room for the intermediate results of the calls of one model.
+// Memory for the intermediate results of the calls of one model.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace baton {
 
-// Zeroed memory that grows, on boundaries of cache lines. What it held is lost when its size changes.
+// Zeroed memory that grows, on boundaries of cache lines. Its content is lost when its size changes.
 class Buffer {
  public:
   Buffer() = default;
@@ -36,7 +36,7 @@ class Buffer {
   T* reserve_of(int64_t count) {
     return static_cast<T*>(reserve(count * int64_t(sizeof(T))));
   }
-  // As `reserve_of`, for what grows with contexts: gives large memory back that a run of calls has hardly used.
+  // As `reserve_of`, for memory that grows with contexts: frees large memory that many calls in a row hardly used.
   template <class T = float>
   T* fit_of(int64_t count) {
     const int64_t bytes = count * int64_t(sizeof(T));
@@ -56,37 +56,37 @@ class Buffer {
   int64_t size_ = 0, idle_ = 0;
 };
 
-// Tokens of one sequence that attend together. Those of a split unit are one, over one part of its keys. `row` is that of
-// the first token's result.
-struct Unit {
+// Tokens of one sequence that attend together, or one token over one split of its keys. `row` is that of the first
+// token's result.
+struct AttentionTask {
   int64_t sequence, token, row, count, position;
-  int64_t first_part, last_part;
+  int64_t first_split, last_split;
   int64_t partial;  // number of its partial result, or -1
 };
 
-// A row whose partial results are merged.
-struct Split {
-  int64_t row, partial, parts;
+// A row whose partial results are merged, one of each split of its keys.
+struct Merge {
+  int64_t row, partial, splits;
 };
 
-// What attends in a layer.
+// Attention of a layer.
 struct Queries {
-  std::vector<Unit> units;
-  std::vector<Split> splits;
+  std::vector<AttentionTask> tasks;
+  std::vector<Merge> merges;
   int64_t partials;
 
   void clear() {
-    units.clear();
-    splits.clear();
+    tasks.clear();
+    merges.clear();
     partials = 0;
   }
 };
 
 }  // namespace baton
 
-struct BatonRoom {
+struct BatonWorkspace {
   baton::Buffer normed, qkv, attended, inner;  // of all rows
-  baton::Buffer angles, partials, best;
+  baton::Buffer angles, partials, maxima;
   baton::Buffer threads;  // scratch of each
   baton::Queries all, sampled;
   std::vector<int32_t> angles_of;  // query and context lengths that `angles` are for

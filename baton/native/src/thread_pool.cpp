@@ -1,4 +1,4 @@
-#include "pool.h"
+#include "thread_pool.h"
 
 #include <pthread.h>
 #include <sched.h>
@@ -37,33 +37,33 @@ void Gate::open() {
 
 void Region::barrier() {
   if (threads_ == 1) {
-    units_.begin_phase();
+    tasks_.begin_phase();
     return;
   }
   const uint32_t seen = gate_.number();
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < threads_) return gate_.wait(seen);
   arrived_.store(0, std::memory_order_relaxed);
-  units_.begin_phase();
+  tasks_.begin_phase();
   gate_.open();
 }
 
-Pool& Pool::shared() {
+ThreadPool& ThreadPool::shared() {
   // Never destroyed: threads of the interpreter may be computing when the process exits.
-  static Pool* pool = [] {
+  static ThreadPool* pool = [] {
     // A forked child has none of the threads, so it needs a pool of its own.
-    pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
-    return new Pool;
+    pthread_atfork(nullptr, nullptr, [] { pool = new ThreadPool; });
+    return new ThreadPool;
   }();
   return *pool;
 }
 
-Pool::~Pool() {
+ThreadPool::~ThreadPool() {
   closing_ = true;
   begun_.open();
   for (std::thread& thread : threads_) thread.join();
 }
 
-void Pool::start(int threads) {
+void ThreadPool::start(int threads) {
   std::lock_guard<std::mutex> lock(regions_);
   while (int(threads_.size()) + 1 < threads) {
     const int number = int(threads_.size()) + 1;
@@ -71,7 +71,7 @@ void Pool::start(int threads) {
   }
 }
 
-void Pool::pin(const int32_t* cores, int count) {
+void ThreadPool::pin(const int32_t* cores, int count) {
   std::lock_guard<std::mutex> lock(regions_);
   for (int i = 0; i < count && i <= int(threads_.size()); ++i) {
     cpu_set_t set;
@@ -81,10 +81,10 @@ void Pool::pin(const int32_t* cores, int count) {
   }
 }
 
-void Pool::run(int threads, Work work, void* context) {
+void ThreadPool::run(int threads, Work work, void* context) {
   start(threads);
   std::lock_guard<std::mutex> lock(regions_);
-  Region region(threads, units_);
+  Region region(threads, tasks_);
   if (threads > 1) {
     region_ = &region;
     work_ = work;
@@ -99,7 +99,7 @@ void Pool::run(int threads, Work work, void* context) {
   }
 }
 
-void Pool::loop(int thread, uint32_t seen) {
+void ThreadPool::loop(int thread, uint32_t seen) {
   for (;; ++seen) {
     begun_.wait(seen);
     if (closing_) return;
