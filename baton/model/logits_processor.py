@@ -6,13 +6,14 @@ A row's part (`RowProcessor`) lies on the device from when the row joins the bat
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from baton.model.upload import upload, upload_ints
+from baton.model.upload import upload
 from baton.request import SamplingParams
 
 
@@ -32,13 +33,13 @@ def row_processor(
     """A row's part; `denied` is given if another row with the same list of allowed tokens has it already."""
     if params.allowed_token_ids and denied is None:
         denied = torch.ones(vocab_size, dtype=torch.bool, device=device)
-        denied.index_fill_(0, upload_ints(params.allowed_token_ids, device), False)
+        denied.index_fill_(0, upload(array("q", params.allowed_token_ids), torch.int64, device), False)
     ending = {*params.stop_token_ids, *(() if params.ignore_eos else eos)} if params.min_tokens else ()
     bias = None
     if params.logit_bias:
         token_ids, values = zip(*params.logit_bias, strict=True)
-        bias = upload_ints(token_ids, device), upload(values, torch.float32, device)
-    return RowProcessor(denied, upload_ints(list(ending), device) if ending else None, bias)
+        bias = upload(array("q", token_ids), torch.int64, device), upload(values, torch.float32, device)
+    return RowProcessor(denied, upload(array("q", ending), torch.int64, device) if ending else None, bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,5 +93,5 @@ class LogitsProcessor:
 def _repeated(parts: Sequence[tuple[int, Tensor]], device: torch.device) -> Tensor:
     """Each row's number, as often as its part is long; int64."""
     lengths = [len(part) for _, part in parts]
-    rows = upload_ints([row for row, _ in parts], device)
-    return torch.repeat_interleave(rows, upload_ints(lengths, device), output_size=sum(lengths))
+    rows = upload(array("q", [row for row, _ in parts]), torch.int64, device)
+    return torch.repeat_interleave(rows, upload(array("q", lengths), torch.int64, device), output_size=sum(lengths))

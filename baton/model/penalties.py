@@ -9,13 +9,14 @@ same entry as `add` of the longer sequence, but for the order of columns.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from baton.model.upload import upload, upload_ints
+from baton.model.upload import upload
 from baton.request import SequenceState
 
 _MIN_WIDTH = 256
@@ -72,10 +73,10 @@ class PenaltyTable:
         columns = dict(zip(distinct, range(len(distinct)), strict=True))
         entry = self._place(columns)
         slab, used, index = entry.slab, len(columns), entry.index
-        slab.ids[index, :used] = upload_ints(list(columns), self._device)
+        slab.ids[index, :used] = upload(array("q", list(columns)), torch.int64, self._device)
         slab.counts[index, :used] = 0.0
         if state.output_ids:
-            generated = upload_ints([columns[token] for token in state.output_ids], self._device)
+            generated = upload(array("q", [columns[token] for token in state.output_ids]), torch.int64, self._device)
             slab.counts[index].index_add_(0, generated, torch.ones(len(generated), device=self._device))
         slab.used[index] = used
         params = state.params
@@ -146,7 +147,7 @@ class PenaltyTable:
         entry.slab, entry.index = wide.slab, wide.index
 
     def _index(self, values: Sequence[int]) -> Tensor:
-        return upload_ints(values, self._device)
+        return upload(array("q", values), torch.int64, self._device)
 
 
 def apply_penalties(logits: Tensor, group: PenalizedRows) -> None:

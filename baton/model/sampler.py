@@ -18,6 +18,7 @@ or leave (`_SamplingMetadata`) is a few numbers a row.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ from baton.model.noise import noise_key
 from baton.model.penalties import PenalizedRows, PenaltyEntry, PenaltyTable, apply_penalties
 from baton.model.sampler_output import SamplerOutput
 from baton.model.truncation import WINDOW, Limits, draw_limited
-from baton.model.upload import upload, upload_ints
+from baton.model.upload import upload
 from baton.request import SamplingParams, SequenceState, TokenInfo
 
 _MIN_TEMPERATURE = torch.finfo(torch.float32).tiny
@@ -218,7 +219,7 @@ class SamplerBatch:
         )
 
     def _index(self, values: Sequence[int]) -> Tensor:
-        return upload_ints(values, self._device)
+        return upload(array("q", values), torch.int64, self._device)
 
     def _floats(self, values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
         return upload(values, dtype, self._device)

@@ -35,14 +35,6 @@ def _tensor(values: array[int], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(values, dtype=_TYPES[values.typecode]).to(dtype, copy=True)
 
 
-def upload_ints(values: Sequence[int], device: torch.device) -> Tensor:
-    """As `upload`, to int64 `[n]`, in an eighth of the time for many values."""
-    if not values:
-        return torch.empty(0, dtype=torch.int64, device=device)
-    packed = torch.frombuffer(array("q", values), dtype=torch.int64)
-    return packed if device.type != "cuda" else packed.pin_memory().to(device, non_blocking=True)
-
-
 def download(tensor: Tensor) -> Tensor:
     """A copy in host memory, complete when the device has reached this point; a CPU tensor is returned itself."""
     if tensor.device.type != "cuda":

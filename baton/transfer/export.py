@@ -95,8 +95,6 @@ class Export:
         self._waiting: set[asyncio.Future[None]] = set()
         self._committed = False
         self._handoff: Handoff | None = None
-        self.is_prefix = False
-        """Whether it has no handoff. Its consumers will cache the KV under the digests of its blocks."""
         self._prefix_digest = b""
         self._commit: bytes | None = None
         self._ended: TransferError | None = None
@@ -152,7 +150,7 @@ class Export:
 
         `digest` is that of its last full block.
         """
-        self._prefix_digest, self.is_prefix = digest, True
+        self._prefix_digest = digest
         for layer in range(len(self._final)):
             self.advance(layer, self.tokens)
         self._commit_with(None)

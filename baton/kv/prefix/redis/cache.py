@@ -324,10 +324,12 @@ class RedisPrefixCache:
         commands = [("SET", key, record, "EX", self._limits.ttl_s) for key, record in zip(keys, records, strict=True)]
         replies, until = list[Any](), time.monotonic() + budget_s
         for start in range(0, len(keys), MAX_RECORDS):
+            if until <= time.monotonic():
+                break
             part = commands[start : start + MAX_RECORDS]
             named = keys[start : start + MAX_RECORDS]
             replies += await self._calls.call_keys("write", named, part.__getitem__, until - time.monotonic())
-        return [reply is True for reply in replies]
+        return [reply is True for reply in replies] + [False] * (len(keys) - len(replies))
 
     async def _renew_expiry(self, digests: Sequence[bytes]) -> None:
         for start in range(0, len(digests), LOOKUP_KEYS):
