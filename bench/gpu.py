@@ -33,11 +33,11 @@ from baton.bench.roofline import ModelShape
 from baton.engine.config import EngineConfig
 from baton.engine.core import EngineCore
 from baton.engine.factory import assemble
+from baton.engine.load import LoadedModel
 from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
 from baton.model.layers import TensorParallel
 from baton.model.linear import TensorOptions
-from baton.model.load import LoadedModel
 from bench.common import save
 
 LLAMA_8B: dict[str, Any] = {

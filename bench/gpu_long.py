@@ -40,10 +40,10 @@ from baton.engine.config import default_page_size, default_segment_tokens
 from baton.engine.contract import PromptChunk, compute_chunk
 from baton.engine.core import EngineCore
 from baton.engine.host_link import measure_rates
+from baton.engine.load import LoadedModel
 from baton.model.attention import select
 from baton.model.attention.segmented import merge
 from baton.model.config import ModelConfig
-from baton.model.load import LoadedModel
 from baton.request import SamplingParams, SequenceState
 from bench.common import save
 from bench.gpu import NO_CUDA, SHAPES, engine_of, gpu, random_model

@@ -19,10 +19,10 @@ from baton.model.checkpoint import resolve, tokenizer_digest
 from baton.model.config import ModelConfig
 from baton.process import executors, freed_memory
 from baton.process.executors import WORK
+from baton.process.ops import serve_ops
 from baton.rpc.admin import ADMIN_SERVICE, AdminSources, add_admin
 from baton.rpc.server import MAX_STREAMS, Listener, check_reach, listen
 from baton.rpc.tls import Tls
-from baton.telemetry.ops import serve_ops
 from baton.tokenizer import Tokenizer
 from baton.transfer.tickets import TicketSigner
 from router.dispatcher import Dispatcher

@@ -4,7 +4,9 @@ options          read it first: `option` and `Settings`, and how click turns the
 worker, router   the settings of each kind of process
 roles            the classes by role; `command` and `load` fill them from flags and BATON_* variables
 watched          files of settings that may be replaced while a process runs
-values           how addresses and sizes are written; the package imports only this, so that clients do not import click
+values           how addresses, sizes and lists of cores are written
+
+The package itself imports only `values`, so that clients do not import click.
 """
 
 from baton.config.values import is_loopback, parse_address, parse_bytes

@@ -1,4 +1,4 @@
-"""Addresses and sizes as people write them."""
+"""Addresses, sizes and lists of cores as people write them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from baton.errors import ConfigError, preview
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", 1):
     _UNITS |= {f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power, _letter: 1024**_power}
+_CORES = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -40,3 +41,14 @@ def format_bytes(size: int) -> str:
     """The shortest whole number with a binary unit, such as "256MiB"; `parse_bytes` reads it."""
     power = max(power for power in range(5) if size % 1024**power == 0) if size else 0
     return f"{size >> 10 * power}{('', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+def parse_cpus(text: str) -> frozenset[int]:
+    """Core numbers of a list like "0-3,8", as in taskset; raises ConfigError."""
+    numbers: set[int] = set()
+    for part in text.split(",") if text else []:
+        found = _CORES.fullmatch(part)
+        if not found or int(found[2] or found[1]) < int(found[1]):
+            raise ConfigError(f"cpus: must be a list like 0-3,8, got {text!r}")
+        numbers.update(range(int(found[1]), int(found[2] or found[1]) + 1))
+    return frozenset(numbers)

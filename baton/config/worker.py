@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from baton import bundled
 from baton.config.options import Settings, option
+from baton.config.values import parse_cpus
 from baton.engine.config import KV_HOMES, EngineConfig
 from baton.lifecycle import PREFILL_TOKEN_S
 from baton.native import KERNELS
-from baton.process import cores
 from baton.telemetry.logs import LEVELS
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -108,7 +108,7 @@ class WorkerConfig(Settings):
         from baton.kv.prefix import check_url
 
         check_url(self.redis)
-        cores.parse_cpus(self.cpus)
+        parse_cpus(self.cpus)
 
     @property
     def checkpoint(self) -> str:

@@ -13,6 +13,7 @@ from baton.engine.contract import EngineSpec
 from baton.engine.core import EngineCore
 from baton.engine.executor import InProcessExecutor
 from baton.engine.host_link import hiding_chunk, measure_rates
+from baton.engine.load import LoadedModel, load_model
 from baton.engine.model_runner import ModelRunner
 from baton.errors import ConfigError
 from baton.kv.format import KvFormat, attention_parts
@@ -20,7 +21,6 @@ from baton.model.attention import KvCache, SegmentRing, SegmentSource, SegmentVi
 from baton.model.checkpoint import resolve
 from baton.model.config import ModelConfig
 from baton.model.dtypes import DTYPES, dtype_name
-from baton.model.load import LoadedModel, load_model
 from baton.model.zeros import RegistrationError
 from baton.native.decoder import NativeDecoder, unsupported
 from baton.native.library import Kernels, select_kernels

@@ -24,6 +24,7 @@ from baton.engine.cuda_graphs import DecodeGraphs, padded
 from baton.engine.cuda_memory import CudaMemory
 from baton.engine.executor import KvMemory
 from baton.engine.hosted_memory import HostedMemory
+from baton.engine.load import LoadedModel
 from baton.engine.plan import ForwardPlan, Join, PlanResult, Prompt, Row, RowResult
 from baton.engine.step_inputs import StepInputs
 from baton.engine.torch_memory import TorchMemory
@@ -32,7 +33,6 @@ from baton.model.attention import AttentionBatch, HostKv, KvCache, SegmentSource
 from baton.model.attention.flash_backend import FlashAttention
 from baton.model.attention.torch_backend import TorchAttention
 from baton.model.gumbel import lowest_noise
-from baton.model.load import LoadedModel
 from baton.model.sampler import SamplerBatch
 from baton.model.sampler_output import SamplerOutput, token_infos
 from baton.model.upload import upload

@@ -4,6 +4,7 @@ service       a service from its settings to its exit status: start, serve, drai
 supervisor    child processes: started, restarted when they die, ended with this one
 executors     threads for work that is too long for an event loop, and the engine thread
 sockets       sockets as servers bind them
+ops           the HTTP listener for probes and metrics
 cores         the cores that this process may use
 freed_memory  memory that is kept in the process when it is freed
 """

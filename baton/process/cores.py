@@ -10,24 +10,12 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
 from pathlib import Path, PurePosixPath
 
+from baton.config.values import parse_cpus
 from baton.errors import ConfigError
 
-_CORES = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
 _GROUPS, _MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-
-
-def parse_cpus(text: str) -> frozenset[int]:
-    """Core numbers of a list like "0-3,8", as in taskset; raises ConfigError."""
-    numbers: set[int] = set()
-    for part in text.split(",") if text else []:
-        found = _CORES.fullmatch(part)
-        if not found or int(found[2] or found[1]) < int(found[1]):
-            raise ConfigError(f"cpus: must be a list like 0-3,8, got {text!r}")
-        numbers.update(range(int(found[1]), int(found[2] or found[1]) + 1))
-    return frozenset(numbers)
 
 
 def available_cpus(text: str) -> frozenset[int]:

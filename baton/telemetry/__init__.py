@@ -1,1 +1,1 @@
-"""Metrics, logs, and the HTTP listener that serves health and metrics."""
+"""Metrics and logs."""

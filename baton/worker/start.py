@@ -26,11 +26,11 @@ from baton.model.checkpoint import resolve, tokenizer_digest
 from baton.pb import worker_pb2_grpc
 from baton.process import executors
 from baton.process.executors import WORK, EngineThread, wait_to_end
+from baton.process.ops import serve_ops
 from baton.process.sockets import bind
 from baton.rpc.admin import ADMIN_SERVICE, AdminSources, CacheClearer, CacheSource, LedgerSource, add_admin
 from baton.rpc.server import Listener, check_reach, listen
 from baton.rpc.tls import Tls
-from baton.telemetry.ops import serve_ops
 from baton.transfer.tickets import TicketVerifier
 from baton.worker.health import Progress, watch_progress
 from baton.worker.status import StatusHub, WorkerIdentity, WorkerRole, WorkerServicer, new_identity

@@ -53,10 +53,14 @@ OPEN_SERVICES = (health.SERVICE_NAME, reflection.SERVICE_NAME)
 
 @dataclass(frozen=True, slots=True)
 class Sized(Generic[M]):
-    """A message, and the bytes it came in. Their number is noted because `ByteSize` serializes all of the message."""
+    """A message, and the bytes it came in. Their number is noted because `ByteSize` serializes all of the message.
+
+    `long_ids` are the token ids of a long prompt, which the message then lacks.
+    """
 
     message: M
     size: int
+    long_ids: Sequence[int] = ()
 
 
 def sized(kind: type[M]) -> Callable[[bytes], Sized[M]]:
@@ -64,14 +68,7 @@ def sized(kind: type[M]) -> Callable[[bytes], Sized[M]]:
     return lambda data: Sized(kind.FromString(data), len(data))
 
 
-@dataclass(frozen=True, slots=True)
-class SizedPrompt(Sized[inference_pb2.GenerateRequest]):
-    """A request to generate; `long_ids` are the token ids of a long prompt, which the message then lacks."""
-
-    long_ids: Sequence[int] = ()
-
-
-def sized_prompt(data: bytes) -> SizedPrompt:
+def sized_prompt(data: bytes) -> Sized[inference_pb2.GenerateRequest]:
     """The deserializer of requests to generate. Ids of fixed width stay where they are: the generated class would copy
     megabytes of them, on the event loop.
     """
@@ -83,8 +80,8 @@ def sized_prompt(data: bytes) -> SizedPrompt:
             read = message.FromString(rest)
             if not others and read.WhichOneof("prompt") is None:
                 read.token_ids.SetInParent()
-                return SizedPrompt(read, len(data), ids[_LONG_IDS].cast("I"))
-    return SizedPrompt(message.FromString(data), len(data))
+                return Sized(read, len(data), ids[_LONG_IDS].cast("I"))
+    return Sized(message.FromString(data), len(data))
 
 
 class InferenceServicer:
@@ -131,7 +128,7 @@ class InferenceServicer:
 
         return receive
 
-    async def Generate(self, sent: SizedPrompt, context: grpc.aio.ServicerContext) -> None:
+    async def Generate(self, sent: Sized[inference_pb2.GenerateRequest], context: grpc.aio.ServicerContext) -> None:
         """Stream the completion of one prompt."""
         remaining, caller = context.time_remaining(), self._door.authenticate(_metadata(context))
         deadline = None if remaining is None else asyncio.get_running_loop().time() + remaining

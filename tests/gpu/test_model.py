@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from baton.engine.load import load_model
 from baton.model.attention import AttentionBackend, flash_backend, varlen_backend
 from baton.model.attention.flash_backend import FlashAttention, FlashKernels
 from baton.model.attention.torch_backend import TorchAttention
 from baton.model.attention.varlen_backend import VarlenAttention
-from baton.model.load import load_model
 from tests.checkpoints import FAMILIES, load_reference, make_checkpoint, prompt_ids
 from tests.unit.model.attention_contract import Case, cases, check, in_dtypes
 from tests.unit.model.runner import chunked_logits

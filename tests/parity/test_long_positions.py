@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from baton.model.load import load_model
+from baton.engine.load import load_model
 from tests.checkpoints import make_checkpoint, prompt_ids
 from tests.kernels import KERNELS, library_of
 from tests.unit.model.runner import greedy_ids

@@ -14,11 +14,11 @@ from baton.engine.contract import EngineSpec
 from baton.engine.core import EngineCore
 from baton.engine.cuda_graphs import padded
 from baton.engine.executor import InProcessExecutor
+from baton.engine.load import LoadedModel, load_model
 from baton.engine.model_runner import ModelRunner
 from baton.kv.format import KvFormat, KvPart
 from baton.model import decoder
 from baton.model.attention.flash_backend import FlashKernels
-from baton.model.load import LoadedModel, load_model
 from tests.checkpoints import make_checkpoint
 from tests.contract.engines import MIXED, generate, start, state
 from tests.unit.engine.cuda_standin import FLASH, Cuda, cuda

@@ -15,12 +15,12 @@ from torch import Tensor
 from baton.engine.contract import EngineSpec
 from baton.engine.core import EngineCore
 from baton.engine.executor import InProcessExecutor
+from baton.engine.load import LoadedModel, load_model
 from baton.engine.model_runner import ModelRunner
 from baton.engine.plan import ForwardPlan, Growth, Join, PlanResult, Prompt, Row
 from baton.errors import EngineError
 from baton.kv.format import KvFormat, KvPart
 from baton.model.attention.segments import Segment, SegmentViews
-from baton.model.load import LoadedModel, load_model
 from baton.request import SamplingParams, SequenceState
 from tests.checkpoints import make_checkpoint
 from tests.contract.engines import MIXED, ExecutorStub, start, state

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from baton.engine.load import LoadedModel
 from baton.model.attention import AttentionBatch, KvCache
-from baton.model.load import LoadedModel
 
 
 class Sequence:

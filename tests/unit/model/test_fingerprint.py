@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from baton.engine.load import load_model
 from baton.errors import ModelError
 from baton.model import fingerprint
 from baton.model.config import ModelConfig
 from baton.model.fingerprint import cache_folder, model_fingerprint, weights_digest
-from baton.model.load import load_model
 from tests.checkpoints import make_checkpoint
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.engine.load import load_model
 from baton.errors import ModelError
 from baton.model.layers import (
     MergedColumnParallelLinear,
@@ -19,7 +20,6 @@ from baton.model.layers import (
     TensorParallel,
 )
 from baton.model.linear import DenseStorage, TensorOptions, WeightTensor
-from baton.model.load import load_model
 from tests.checkpoints import make_checkpoint, prompt_ids
 from tests.unit.model.runner import chunked_logits
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.engine.load import LoadedModel, load_model
 from baton.model.attention import AttentionBatch
-from baton.model.load import LoadedModel, load_model
 from tests.checkpoints import (
     FAMILIES,
     VOCAB_SIZE,

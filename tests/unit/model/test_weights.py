@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from baton.engine.load import load_model
 from baton.errors import ModelError
 from baton.model.checkpoint import INDEX_NAME, SINGLE_NAME, resolve
 from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
 from baton.model.layers import TensorParallel
 from baton.model.linear import DenseStorage, TensorOptions
-from baton.model.load import load_model
 from tests.checkpoints import load_reference, make_checkpoint, prompt_ids
 from tests.unit.model.runner import Sequence, chunked_logits, forward
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from baton.engine.config import EngineConfig
 from baton.engine.factory import build
+from baton.engine.load import LoadedModel, load_model
 from baton.errors import ConfigError, EngineError
 from baton.kv.format import KEYS
 from baton.model.attention import AttentionBatch, KvCache
 from baton.model.config import ModelConfig
-from baton.model.load import LoadedModel, load_model
 from baton.native.decoder import NativeDecoder, NativeOutput, unsupported
 from tests.checkpoints import make_checkpoint, prompt_ids
 from tests.kernels import LIBRARY, needs_native

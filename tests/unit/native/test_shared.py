@@ -19,9 +19,9 @@ from typing import cast
 import pytest
 import torch
 
+from baton.engine import load
+from baton.engine.load import load_model
 from baton.errors import ConfigError
-from baton.model import load
-from baton.model.load import load_model
 from baton.native import mapping, shared
 from baton.native.decoder import NativeDecoder
 from baton.native.packed import LoadedWeight, PackedWeights

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.config.values import parse_cpus
 from baton.errors import ConfigError
 from baton.process import cores
 
@@ -63,10 +64,10 @@ def test_usable(limit: float | None, usable: int, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(("text", "cpus"), [("", set()), ("0", {0}), ("0-2,7", {0, 1, 2, 7}), ("3,3-3", {3})], ids=repr)
 def test_lists_of_cores(text: str, cpus: set[int]) -> None:
-    assert cores.parse_cpus(text) == cpus
+    assert parse_cpus(text) == cpus
 
 
 @pytest.mark.parametrize("text", ["a", "1-", "-1", "2-1", "1,,2", "1;2", " ", "0-99999999999"])
 def test_no_list_of_cores(text: str) -> None:
     with pytest.raises(ConfigError, match="cpus: must be a list like 0-3,8, got"):
-        cores.parse_cpus(text)
+        parse_cpus(text)

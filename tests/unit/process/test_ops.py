@@ -12,8 +12,8 @@ import pytest
 from prometheus_client import Counter
 
 from baton.errors import ConfigError
+from baton.process.ops import serve_ops
 from baton.telemetry.logs import LineFormatter, configure
-from baton.telemetry.ops import serve_ops
 
 COUNTED = Counter("baton_test_ops_total", "For the test.")
 

@@ -26,7 +26,7 @@ from baton.native.library import isa
 from baton.native.packed import LoadedWeight, PackedWeights, weights_of
 from baton.native.shared import share_weights
 
-_PACKING = (Path(__file__).parent, Path(native_build.__file__).parent)
+_PACKING = (Path(__file__).parents[1] / "model", Path(native_build.__file__).parent)
 """Code that reads tensors, fuses and computes them is in one, code that packs them in the other."""
 
 
@@ -128,7 +128,8 @@ def _pack(
 
 def packing_hash(folders: Iterable[Path] = _PACKING) -> str:
     """Of all Python code that decides what packed weights contain, in hexadecimal."""
-    return native_build.hash_of(file for folder in folders for file in sorted(folder.rglob("*.py")))
+    files = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
+    return native_build.hash_of([Path(__file__), *files])
 
 
 def _boot_id() -> str:
