@@ -15,7 +15,7 @@ def check_parts(kv_format: KvFormat, layer: int, head_start: int, parts: Sequenc
     Raises CorruptFrame naming what does not fit.
     """
     if not 0 <= layer < kv_format.layers:
-        raise CorruptFrame(f"layer {layer} of {kv_format.layers}")
+        raise CorruptFrame(f"layer {layer}, expected one of {kv_format.layers}")
     if sorted(part.name for part in parts) != sorted(part.name for part in kv_format.parts):
         raise CorruptFrame(f"parts {[part.name for part in parts]}, expected {[p.name for p in kv_format.parts]}")
     expected = {part.name: part for part in kv_format.parts}
@@ -31,7 +31,7 @@ def check_parts(kv_format: KvFormat, layer: int, head_start: int, parts: Sequenc
             raise CorruptFrame(f"part {part.name}: {memoryview(part.data).nbytes} bytes, expected {size}")
     tokens, heads = leading
     if tokens < 1 or heads < 1 or head_start < 0 or head_start + heads > kv_format.heads:
-        raise CorruptFrame(f"{tokens} tokens of heads [{head_start}, {head_start + heads}) of {kv_format.heads}")
+        raise CorruptFrame(f"{tokens} tokens of heads [{head_start}, {head_start + heads}), expected {kv_format.heads}")
     return tokens
 
 

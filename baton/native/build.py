@@ -5,7 +5,7 @@
     python -m baton.native.build --sanitize address,undefined --output build/asan/_baton_native.so
     python -m baton.native.build --emulate tests/emulation --output build/emulate/_baton_native.so
 
-The library runs on every CPU of its architecture: the unit of each instruction set has flags of its own, and the
+The library runs on every CPU of its architecture: the source file of each instruction set has flags of its own, and the
 library chooses at run time (src/cpu.h). The compiler is that of $CXX, else c++, g++ or clang++.
 """
 
@@ -34,7 +34,7 @@ _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _AVX512_BF16 = (*_AVX512, "-mavx512bf16")
 _AMX = (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16")
-_UNITS = {
+_ISA_SOURCES = {
     "isa_avx2.cpp": _AVX2,
     "isa_avx512.cpp": _AVX512,
     "isa_avx512_bf16.cpp": _AVX512_BF16,
@@ -56,7 +56,7 @@ def source_hash(sources: Path = SOURCES) -> str:
     files = sorted((*sources.glob("*.cpp"), *sources.glob("*.h")))
     if not files:
         return ""
-    return hash_of(files, repr((_FLAGS, _UNITS)))
+    return hash_of(files, repr((_FLAGS, _ISA_SOURCES)))
 
 
 def hash_of(files: Iterable[Path], start: str = "") -> str:
@@ -90,16 +90,19 @@ def build(output: Path = LIBRARY, *, sources: Path = SOURCES, sanitize: str = ""
     isas = _usable_isas(compiler, sources)
     if emulate is not None:
         flags.append("-DBATON_EMULATE")
-        isas = {name: _AVX2 if own == _AVX2 else (*_AVX2, "-Wno-psabi", f"-I{emulate}") for name, own in _UNITS.items()}
+        isas = {
+            name: _AVX2 if own == _AVX2 else (*_AVX2, "-Wno-psabi", f"-I{emulate}")
+            for name, own in _ISA_SOURCES.items()
+        }
     defines = [f'-DBATON_NATIVE_SOURCE_HASH="{source_hash(sources)}"', f"-DBATON_NEWEST_ISA={len(isas)}"]
-    units = [path for path in sorted(sources.glob("*.cpp")) if path.name not in _UNITS or path.name in isas]
+    compiled = [path for path in sorted(sources.glob("*.cpp")) if path.name not in _ISA_SOURCES or path.name in isas]
     output.parent.mkdir(parents=True, exist_ok=True)
     # Beside the output, so that the library appears whole, and a process that has loaded the old one keeps it.
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".native-") as folder:
-        objects = [Path(folder, f"{unit.stem}.o") for unit in units]
+        objects = [Path(folder, f"{file.stem}.o") for file in compiled]
         commands = [
-            [*compiler, *flags, *isas.get(unit.name, ()), *defines, "-c", str(unit), "-o", str(made)]
-            for unit, made in zip(units, objects, strict=True)
+            [*compiler, *flags, *isas.get(file.name, ()), *defines, "-c", str(file), "-o", str(made)]
+            for file, made in zip(compiled, objects, strict=True)
         ]
         with ThreadPoolExecutor(os.cpu_count()) as beside:
             list(beside.map(_run, commands))
@@ -113,7 +116,7 @@ def _usable_isas(compiler: list[str], sources: Path) -> dict[str, tuple[str, ...
     usable: dict[str, tuple[str, ...]] = {}
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return usable
-    for name, flags in _UNITS.items():
+    for name, flags in _ISA_SOURCES.items():
         if not (sources / name).exists() or not _accepts([*compiler, *flags], "#include <immintrin.h>\n"):
             break
         usable[name] = flags

@@ -1,8 +1,8 @@
 // The instruction sets that kernels are written for, and the one that runs.
 //
-// A unit isa_*.cpp is compiled with the flags of its instruction set (baton/native/build.py), all others with none: no
-// other unit may contain such instructions, because it runs on every CPU. The linker keeps one copy of each inline
-// function or template with external linkage, perhaps the one of the newest instruction set. So whatever such a unit
+// A file isa_*.cpp is compiled with the flags of its instruction set (baton/native/build.py), all others with none: no
+// other file may contain such instructions, because it runs on every CPU. The linker keeps one copy of each inline
+// function or template with external linkage, perhaps the one of the newest instruction set. So whatever such a file
 // shares with others, headers of the standard library included, must be in an anonymous namespace, `static` or
 // `always_inline` there.
 #pragma once
@@ -11,8 +11,8 @@
 
 namespace baton {
 
-// In order: a CPU that has one has all before it. `build.py` has the same order, and gives every unit the newest that
-// could be compiled as BATON_NEWEST_ISA; a unit of a newer one is not in the library.
+// In order: a CPU that has one has all before it. `build.py` has the same order, and gives every file the newest that
+// could be compiled as BATON_NEWEST_ISA; a file of a newer one is not in the library.
 enum class Isa : int { kScalar, kAvx2, kAvx512, kAvx512Bf16, kAmx };
 inline constexpr int kIsas = 5;
 

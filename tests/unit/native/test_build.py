@@ -20,7 +20,7 @@ from baton.native.library import NativeUnavailable, best_isa, isa, open_library,
 from tests.kernels import LIBRARY, needs_native
 
 ROOT = Path(__file__).resolve().parents[3]
-UNITS = {
+ISA_SOURCES = {
     "isa_avx2.cpp": ("avx2", {"avx2", "fma", "f16c"}),
     "isa_avx512.cpp": ("avx512", {"avx512f", "avx512bw", "avx512vl", "avx512dq"}),
     "isa_avx512_bf16.cpp": ("avx512_bf16", {"avx512_bf16"}),
@@ -53,7 +53,7 @@ def sources(tmp_path: Path) -> Path:
 @pytest.fixture
 def compiled(sources: Path, tmp_path: Path) -> Path:
     """A library for this CPU's best instruction set, without kernels."""
-    for name in UNITS:
+    for name in ISA_SOURCES:
         (sources / name).write_text("")
     output = tmp_path / "compiled.so"
     build(output, sources=sources)
@@ -168,21 +168,21 @@ def test_a_variable_chooses_an_older_instruction_set(monkeypatch: pytest.MonkeyP
 
 @needs_compiler
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs the flags that Linux shows")
-@pytest.mark.parametrize("units", range(len(UNITS) + 1))
-def test_the_best_instruction_set_is_that_of_cpu_and_library(sources: Path, tmp_path: Path, units: int) -> None:
-    for name in list(UNITS)[:units]:
+@pytest.mark.parametrize("count", range(len(ISA_SOURCES) + 1))
+def test_the_best_instruction_set_is_that_of_cpu_and_library(sources: Path, tmp_path: Path, count: int) -> None:
+    for name in list(ISA_SOURCES)[:count]:
         (sources / name).write_text("")
     output = tmp_path / "library.so"
     build(output, sources=sources)
     library = open_library(output, source_hash(sources))
     cpu = next((line.split() for line in Path("/proc/cpuinfo").read_text().splitlines() if line[:5] == "flags"), [])
     there = ["scalar"]
-    for name, needed in list(UNITS.values())[:units]:
+    for name, needed in list(ISA_SOURCES.values())[:count]:
         if not needed <= set(cpu):
             break
         there.append(name)
     assert best_isa(library) == there[-1]
-    for name in ("scalar", *(name for name, _ in UNITS.values())):
+    for name in ("scalar", *(name for name, _ in ISA_SOURCES.values())):
         if name in there:
             select_isa(library, name)
             assert isa(library) == name
@@ -204,7 +204,7 @@ def test_the_configuration_of_tiles_is_in_the_library_whole() -> None:
     """Not written by code: compilers that believe that 8 of its 64 bytes are read leave the others out."""
     library = LIBRARY_FILE.read_bytes()
     palette, row_bytes, rows = b"\1".ljust(16, b"\0"), (b"\x40\0" * 8).ljust(32, b"\0"), (b"\x10" * 8).ljust(16, b"\0")
-    # An old compiler leaves out the unit.
+    # An old compiler leaves out the file.
     assert palette + row_bytes + rows in library or b"amx_bfloat16" not in library
 
 

@@ -270,7 +270,7 @@ def cache_of(tokens: int, kv_heads: int, size: int, dtype: torch.dtype = torch.f
 @pytest.mark.parametrize("width", [1, 5, 128])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_the_lowest_noise_of_tiles_is_torchs(library: ctypes.CDLL, width: int, threads: int) -> None:
-    """More tiles than a unit of work has, so that both threads take some."""
+    """More tiles than a task has, so that both threads take some."""
     drawn = torch.Generator().manual_seed(width)
     first = torch.randint(0, 2**31 - width, (600,), generator=drawn, dtype=torch.int32)
     keys = torch.randint(-(2**31), 2**31, (600, 2), generator=drawn).to(torch.int32)
