@@ -126,9 +126,9 @@ def test_native_angles_are_exact_to_position_100_million(position: int) -> None:
     batch = abi.BatonBatch(1, one(1), one(position + 1), tables.data_ptr(), tables.shape[1], tables.stride(0))
     qkv, out = torch.randn(3, size, generator=torch.Generator().manual_seed(1)), torch.empty(size)
     key = qkv[1].double()
-    room = LIBRARY.baton_native_room_new()
-    status = LIBRARY.baton_native_attend(model, kv, batch, 0, 1, qkv.data_ptr(), out.data_ptr(), room)
-    LIBRARY.baton_native_room_free(room)
+    workspace = LIBRARY.baton_native_workspace_new()
+    status = LIBRARY.baton_native_attend(model, kv, batch, 0, 1, qkv.data_ptr(), out.data_ptr(), workspace)
+    LIBRARY.baton_native_workspace_free(workspace)
     assert status == 0
     cos, sin = waves(rope, size, position)
     low, high = key.split(size // 2)
