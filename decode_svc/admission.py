@@ -36,12 +36,13 @@ A context is kept until the last choice of its request is forked, long after the
 have at most half of the pages, unless there is only one. So they leave room for others, however many requests have
 several choices. A request that waits for part of that half has a claim on it.
 
-Why every fork ends. A pending fork waits for a place, for the batch to have room for its paused sequences, or for
-pages. Places come free because everything that runs ends, and every second place goes to a fork. For the other two
-cases there is one more rule: if nothing makes progress (all sequences are paused and no attempt is being transferred),
-a fork may start although the batch lacks pages. At least one fork then finds pages: only kept contexts use pages, and
-the attempt of those that was granted last was granted the pages of one choice beside all these contexts, including the
-page that forks can't share. So in the end no context is kept, and the oldest paused sequence has the whole pool.
+Why every fork ends. A pending fork waits for a place, for the batch to have room, or for pages. Places come free
+because everything that runs ends, and every second place goes to a fork. A batch that is empty has room. For pages
+there is one more rule: if nothing makes progress (there is no sequence, and no attempt is being transferred), a fork
+may take what claims set aside. At least one fork then finds pages: only kept contexts use pages, and the attempt of
+those that was granted last was granted the pages of one choice beside all these contexts, including the page that forks
+can't share. It runs to its end, or it is preempted, and then its context is given back too. So in the end no context is
+kept.
 """
 
 from __future__ import annotations
@@ -176,10 +177,6 @@ class Batch(Protocol):
     def short_of_pages(self) -> bool:
         """Whether the batch lacks pages."""
 
-    @property
-    def paused(self) -> int:
-        """Number of sequences that were paused because pages were missing."""
-
 
 class Admission:
     """Decides for one worker; times are seconds on the caller's clock.
@@ -241,7 +238,7 @@ class Admission:
             stats = self._engine.stats()
             raise Overloaded(
                 f"the batch lacks pages, {stats.free + stats.cached} of {stats.total} are free; "
-                f"{self._batch.paused} sequences are paused"
+                "what was preempted comes first"
             )
         if request.choices > 1:
             # Check this before the places, because a refusal there leaves a free place to this reservation.
@@ -290,19 +287,12 @@ class Admission:
         """Time at which the caller must call `start_forks` even if nothing happens; infinite if it need not."""
         return self.forecast.wake_at(self._attempts.sequences, now) if self._attempts.pending else math.inf
 
-    @property
-    def _makes_progress(self) -> bool:
-        return any(attempt.makes_progress for attempt in self._attempts)
-
     def _may_fork(self, now: float) -> bool:
-        if self._makes_progress:
-            return not self._batch.short_of_pages and self.forecast.may_fork(self._attempts.sequences, now)
-        # Paused sequences have no place in the batch.
-        return self.forecast.may_fork(0, now)
+        return not self._batch.short_of_pages and self.forecast.may_fork(self._attempts.sequences, now)
 
     def _fork(self, turns: abc.Sequence[LocalAttempt], forked: ForkResult, now: float) -> bool:
         """Fork the first attempt that has the pages. If there is none, claim pages and return False."""
-        makes_progress = self._makes_progress
+        makes_progress = any(attempt.makes_progress for attempt in self._attempts)
         for attempt in turns:
             try:
                 if makes_progress:

@@ -1,7 +1,7 @@
 """Attempts from reservation to end, and the pages they hold. Pure; used on the asyncio loop only.
 
-    reserve ──▶ RESERVED ─start─▶ TRANSFERRING ─commit─▶ SLOT_WAIT ─▶ DECODING ⇄ PAUSED ─(last choice ended)─▶ ENDED
-                    └──────────────────┴─────────────────────┴─────────── end ──────────────────────────────────▶
+    reserve ──▶ RESERVED ─start─▶ TRANSFERRING ─commit─▶ SLOT_WAIT ─▶ DECODING ─(last choice ended)─▶ ENDED
+                    └──────────────────┴─────────────────────┴─────────── end ─────────────────────────▶
 
 A reservation takes pages for the context and for the first outputs of one choice, however many choices there are. At
 the commit the first choice becomes a sequence. Further choices are pending: a handle of their own (`context`) keeps the
@@ -19,8 +19,8 @@ commit publishes the blocks of the context, so that the next request finds them 
 sequence publishes the blocks of its output. Converted KV is never published, because a digest stands for KV
 exactly as it was computed.
 
-An attempt is DECODING while one of its choices is in the batch. It is PAUSED if none is in the batch and at least one
-is paused, and in SLOT_WAIT if all its choices wait for a slot or are pending.
+An attempt is DECODING while one of its choices is in the batch, and in SLOT_WAIT if all its choices wait for a slot or
+are pending.
 """
 
 from __future__ import annotations
@@ -268,11 +268,11 @@ class Attempts:
             attempt.pending = None
         return self._sequence(attempt, first, handle, pending.handoff, pending.hasher, pending.fetch_ms, pending.since)
 
-    def set_state(self, sequence: int, state: State, now: float) -> None:
-        """Set the state of a sequence: in the batch, or paused. Ignored if it has ended meanwhile."""
+    def join(self, sequence: int, now: float) -> None:
+        """Record that a sequence is in the batch. Ignored if it has ended meanwhile."""
         if (owner := self._owners.get(sequence)) is not None:
             attempt, index = owner
-            attempt.choices[index].state, attempt.choices[index].since = state, now
+            attempt.choices[index].state, attempt.choices[index].since = State.DECODING, now
             self._update_state(attempt, now)
 
     def cancel_choice(self, attempt: LocalAttempt, choice: int, now: float) -> list[int]:
@@ -328,8 +328,6 @@ class Attempts:
         states = {choice.state for choice in attempt.choices.values()}
         if State.DECODING in states:
             state = State.DECODING
-        elif State.PAUSED in states:
-            state = State.PAUSED
         elif states or attempt.pending is not None:
             state = State.SLOT_WAIT
         else:

@@ -1,4 +1,4 @@
-"""The engine thread: resume, admit, make room, launch a step, read one, emit.
+"""The engine thread: admit, make room, launch a step, read one, emit.
 
 While there is work, the loop reads its inbox before each step; otherwise it waits for the inbox. It emits one
 `StepReport` for the changes of the batch, then one for the outputs of the step. When a sequence ends, the loop first
@@ -12,13 +12,11 @@ until the batch is empty and the engine has been tested.
 
 While there is a batch, `spec.steps_ahead` steps stay unread, so that the device always has the next step to run. A
 sequence that ends has then been in one more step, and the token of that step is dropped. No step stays unread when the
-batch is empty, or when a sequence must be paused.
+batch is empty.
 
 Before a step, each sequence gets the page that its next token needs. If no page is free, the loop frees pages held for
-no request, then reads unread steps, which may end sequences, then pauses the youngest sequence, again and again until
-a page is free. If host memory can't take a paused sequence, that sequence fails as PREEMPTED, and its router replays
-it. A sequence that is alone in the batch and still can't grow is paused as well: the pages belong to attempts that are
-being transferred or freed, and `wake` says when pages have returned.
+no request, then reads unread steps, which may end sequences, then preempts the youngest sequence, again and again until
+a page is free. A preempted sequence fails as PREEMPTED, and leaves its blocks cached for its replay.
 
 The asyncio side may end an attempt and free its handles at any time. An operation that fails here because its handle is
 dead is therefore no error: the command that drops the sequence is already on its way.
@@ -34,8 +32,7 @@ from collections import abc, deque
 from dataclasses import dataclass, field
 
 from baton.engine.contract import Engine, ForwardPass, KvHandle, PassResult
-from baton.errors import NoToken, OutOfPages, Overloaded
-from baton.lifecycle import State
+from baton.errors import NoToken, OutOfPages
 from baton.worker.faults import FaultCounter
 from baton.worker.progress import Progress
 from decode_svc.messages import FailureKind
@@ -58,16 +55,14 @@ class FailedSequence:
 class StepReport:
     """The results of one step, or a change of the batch before it, with the number of running sequences afterwards.
 
-    `states` lists, in order, the sequences that joined the batch (DECODING) or left it (PAUSED); `resumed` of those
-    that joined had been paused before. `batch` and `seconds` are the number of sequences and the duration of the step,
-    0 if no step was read. A duration begins when the step was launched, or when the step before it was read if that was
-    later.
+    `joined` lists the sequences that joined the batch. `batch` and `seconds` are the number of sequences and the
+    duration of the step, 0 if no step was read. A duration begins when the step was launched, or when the step before
+    it was read if that was later.
     """
 
     outputs: list[StepOutput] = field(default_factory=list)
     failures: list[FailedSequence] = field(default_factory=list)
-    states: list[tuple[int, State]] = field(default_factory=list)
-    resumed: int = 0
+    joined: list[int] = field(default_factory=list)
     batch: int = 0
     seconds: float = 0.0
     running: int = 0
@@ -100,16 +95,12 @@ class _Drop:
     ids: abc.Sequence[int]
 
 
-class _Wake:
-    pass
-
-
 class _Stop:
     pass
 
 
 class DecodeLoop:
-    """Runs the generation batch of one engine; `add`, `drop`, `wake` and `stop` may be called from any thread."""
+    """Runs the generation batch of one engine; `add`, `drop` and `stop` may be called from any thread."""
 
     def __init__(
         self,
@@ -130,19 +121,14 @@ class DecodeLoop:
         self._scheduler = DecodeScheduler(engine.spec)
         self._unread: deque[_UnreadStep] = deque()
         self._read_at = 0.0
-        self._inbox: queue.SimpleQueue[_Add | _Drop | _Wake | _Stop] = queue.SimpleQueue()
-        self._preempted = False
+        self._inbox: queue.SimpleQueue[_Add | _Drop | _Stop] = queue.SimpleQueue()
+        self._replay_pages = 0
         self._faults = FaultCounter()
 
     @property
     def short_of_pages(self) -> bool:
-        """Whether a sequence had to leave the batch because pages were missing, and the batch still lacks pages."""
-        return self._preempted or self._scheduler.paused > 0
-
-    @property
-    def paused(self) -> int:
-        """Number of sequences that are paused now."""
-        return self._scheduler.paused
+        """Whether a sequence was preempted, and there is no room for its replay beside the batch yet."""
+        return self._replay_pages > 0
 
     def add(self, sequences: abc.Sequence[Sequence]) -> None:
         """Queue sequences whose KV is complete; the loop frees their handles at the end."""
@@ -151,11 +137,6 @@ class DecodeLoop:
     def drop(self, ids: abc.Sequence[int]) -> None:
         """End sequences before the next step; ignores those that have ended."""
         self._inbox.put(_Drop(ids))
-
-    def wake(self) -> None:
-        """Tell the loop that pages have come free, so that it may resume paused sequences."""
-        if self._scheduler.paused:
-            self._inbox.put(_Wake())
 
     def stop(self) -> None:
         """Make `run` return before the next step."""
@@ -180,10 +161,9 @@ class DecodeLoop:
             return False
         changes = StepReport()
         if not self._faults.suspected:
-            self._resume(changes)
             self._admit(changes)
         self._make_room(changes)
-        if changes.states or changes.failures:
+        if changes.joined or changes.failures:
             self._emit_report(changes)
         self._read(self._launch())
         if self._faults.suspected and not self._scheduler.running:
@@ -192,13 +172,13 @@ class DecodeLoop:
 
     def _emit_report(self, report: StepReport) -> None:
         report.running = self._scheduler.running
+        if self._replay_pages and self._has_room():
+            self._replay_pages = 0
         self._emit(report)
 
     def _receive(self) -> bool:
         """Take in all commands, waiting for one if there is nothing to do. Returns False to stop."""
-        free = self._free_pages()
-        self._preempted = self._preempted and self._scheduler.missing_pages() > free
-        idle = self._scheduler.is_idle(free) and not self._unread
+        idle = self._scheduler.idle and not self._unread
         if idle:
             self._progress.set_idle()
         while True:
@@ -216,20 +196,6 @@ class DecodeLoop:
                 case _Stop():
                     return False
 
-    def _resume(self, report: StepReport) -> None:
-        while (sequence := self._scheduler.next_to_resume(self._free_pages())) is not None:
-            try:
-                self._engine.resume(sequence.handle)
-            except Overloaded:
-                # Another thread took the pages in between; the loop wakes when pages return.
-                return
-            except Exception as error:
-                self._fail_sequence(sequence, error, report)
-            else:
-                self._scheduler.resume(sequence)
-                report.states.append((sequence.id, State.DECODING))
-                report.resumed += 1
-
     def _admit(self, report: StepReport) -> None:
         for sequence in self._scheduler.admit(self._clock()):
             try:
@@ -237,7 +203,7 @@ class DecodeLoop:
             except Exception as error:
                 self._fail_sequence(sequence, error, report)
             else:
-                report.states.append((sequence.id, State.DECODING))
+                report.joined.append(sequence.id)
 
     def _make_room(self, report: StepReport) -> None:
         """Give each sequence of the batch room for its next token, the oldest first."""
@@ -248,7 +214,7 @@ class DecodeLoop:
                 if self._unread:
                     self._read(0)
                 else:
-                    self._pause(report)
+                    self._preempt(report)
 
     def _extend(self, sequence: Sequence, report: StepReport) -> bool:
         """Extend a sequence by the page that it needs; False if no page is free."""
@@ -260,20 +226,20 @@ class DecodeLoop:
             self._fail_sequence(sequence, error, report)
         return True
 
-    def _pause(self, report: StepReport) -> None:
-        sequence = self._scheduler.pause()
-        try:
-            self._engine.pause(sequence.handle)
-        except Overloaded as error:
-            message = f"no page is left, and host memory is full: {error}"
-            _log.warning("%s", message)
-            self._preempted = True
-            self._engine.free(sequence.handle, sequence.digests)
-            self._fail_sequences([sequence.id], FailureKind.PREEMPTED, message, report)
-        except Exception as error:
-            self._fail_sequence(sequence, error, report)
-        else:
-            report.states.append((sequence.id, State.PAUSED))
+    def _preempt(self, report: StepReport) -> None:
+        """End the youngest sequence; its router replays it."""
+        sequence, stats = self._scheduler.youngest(), self._engine.stats()
+        self._replay_pages = self._engine.spec.pages_for(sequence.handle.capacity)
+        message = f"{sequence.handle.owner} gives back its {self._replay_pages} pages of {stats.total}: no page is left"
+        _log.info("%s", message)
+        self._engine.free(sequence.handle, sequence.digests)
+        self._fail_sequences([sequence.id], FailureKind.PREEMPTED, message, report)
+
+    def _has_room(self) -> bool:
+        """Whether the batch has room for ROOM_TOKENS steps beside a replay of what was preempted last."""
+        stats = self._engine.stats()
+        needed = self._scheduler.missing_pages() + self._replay_pages
+        return not self._scheduler.running or needed <= stats.free + stats.cached
 
     def _launch(self) -> int:
         """Launch a step if the batch is not empty; returns how many steps may stay unread now."""
@@ -337,13 +303,6 @@ class DecodeLoop:
         while self._unread:
             with contextlib.suppress(Exception):
                 self._unread.popleft().step.result()
-
-    def _free_pages(self) -> int:
-        """Pages available to paused sequences; 0 if no sequence needs any."""
-        if not self.short_of_pages:
-            return 0
-        stats = self._engine.stats()
-        return stats.free + stats.cached
 
     def _fail_sequence(self, sequence: Sequence, error: Exception, report: StepReport) -> None:
         """Fail a sequence that the engine refused; if it was ended meanwhile, only drop it."""

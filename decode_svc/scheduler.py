@@ -1,25 +1,25 @@
-"""The sequences that wait for a slot, run, or are paused, and the end of each. Pure; used by the engine thread
-alone.
+"""The sequences that wait for a slot and those that run, and the end of each. Pure; used by the engine thread alone.
 
     add ──▶ waiting ──admit──▶ running ──advance──▶ ended
-               │          pause ▼ ▲ resume            ▲
-               │                paused                │
-               └────────── drop ──┴───────────────────┘
+               └───────┬──────────┘
+                 drop, preempt
 
 Sequences get slots in the order in which they became ready. A waiting sequence already has its KV in its pages, so
 admitting it costs no transfer. Its pages have room for its first outputs. When it needs more, it gets one page before
-the step that needs it. If no page is left, the youngest running sequence is paused: it gives back its slot and its
-pages.
+the step that needs it. If no page is left, the youngest sequence is preempted: it ends here, and its router replays
+its request, with the tokens that it has, as a new attempt. A request counts as older with each attempt.
 
-Why every sequence ends. Paused sequences are resumed before waiting ones are admitted, the oldest first, as soon as
-there is a slot and enough free pages for the whole batch to run for RESUME_TOKENS steps or to its end. So every resume
-is followed by progress, and the oldest sequence is never paused while a younger one could be. While the oldest paused
-sequence can't be resumed, waiting sequences get the slots: they hold their pages anyway, and free them only by running.
-While any sequence is paused, no reservation is granted, and no choice is forked as long as any sequence makes progress.
-So the number of free pages only grows. If nothing makes progress any more, the used pages belong to contexts that are
-kept for pending choices. These choices are then forked one after the other, and run or are paused too, until no context
-is kept (`decode_svc.admission`). In the end the oldest sequence has the whole pool, which is large enough for it:
-admission has checked that.
+Why every request ends.
+
+- No request is replayed for ever: prefill samples a token of every choice in each attempt, and outputs are finite.
+- The oldest sequence goes on. It is preempted only if no other sequence is left. Then the other pages belong to
+  reservations, which become sequences or end at their deadlines, and to contexts that are kept for pending choices,
+  which are then forked one after the other (`decode_svc.admission`).
+- A replay comes back only when its pages are free beside those that the batch needs for ROOM_TOKENS more steps, or to
+  its end: until then nothing is granted or forked. So replays and the batch do not push each other out step by step.
+- Each request fits if it has the whole pool: admission has checked that.
+
+A sequence that is preempted takes the other choices of its attempt with it. They are replayed as attempts of their own.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from baton.request import FinishReason, TokenInfo, finish_reason
 from baton.worker.messages import DecodeTimings
 from decode_svc.sequence import Sequence
 
-RESUME_TOKENS = 64
-"""Steps that each sequence of the batch must have room for before a paused sequence may join it."""
+ROOM_TOKENS = 64
+"""After a preemption, each sequence of the batch must have room for so many steps before anything is granted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,6 @@ class DecodeScheduler:
         self._spec = spec
         self._waiting: dict[int, Sequence] = {}
         self._running: dict[int, Sequence] = {}
-        self._paused: dict[int, Sequence] = {}
         self._by_handle: dict[int, Sequence] = {}
 
     @property
@@ -70,18 +69,14 @@ class DecodeScheduler:
         """Number of sequences with a slot."""
         return len(self._running)
 
-    @property
-    def paused(self) -> int:
-        """Number of paused sequences; may be called from any thread."""
-        return len(self._paused)
-
     def add(self, sequences: abc.Iterable[Sequence]) -> None:
         """Queue sequences for a slot."""
         self._waiting.update((sequence.id, sequence) for sequence in sequences)
 
-    def is_idle(self, free_pages: int) -> bool:
-        """Whether nothing can be done before a sequence, a drop, or pages come."""
-        return not (self._running or self._waiting or self.next_to_resume(free_pages))
+    @property
+    def idle(self) -> bool:
+        """Whether there is no sequence."""
+        return not (self._running or self._waiting)
 
     def admit(self, now: float) -> list[Sequence]:
         """Give the free slots to the sequences that have waited longest; the caller must insert them before the next
@@ -104,34 +99,14 @@ class DecodeScheduler:
         """Whether the sequence has a slot."""
         return sequence.id in self._running
 
-    def pause(self) -> Sequence:
-        """Take the youngest sequence out of the batch, which must not be empty; the caller pauses its handle."""
-        sequence = max(self._running.values(), key=lambda each: each.rank)
-        self._leave(sequence)
-        sequence.paused_pages = self._spec.pages_for(sequence.handle.capacity)
-        self._paused[sequence.id] = sequence
-        return sequence
-
-    def next_to_resume(self, free_pages: int) -> Sequence | None:
-        """The oldest paused sequence, if a slot is free for it and pages suffice for all to make progress."""
-        if not self._paused or len(self._running) >= self._spec.slots:
-            return None
-        sequence = min(self._paused.values(), key=lambda each: each.rank)
-        return (
-            sequence
-            if self.missing_pages() + max(self._target_pages(sequence), sequence.paused_pages) <= free_pages
-            else None
-        )
+    def youngest(self) -> Sequence:
+        """The youngest sequence; there must be one."""
+        return max([*self._waiting.values(), *self._running.values()], key=lambda each: each.rank)
 
     def missing_pages(self) -> int:
-        """Pages that the batch needs beyond its own, to run for RESUME_TOKENS steps or to its end."""
+        """Pages that the batch needs beyond its own, to run for ROOM_TOKENS steps or to its end."""
         has = self._spec.pages_for
         return sum(max(self._target_pages(each) - has(each.handle.capacity), 0) for each in self._running.values())
-
-    def resume(self, sequence: Sequence) -> None:
-        """Put a paused sequence back into the batch."""
-        del self._paused[sequence.id]
-        self._run(sequence)
 
     def mark_launched(self) -> int:
         """Count a launched step as unread for each running sequence; returns the number of these sequences."""
@@ -177,7 +152,7 @@ class DecodeScheduler:
         """Remove sequences from wherever they are; returns those that had not ended yet."""
         dropped = []
         for each in ids:
-            sequence = self._waiting.pop(each, None) or self._paused.pop(each, None)
+            sequence = self._waiting.pop(each, None)
             if sequence is None and (sequence := self._running.get(each)) is not None:
                 self._leave(sequence)
             if sequence is not None:
@@ -190,7 +165,7 @@ class DecodeScheduler:
 
     def all_ids(self) -> list[int]:
         """Ids of all sequences."""
-        return [*self._waiting, *self._running, *self._paused]
+        return [*self._waiting, *self._running]
 
     def _run(self, sequence: Sequence) -> None:
         self._running[sequence.id] = self._by_handle[id(sequence.handle)] = sequence
@@ -200,11 +175,11 @@ class DecodeScheduler:
         del self._by_handle[id(sequence.handle)]
 
     def _target_pages(self, sequence: Sequence) -> int:
-        """Pages that the sequence needs to run for RESUME_TOKENS steps or to its end."""
+        """Pages that the sequence needs to run for ROOM_TOKENS steps or to its end."""
         most = self._spec.max_model_len
         if sequence.state.params.max_tokens is not None:
             most = min(most, len(sequence.state.prompt_ids) + sequence.state.params.max_tokens)
-        return self._spec.pages_for(min(sequence.length + RESUME_TOKENS, most))
+        return self._spec.pages_for(min(sequence.length + ROOM_TOKENS, most))
 
     def _finish(self, sequence: Sequence) -> FinishReason | None:
         reason = finish_reason(sequence.state.params, sequence.output_ids, self._spec.eos_token_ids)

@@ -148,9 +148,8 @@ class RollingBlockHasher:
 class Sequence:
     """One choice whose KV is in place; `output_ids` are all tokens chosen so far, times are in seconds.
 
-    `age` is that of its attempt; a smaller one is older. `paused_pages` is the number of pages that it gave back when
-    it was paused. `unread` counts the launched steps that include it and whose tokens are not known yet. `hasher`
-    hashes its blocks, if they may be published.
+    `age` is that of its attempt; a smaller one is older. `unread` counts the launched steps that include it and whose
+    tokens are not known yet. `hasher` hashes its blocks, if they may be published.
     """
 
     id: int
@@ -162,7 +161,6 @@ class Sequence:
     age: tuple[int, int] = (0, 0)
     hasher: RollingBlockHasher | None = None
     inserted_at: float = 0.0
-    paused_pages: int = 0
     unread: int = 0
     timings: DecodeTimings | None = None
     request_id: str = ""
@@ -255,7 +253,7 @@ class LocalAttempt:
     @property
     def committed(self) -> bool:
         """Whether its KV is complete, so that its handles belong to sequences."""
-        return self.life.state in (State.SLOT_WAIT, State.DECODING, State.PAUSED)
+        return self.life.state in (State.SLOT_WAIT, State.DECODING)
 
     @property
     def sequences(self) -> int:
@@ -269,8 +267,8 @@ class LocalAttempt:
 
     @property
     def makes_progress(self) -> bool:
-        """Whether it can go on by itself: its transfer goes on, or one of its choices is not paused."""
-        return not self.committed or any(choice.state is not State.PAUSED for choice in self.choices.values())
+        """Whether it can go on by itself: its transfer goes on, or one of its choices is a sequence."""
+        return not self.committed or bool(self.choices)
 
     @property
     def handles(self) -> list[KvHandle]:
@@ -295,20 +293,19 @@ class LocalAttempt:
 
 
 def ledger_entries(attempts: abc.Iterable[LocalAttempt], engine: Engine, now: float) -> list[LedgerEntry]:
-    """One entry for each handle; a paused one holds host memory in place of pages. `now` is on the attempts' clock."""
-    spec, host = engine.spec, engine.host_kv()
+    """One entry for each handle. `now` is on the attempts' clock."""
+    spec = engine.spec
     page_bytes = spec.page_size * spec.kv_format.token_bytes
 
     def entry(attempt: LocalAttempt, handle: KvHandle, state: State, since: float) -> LedgerEntry:
-        paused = host.get(handle.owner) if state is State.PAUSED else None
         pages = spec.pages_for(handle.capacity)
         deadline = attempt.life.deadline
         return LedgerEntry(
             owner=handle.owner,
-            kind="kv" if paused is None else "host_kv",
+            kind="kv",
             state=state.value,
             pages=pages,
-            bytes=pages * page_bytes if paused is None else paused,
+            bytes=pages * page_bytes,
             age_s=now - since,
             deadline_s=None if math.isinf(deadline) else deadline - now,
         )

@@ -4,7 +4,7 @@
     Start     `_start`      export its pinned prefix to prefill, and start to fetch its KV       TRANSFERRING
               `_transfer`   fetch ─▶ hash blocks ─▶ `_commit`                                    SLOT_WAIT
               `advance`     give sequences to the engine thread (`decode_svc.loop`), which decodes
-              `report`      send the results of each step to the routers                         DECODING ⇄ PAUSED
+              `report`      send the results of each step to the routers                         DECODING
     Cancel, deadline, fault, end of the session, last choice finished ──▶ `_end`                 ENDED
 
 Every attempt ends in `_end`, which frees all that the attempt holds, in any state. Its final KV stays in the pool,
@@ -298,8 +298,8 @@ class DecodeWorker:
     def report(self, report: StepReport) -> None:
         """Send the results of one turn of the engine thread to the routers, as one message for each."""
         now = self._loop.time()
-        for sequence, state in report.states:
-            self.attempts.set_state(sequence, state, now)
+        for sequence in report.joined:
+            self.attempts.join(sequence, now)
         for output in report.outputs:
             owner = self.attempts.find_owner(output.id)
             if owner is None:

@@ -24,9 +24,6 @@ class DecodeConfig(WorkerConfig):
         help="New tokens of a choice that a reservation has pages for; longer outputs get more pages later.",
         minimum=1,
     )
-    host_kv_memory: int = option(
-        512 << 20, help="Host memory for the KV of sequences that are paused because pages are missing.", unit="bytes"
-    )
     convert_kv: bool = option(
         False, help="Accept KV of another element type and convert it; decode then caches none of it."
     )
@@ -54,8 +51,4 @@ class DecodeConfig(WorkerConfig):
 
     def engine_config(self) -> EngineConfig:
         """The settings of the engine."""
-        return replace(
-            super().engine_config(),
-            slots=self.slots,
-            host_kv_memory=self.host_kv_memory,
-        )
+        return replace(super().engine_config(), slots=self.slots)

@@ -2,13 +2,12 @@
 
     reserve ── launch chunks × n ── read_kv ── free               on a prefill worker
     reserve ── write_kv × n ── insert ── launch × n ── free       on a decode worker
-                                  └ pause ── resume ┘
 
 A `KvHandle` is the right to the pages that hold one sequence's KV. Every page is free, cached, or its reference
-count equals the number of handles that list it. Only the engine thread may call `insert`, `launch`, the `result` of a
-pass, `pause` and `resume`; any thread may call all other methods. `free` may be called at any time: later calls with
-the handle fail at once, and its pages return to the pool when the reads, writes and forward passes that use them have
-ended. `watch_pages` reports each return, so waiting for pages needs no polling.
+count equals the number of handles that list it. Only the engine thread may call `insert`, `launch` and the `result` of
+a pass; any thread may call all other methods. `free` may be called at any time: later calls with the handle fail at
+once, and its pages return to the pool when the reads, writes and forward passes that use them have ended. `watch_pages`
+reports each return, so waiting for pages needs no polling.
 
 One forward pass computes chunks of prompts, a step of the generation batch, or both. Steps may be launched while the
 results of `spec.steps_ahead` passes before them are unread: a step takes each sequence's last token from device memory,
@@ -253,15 +252,6 @@ class Engine(Protocol):
     def insert(self, handle: KvHandle, state: SequenceState) -> None:
         """Give the sequence a slot; KV must cover all but the last of its tokens. Raises Overloaded without a slot."""
 
-    def pause(self, handle: KvHandle) -> None:
-        """Move a running sequence's KV to host memory, and free its slot and pages.
-
-        Raises Overloaded, and then changes nothing, when host memory has no room.
-        """
-
-    def resume(self, handle: KvHandle) -> None:
-        """Undo `pause`; raises OutOfPages or Overloaded without pages or a slot, and then changes nothing."""
-
     def free(self, handle: KvHandle, digests: Sequence[bytes] = ()) -> None:
         """Free the handle, in any state; idempotent.
 
@@ -271,9 +261,6 @@ class Engine(Protocol):
 
     def stats(self) -> PoolStats:
         """Count pages."""
-
-    def host_kv(self) -> dict[str, int]:
-        """Bytes of host memory that paused sequences use, by owner."""
 
     def heartbeat(self) -> int:
         """A number that changes while the engine computes, within a layer too, where the kernels count their work.
@@ -288,10 +275,7 @@ class Engine(Protocol):
         """
 
     def audit(self) -> dict[str, int]:
-        """Check that pages and host memory are conserved, and return pages by owner (0 for a paused sequence).
-
-        Raises EngineError with the ledger.
-        """
+        """Check that pages are conserved, and return pages by owner. Raises EngineError with the ledger."""
 
     def close(self) -> None:
         """Free all."""

@@ -1,6 +1,6 @@
 """The Engine: what services ask, turned into bookkeeping (KvManager) and plans (Executor).
 
-    services ──▶ EngineCore ──▶ KvManager    pages, handles, cached blocks, slots, pausing
+    services ──▶ EngineCore ──▶ KvManager    pages, handles, cached blocks, slots
                      │ ForwardPlan
                      ▼
                  Executor ──▶ ModelRunner
@@ -31,11 +31,11 @@ from baton.request import SequenceState, check_token_ids
 class EngineCore:
     """See the module's text. `executor` and `memory` are what it runs on."""
 
-    def __init__(self, spec: EngineSpec, executor: Executor, host_kv_memory: int) -> None:
+    def __init__(self, spec: EngineSpec, executor: Executor) -> None:
         self.executor = executor
         self.memory = executor.memory
         self._spec = spec
-        self._kv = KvManager(spec, host_kv_memory)
+        self._kv = KvManager(spec)
         self._inflight = InflightPasses()
         self._stepping = False
 
@@ -60,8 +60,8 @@ class EngineCore:
         return self._kv.pool.evict_for(tokens, prefix, max_cached_tokens)
 
     def publish(self, handle: KvHandle, digests: Sequence[bytes]) -> None:
-        """See `Engine.publish`. A paused sequence publishes nothing, until `resume` has put back all of its KV."""
-        self._kv.publish(_page_handle(handle), digests)
+        """See `Engine.publish`."""
+        self._kv.pool.publish(_page_handle(handle), digests)
 
     def match_prefix(self, digests: Sequence[bytes]) -> int:
         """See `Engine.match_prefix`."""
@@ -163,34 +163,13 @@ class EngineCore:
         """See `Engine.insert`."""
         self._kv.insert(_page_handle(handle), state)
 
-    def pause(self, handle: KvHandle) -> None:
-        """See `Engine.pause`."""
-        own = _page_handle(handle)
-        self._read(0)
-        with self._kv.pool.pin(own) as pages:
-            sequence, size = self._kv.check_pause(own)
-            saved = self.memory.save(pages, sequence.position)
-            self._kv.pause(sequence, saved, size)
-
-    def resume(self, handle: KvHandle) -> None:
-        """See `Engine.resume`."""
-        own = _page_handle(handle)
-        saved = self._kv.begin_resume(own)
-        with self._kv.pool.pin(own) as pages:
-            self.memory.restore(pages, saved)
-        self._kv.end_resume(own)
-
     def free(self, handle: KvHandle, digests: Sequence[bytes] = ()) -> None:
-        """See `Engine.free`. A paused sequence leaves nothing, until `resume` has put back all of its KV."""
-        self._kv.free(_page_handle(handle), digests)
+        """See `Engine.free`."""
+        self._kv.pool.free(_page_handle(handle), digests)
 
     def stats(self) -> PoolStats:
         """See `Engine.stats`."""
         return self._kv.pool.stats()
-
-    def host_kv(self) -> dict[str, int]:
-        """See `Engine.host_kv`."""
-        return self._kv.host_kv()
 
     def heartbeat(self) -> int:
         """See `Engine.heartbeat`."""
@@ -202,7 +181,7 @@ class EngineCore:
 
     def audit(self) -> dict[str, int]:
         """See `Engine.audit`."""
-        return self._kv.audit()
+        return self._kv.pool.audit()
 
     def close(self) -> None:
         """See `Engine.close`."""

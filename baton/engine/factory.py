@@ -93,7 +93,7 @@ def assemble(model: LoadedModel, config: EngineConfig, steps_ahead: int | None =
     )
     kv = _kv_cache(config, model, spec, kv_dtype)
     runner = ModelRunner(model, kv, spec, _source(config, model, kv, spec))
-    return EngineCore(spec, InProcessExecutor(runner), config.host_kv_memory)
+    return EngineCore(spec, InProcessExecutor(runner))
 
 
 def _kv_cache(config: EngineConfig, model: LoadedModel, spec: EngineSpec, dtype: torch.dtype) -> KvCache:

@@ -1,26 +1,21 @@
-"""Pages, slots and paused sequences of one engine: pure bookkeeping, without tensors.
+"""Pages and slots of one engine: pure bookkeeping, without tensors.
 
     reserve ─▶ handle ─▶ insert ─▶ in a slot ─▶ remove
-                            resume ▲    │ pause
-                                 paused, its KV in host memory
 
 Pages, handles and cached blocks are the pool's (`baton.kv.pool`). This adds the sequences of the generation batch: each
 has a slot while it runs, and the ModelRunner keeps what it needs of it by that slot. So the KvManager also keeps what
 the ModelRunner was told, and says with each step what has changed since (`baton.engine.plan`).
 
-A freed handle may still have a slot, but no page. Sequences of dead handles leave when the next step, insert or resume
-begins. Locks: the pool has its own, `_host_lock` guards paused sequences and the host memory that they take; all else
-belongs to the engine thread.
+A freed handle may still have a slot, but no page. Sequences of dead handles leave when the next step or insert begins.
+The pool has a lock of its own; all else belongs to the engine thread.
 """
 
 from __future__ import annotations
 
 import heapq
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 from baton.engine.contract import EngineSpec
 from baton.engine.plan import ForwardPlan, Growth, Join, Row
@@ -51,27 +46,16 @@ class RunningSequence:
         return self.state.length - 1 + self.unread
 
 
-@dataclass(frozen=True, slots=True)
-class _Paused:
-    sequence: RunningSequence
-    saved: Any
-    bytes: int
-    capacity: int
-
-
 class KvManager:
     """See the module's text. `pool` holds the pages."""
 
-    def __init__(self, spec: EngineSpec, host_kv_memory: int) -> None:
+    def __init__(self, spec: EngineSpec) -> None:
         self.pool = PagePool(spec.pages, spec.page_size, spec.kv_format.block_size, spec.host_pages)
         self._spec = spec
         self._free_slots = list(range(spec.slots))
         self._running: dict[PageHandle, RunningSequence] = {}
         self._left: list[int] = []
         self._reset = False
-        self._host_lock = threading.Lock()
-        self._host_total = self._host_free = host_kv_memory
-        self._paused: dict[PageHandle, _Paused] = {}
 
     @property
     def batch(self) -> list[RunningSequence]:
@@ -87,7 +71,7 @@ class KvManager:
         """Give a sequence a slot. Raises EngineError, or Overloaded without a slot, changing nothing."""
         handle.check_alive()
         self._remove_dead()
-        if handle in self._running or handle in self._paused:
+        if handle in self._running:
             raise EngineError(f"{handle.owner}: was inserted before")
         if not 0 < state.length <= handle.capacity + 1:
             raise EngineError(f"{handle.owner}: {state.length} tokens in pages for {handle.capacity}")
@@ -149,101 +133,21 @@ class KvManager:
         for each in self._running.values():
             each.planned_pages = None
 
-    def check_pause(self, handle: PageHandle) -> tuple[RunningSequence, int]:
-        """A running sequence, and the bytes of its KV.
-
-        Raises EngineError if it does not run, Overloaded if host memory has no room for it.
-        """
-        sequence = self._running.get(handle)
-        if sequence is None:
-            raise EngineError(f"{handle.owner}: is not running")
-        size = sequence.position * self._spec.kv_format.token_bytes
-        with self._host_lock:
-            if size > self._host_free:
-                raise Overloaded(f"{handle.owner}: needs {size} bytes of host_kv_memory, {self._host_free} are free")
-        return sequence, size
-
-    def pause(self, sequence: RunningSequence, saved: Any, size: int) -> None:
-        """Take the slot and pages of a sequence whose KV was `saved`, in `size` bytes of host memory."""
-        handle = sequence.handle
-        with self._host_lock:
-            self._paused[handle] = _Paused(sequence, saved, size, handle.capacity)
-            self._host_free -= size
-        # Recorded first: a `free` that comes now finds what it has to forget.
-        if not self.pool.detach(handle):
-            self._forget_paused(handle)
-        self.remove(sequence)
-
-    def begin_resume(self, handle: PageHandle) -> Any:
-        """Give a paused sequence pages again; returns what was saved. Raises OutOfPages or Overloaded."""
-        handle.check_alive()
-        paused = self._paused.get(handle)
-        if paused is None:
-            raise EngineError(f"{handle.owner}: is not paused")
-        self._remove_dead()
-        self._check_slot()
-        self.pool.extend(handle, paused.capacity)
-        return paused.saved
-
-    def end_resume(self, handle: PageHandle) -> None:
-        """All KV is back in its pages: give the sequence a slot, and the host memory back."""
-        if (paused := self._paused.get(handle)) is not None:
-            self._take_slot(paused.sequence)
-            self._forget_paused(handle)
-
-    def publish(self, handle: PageHandle, digests: Sequence[bytes]) -> None:
-        """See `Engine.publish`. A paused sequence publishes nothing, until all of its KV is back."""
-        with self._host_lock:
-            if handle not in self._paused:
-                self.pool.publish(handle, digests)
-
-    def free(self, handle: PageHandle, digests: Sequence[bytes]) -> None:
-        """See `Engine.free`. A paused sequence leaves nothing, until all of its KV is back."""
-        self.pool.free(handle, digests, but=self._paused)
-        self._forget_paused(handle)
-
     def free_all(self) -> None:
         """Free every handle, and forget all cached blocks."""
         self.pool.free_all()
         self._remove_dead()
-        for handle in list(self._paused):
-            self._forget_paused(handle)
-
-    def host_kv(self) -> dict[str, int]:
-        """Bytes of host memory by owner, of the paused sequences."""
-        with self._host_lock:
-            return {handle.owner: paused.bytes for handle, paused in self._paused.items()}
-
-    def audit(self) -> dict[str, int]:
-        """See `Engine.audit`."""
-        with self._host_lock:
-            held, free = sum(paused.bytes for paused in self._paused.values()), self._host_free
-        if held + free != self._host_total:
-            raise EngineError(
-                f"host memory audit failed: {held} bytes are held and {free} free of {self._host_total}; "
-                f"ledger {self.host_kv()}"
-            )
-        return self.pool.audit()
 
     def _remove_dead(self) -> None:
         for sequence in [each for each in self._running.values() if not each.handle.alive]:
             self.remove(sequence)
 
     def _take_slot(self, sequence: RunningSequence) -> None:
-        self._check_slot()
-        sequence.slot = heapq.heappop(self._free_slots)
-        self._running[sequence.handle] = sequence
-
-    def _check_slot(self) -> None:
         if not self._free_slots:
             raise Overloaded(f"all {self._spec.slots} slots are taken")
+        sequence.slot = heapq.heappop(self._free_slots)
+        self._running[sequence.handle] = sequence
 
     def _check_length(self, handle: PageHandle, state: SequenceState) -> None:
         if state.length >= self._spec.max_model_len:
             raise EngineError(f"{handle.owner}: has {state.length} tokens, max_model_len is {self._spec.max_model_len}")
-
-    def _forget_paused(self, handle: PageHandle) -> None:
-        with self._host_lock:
-            paused = self._paused.pop(handle, None)
-            if paused is not None:
-                self._host_free += paused.bytes

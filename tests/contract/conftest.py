@@ -18,7 +18,7 @@ from baton.engine.fake import FakeEngine
 from tests.contract.engines import Rig
 from tests.kernels import KERNELS
 
-SIZES = {"page_size": 16, "pages": 64, "slots": 6, "host_kv_memory": 1 << 22, "max_model_len": 512}
+SIZES = {"page_size": 16, "pages": 64, "slots": 6, "max_model_len": 512}
 
 
 @pytest.fixture(scope="session")

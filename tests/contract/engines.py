@@ -29,7 +29,7 @@ MIXED = (
 
 @dataclass
 class Rig:
-    """`make(page_size=, pages=, slots=, host_kv_memory=, kv_dtype=, max_model_len=)`; `vocab` bounds prompt ids."""
+    """`make(page_size=, pages=, slots=, kv_dtype=, max_model_len=)`; `vocab` bounds prompt ids."""
 
     name: str
     make: Callable[..., EngineCore]

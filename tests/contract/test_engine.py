@@ -1,4 +1,4 @@
-"""What every engine does when it computes: chunks, batches, refills, forks, pauses, transfers."""
+"""What every engine does when it computes: chunks, batches, refills, forks, transfers."""
 
 from __future__ import annotations
 
@@ -252,63 +252,6 @@ def test_forks_share_full_pages_and_go_their_own_ways(rig: Rig) -> None:
         for child, outputs in children:
             outputs.append(tokens[child])
     assert [outputs for _, outputs in children] == expected
-
-
-def test_pause_and_resume_lose_no_token(rig: Rig) -> None:
-    engine = rig.engine(pages=14, slots=3)
-    wanted = [state(rig.prompt(20, seed=i), MIXED[1 + i]) for i in range(2)]
-    expected = [generate(engine, one, 12) for one in wanted]
-    (first, first_outputs), (second, second_outputs) = (
-        start(engine, f"a/{i}", one, 20) for i, one in enumerate(wanted)
-    )
-    tokens = step(engine)
-    first_outputs.append(tokens[first])
-    second_outputs.append(tokens[second])
-    engine.pause(first)
-    assert engine.audit() == {"a/0": 0, "a/1": 3}
-    assert first.alive
-    # Others use the pages meanwhile.
-    other = engine.reserve("other", 160)
-    prefill(engine, other, state(rig.prompt(100, seed=9)))
-    for _ in range(4):
-        tokens = step(engine)
-        assert set(tokens) == {second}
-        second_outputs.append(tokens[second])
-    engine.free(other)
-    engine.resume(first)
-    while len(first_outputs) < 12:
-        tokens = step(engine)
-        first_outputs.append(tokens[first])
-        second_outputs.append(tokens[second])
-    assert first_outputs == expected[0]
-    assert second_outputs[:12] == expected[1][:12]
-
-
-def test_pause_and_resume_change_nothing_when_refused(rig: Rig) -> None:
-    engine = rig.engine(pages=4, slots=1, host_kv_memory=0)
-    handle, _ = start(engine, "a/1", state(rig.prompt(10)), 4)
-    with pytest.raises(Overloaded, match="host_kv_memory"):
-        engine.pause(handle)
-    assert set(step(engine)) == {handle}
-    with pytest.raises(EngineError, match="not paused"):
-        engine.resume(handle)
-
-    roomy = rig.engine(pages=4, slots=1)
-    handle, outputs = start(roomy, "a/1", state(rig.prompt(20)), 4)
-    roomy.pause(handle)
-    with pytest.raises(EngineError, match="not running"):
-        roomy.pause(handle)
-    greedy_one = roomy.reserve("b/1", 48)
-    with pytest.raises(Overloaded, match="pages"):
-        roomy.resume(handle)
-    assert roomy.audit() == {"a/1": 0, "b/1": 3}
-    roomy.free(greedy_one)
-    taken, _ = start(roomy, "c/1", state(rig.prompt(4)), 2)
-    with pytest.raises(Overloaded, match="slots"):
-        roomy.resume(handle)
-    roomy.free(taken)
-    roomy.resume(handle)
-    assert [*outputs, step(roomy)[handle]] == generate(rig.engine(), state(rig.prompt(20)), 2)
 
 
 def test_a_step_needs_room_for_a_token(rig: Rig) -> None:

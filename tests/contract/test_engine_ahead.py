@@ -144,26 +144,6 @@ def test_a_sequence_at_its_length_may_be_in_one_more_step(rig: Rig, ahead: Calla
     assert beyond.result().steps == []
 
 
-def test_pause_reads_what_is_in_flight_and_loses_nothing(rig: Rig, ahead: Callable[..., Any]) -> None:
-    engine = ahead()
-    wanted = [state(rig.prompt(12 + i, seed=i), MIXED[i]) for i in range(2)]
-    expected = [generate(rig.engine(), one, 8) for one in wanted]
-    pipeline = Pipeline(engine)
-    (paused, first), (going, second) = (start(engine, f"a/{i}", one) for i, one in enumerate(wanted))
-    pipeline.turn()
-    pipeline.launch()
-    engine.pause(paused)
-    assert pipeline.read() == {paused, going}
-    assert pipeline.read() == {paused, going}
-    pipeline.turn()
-    pipeline.turn()
-    engine.resume(paused)
-    for _ in range(6):
-        pipeline.turn()
-    assert [*first, *pipeline.tokens[paused]][:8] == expected[0]
-    assert [*second, *pipeline.tokens[going]][:8] == expected[1]
-
-
 def test_a_step_that_fails_when_it_is_read_undoes_the_later_ones(rig: Rig, ahead: Callable[..., Any]) -> None:
     engine = ahead()
     wanted = [state(rig.prompt(10 + i, seed=i), MIXED[i]) for i in range(3)]

@@ -149,35 +149,24 @@ def test_published_pages_refuse_writes(rig: Rig) -> None:
     assert whole_kv(engine, handle, 32) == kv
 
 
-def test_a_paused_sequence_leaves_its_published_pages_cached(rig: Rig) -> None:
+def test_a_sequence_that_is_freed_leaves_its_published_pages_cached_for_its_replay(rig: Rig) -> None:
     engine = rig.engine(page_size=16, pages=10)
     prompt = rig.prompt(50)
-    expected = generate(rig.engine(), state(prompt), 6)
-    names = digests(engine, prompt)
-    handle = engine.reserve("a/1", 60)
+    expected = generate(rig.engine(), state(prompt), 18)
+    handle = engine.reserve("a/1", 68)
     outputs = [compute(engine, handle, state(prompt)).tokens[0].token_id]
     engine.insert(handle, state(prompt, outputs=outputs))
-    engine.publish(handle, names)
-    outputs.append(step(engine)[handle])
-    engine.pause(handle)
+    outputs += [step(engine)[handle] for _ in range(15)]
+    # All but the last token have KV: 65 tokens.
+    names = digests(engine, [*prompt, *outputs[:-1]])
+    engine.free(handle, names)
     stats = engine.stats()
-    assert (stats.used, stats.free, stats.cached) == (0, 7, 3)
-    # Nothing of it can be published while it has no pages.
-    engine.publish(handle, digests(engine, rig.prompt(50, seed=3)))
-    assert engine.match_prefix(names) == 48
-    other = engine.reserve("b/1", 60, names, 49)
-    assert other.cached == 48
-    engine.resume(handle)
-    assert engine.audit() == {"a/1": 4, "b/1": 4}
-    outputs += [step(engine)[handle] for _ in range(2)]
-    # Its copies have no names: the first to publish a block is whom others share it with.
-    engine.publish(handle, names)
-    engine.free(other)
-    assert engine.stats().cached == 3
-    assert engine.drop_cached() == 3
-    engine.publish(handle, names)
-    assert engine.match_prefix(names) == 48
-    outputs += [step(engine)[handle] for _ in range(2)]
+    assert (stats.used, stats.free, stats.cached) == (0, 6, 4)
+    replay = engine.reserve("a/2", 68, names, 65)
+    assert replay.cached == 64
+    outputs.append(compute(engine, replay, state(prompt, outputs=outputs)).tokens[0].token_id)
+    engine.insert(replay, state(prompt, outputs=outputs))
+    outputs.append(step(engine)[replay])
     assert outputs == expected
 
 

@@ -1,4 +1,4 @@
-"""What every engine does for those who wait for pages: spares of forks, word of returns, host memory by owner."""
+"""What every engine does for those who wait for pages: spares of forks, word of returns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from baton.engine.contract import KvHandle
 from baton.errors import OutOfPages
 from baton.request import SamplingParams
 from tests.contract.engines import ExecutorStub, Rig, generate, prefill, start, state, step, whole_kv
@@ -45,7 +44,7 @@ def test_every_return_of_pages_is_told_once_they_can_be_had(rig: Rig, monkeypatc
     assert seen == []
     engine.extend(handle, 40)
     step(engine)
-    engine.pause(other)
+    engine.free(other)
     assert seen == [13]
 
     def freed_meanwhile(*plan: Any) -> Any:
@@ -63,28 +62,3 @@ def test_every_return_of_pages_is_told_once_they_can_be_had(rig: Rig, monkeypatc
     engine.watch_pages(None)
     engine.close()
     assert seen == [13, 16, 12]
-
-
-class FreesWhileSaving:
-    """An engine's memory during whose `save` the handle is freed."""
-
-    def __init__(self, engine: Any, handle: KvHandle) -> None:
-        self._engine, self._handle, self._memory = engine, handle, engine.memory
-
-    def save(self, *args: Any) -> Any:
-        self._engine.free(self._handle)
-        return self._memory.save(*args)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._memory, name)
-
-
-def test_free_in_the_midst_of_a_pause_leaves_nothing_behind(rig: Rig) -> None:
-    engine: Any = rig.engine()
-    handle, _ = start(engine, "a/1", state(rig.prompt(20)))
-    other, _ = start(engine, "b/1", state(rig.prompt(9)))
-    engine.memory = FreesWhileSaving(engine, handle)
-    engine.pause(handle)
-    assert engine.host_kv() == {}
-    assert set(engine.audit()) == {"b/1"}
-    assert set(step(engine)) == {other}

@@ -24,8 +24,8 @@ WORKERS = ["--prefill=p:1", "--decode=d:1"]
 
 def test_defaults_flags_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load(DecodeConfig, []) == DecodeConfig()
-    flags = ["--model=m", "--host-kv-memory", "1.5GiB", "--slots=7", "--stall-s", "2.5", "--kv-advertise=h:1"]
-    expected = DecodeConfig(model="m", host_kv_memory=3 << 29, slots=7, stall_s=2.5, kv_advertise="h:1")
+    flags = ["--model=m", "--kv-memory", "1.5GiB", "--slots=7", "--stall-s", "2.5", "--kv-advertise=h:1"]
+    expected = DecodeConfig(model="m", kv_memory=3 << 29, slots=7, stall_s=2.5, kv_advertise="h:1")
     assert load(DecodeConfig, flags) == expected
     monkeypatch.setenv("BATON_SLOTS", "")
     monkeypatch.setenv("BATON_LOG_LEVEL", "")

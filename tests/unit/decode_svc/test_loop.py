@@ -9,7 +9,6 @@ import pytest
 
 from baton.engine.contract import KvHandle
 from baton.errors import EngineError
-from baton.lifecycle import State
 from baton.request import FinishReason, SequenceState
 from baton.worker.progress import Progress
 from decode_svc.loop import DecodeLoop, FailedSequence, StepReport
@@ -58,9 +57,8 @@ class Turns:
         *changes, report = self.reports[told:]
         assert not [each for each in changes if each.outputs or each.batch]
         for each in changes:
-            report.states += each.states
+            report.joined += each.joined
             report.failures = each.failures + report.failures
-            report.resumed += each.resumed
         for output in report.outputs:
             assert output.output_index == len(self.tokens[output.id])
             self.tokens[output.id] += [token.token_id for token in output.tokens]
@@ -96,7 +94,7 @@ def test_each_turn_reports_the_changes_of_the_batch_then_its_step_and_the_load_a
     turns.add(3, [4], 3)
     report = turns.turn()
     assert [each.running for each in turns.reports] == [2, 1]
-    assert report.states == [(1, State.DECODING), (2, State.DECODING)]
+    assert report.joined == [1, 2]
     assert [output.id for output in report.outputs] == [1, 2]
     assert report.batch == 2
     turns.turn()

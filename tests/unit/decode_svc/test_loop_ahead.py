@@ -27,7 +27,7 @@ class Ahead(Turns):
         assert self.loop.turn()
         whole = StepReport()
         for each in self.reports[told:]:
-            whole.states += each.states
+            whole.joined += each.joined
             whole.failures += each.failures
             whole.outputs += each.outputs
             whole.batch = max(whole.batch, each.batch)

@@ -30,16 +30,6 @@ def sequence(
     return Sequence(number, Handle(capacity=capacity), state, [first], fetch_ms=7.0, ready_at=ready_at, age=(0, age))
 
 
-def paused(scheduler: DecodeScheduler, count: int) -> list[int]:
-    """Pause so many, as the loop does."""
-    found = []
-    for _ in range(count):
-        each = scheduler.pause()
-        each.handle.capacity = 0  # type: ignore[misc]
-        found.append(each.id)
-    return found
-
-
 def ids(sequences: list[Sequence]) -> list[int]:
     return [each.id for each in sequences]
 
@@ -140,81 +130,27 @@ def test_those_without_room_for_the_next_token_are_told_oldest_first() -> None:
     assert ids(scheduler.sequences_to_extend()) == [3, 1]
 
 
-def test_the_youngest_by_reservation_is_paused_first_and_the_oldest_comes_back_first() -> None:
-    scheduler = DecodeScheduler(LONG)
+def test_the_youngest_by_reservation_is_named_wherever_it_is() -> None:
+    scheduler = DecodeScheduler(replace(LONG, slots=2))
     scheduler.add([sequence(1, age=7), sequence(2, age=5), sequence(3, age=6)])
     scheduler.admit(0.0)
-    assert paused(scheduler, 3) == [1, 3, 2]
-    assert (scheduler.running, scheduler.paused) == (0, 3)
-    came_back = []
-    while (each := scheduler.next_to_resume(99)) is not None:
-        scheduler.resume(each)
-        came_back.append(each.id)
-    assert came_back == [2, 3, 1]
-    assert scheduler.paused == 0
+    found = []
+    while not scheduler.idle:
+        youngest = scheduler.youngest()
+        found += ids(scheduler.drop([youngest.id]))
+    assert found == [1, 3, 2]
+    assert scheduler.all_ids() == []
 
 
-def test_a_paused_sequence_comes_back_before_one_that_waits_but_only_into_a_slot() -> None:
-    scheduler = DecodeScheduler(replace(LONG, slots=1))
-    old, waiting = sequence(1, age=1), sequence(2, age=2)
-    scheduler.add([old])
-    scheduler.admit(0.0)
-    scheduler.add([waiting])
-    paused(scheduler, 1)
-    assert scheduler.next_to_resume(99) is old
-    scheduler.resume(old)
-    assert scheduler.admit(0.0) == []
-    paused(scheduler, 1)
-    # While there is no room for it, the slot goes to the one that holds its pages anyhow.
-    assert scheduler.next_to_resume(0) is None
-    assert ids(scheduler.admit(0.0)) == [2]
-    assert scheduler.next_to_resume(99) is None
-
-
-def test_room_is_what_the_whole_batch_needs_to_go_on_for_a_while() -> None:
+def test_missing_pages_are_what_the_batch_needs_to_go_on_for_a_while_or_to_its_end() -> None:
     # Pages of 16 tokens. A sequence has 4 tokens and goes on for 64: 68 tokens are 5 pages.
     scheduler = DecodeScheduler(LONG)
-    scheduler.add([sequence(1, age=1, max_tokens=500, capacity=16), sequence(2, age=2, max_tokens=500, capacity=16)])
+    scheduler.add([sequence(1, max_tokens=500, capacity=16), sequence(2, max_tokens=500, capacity=16 * 9)])
+    scheduler.add([sequence(3, max_tokens=20, capacity=16), sequence(4, max_tokens=500, capacity=0)])
     scheduler.admit(0.0)
-    paused(scheduler, 1)
-    # 5 for the one that returns, and 4 more for the one that runs with 1.
-    assert scheduler.next_to_resume(8) is None
-    assert scheduler.next_to_resume(9) is not None
-
-
-def test_no_more_room_is_asked_for_than_there_is_left_to_generate() -> None:
-    scheduler = DecodeScheduler(LONG)
-    scheduler.add([sequence(1, max_tokens=20, capacity=16)])
-    scheduler.admit(0.0)
-    paused(scheduler, 1)
-    assert scheduler.next_to_resume(1) is None
-    assert scheduler.next_to_resume(2) is not None
+    # 4 for the first, none for the second, 1 to the end of the third; the fourth waits.
+    assert scheduler.missing_pages() == 5
     short = DecodeScheduler(replace(LONG, max_model_len=30))
     short.add([sequence(1, max_tokens=500, capacity=16)])
     short.admit(0.0)
-    paused(short, 1)
-    assert short.next_to_resume(2) is not None
-
-
-def test_a_sequence_comes_back_to_as_many_pages_as_it_had() -> None:
-    scheduler = DecodeScheduler(LONG)
-    scheduler.add([sequence(1, max_tokens=500, capacity=16 * 9)])
-    scheduler.admit(0.0)
-    paused(scheduler, 1)
-    assert scheduler.next_to_resume(8) is None
-    assert scheduler.next_to_resume(9) is not None
-
-
-def test_there_is_nothing_to_do_while_what_is_paused_lacks_room() -> None:
-    scheduler = DecodeScheduler(LONG)
-    assert scheduler.is_idle(99)
-    scheduler.add([sequence(1)])
-    assert not scheduler.is_idle(0)
-    scheduler.admit(0.0)
-    assert not scheduler.is_idle(0)
-    paused(scheduler, 1)
-    assert scheduler.is_idle(0)
-    assert not scheduler.is_idle(9)
-    assert ids(scheduler.drop([1])) == [1]
-    assert scheduler.is_idle(9)
-    assert scheduler.all_ids() == []
+    assert short.missing_pages() == 1

@@ -54,7 +54,7 @@ def make(model: LoadedModel, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Mak
         slots=6,
         steps_ahead=1,
     )
-    return lambda: EngineCore(spec, InProcessExecutor(ModelRunner(model, model.new_kv_cache(61, 16), spec)), 0)
+    return lambda: EngineCore(spec, InProcessExecutor(ModelRunner(model, model.new_kv_cache(61, 16), spec)))
 
 
 def batch(engine: EngineCore) -> list[list[int]]:
