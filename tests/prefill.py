@@ -168,7 +168,7 @@ async def serving(engine: FakeEngine | None = None, **settings: Any) -> AsyncIte
     A store has all the time that it wants, unless `settings` say otherwise.
     """
     engine = engine or FakeEngine()
-    config = PrefillConfig(**{"fleet_secret": "secret", "cache_memory": 0, "cache_budget_s": WAIT_S, **settings})
+    config = PrefillConfig(**{"fleet_secret": "secret", "cache_budget_s": WAIT_S, **settings})
     try:
         async with run(config, engine=engine) as app:
             client = Client(app)

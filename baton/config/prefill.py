@@ -26,10 +26,14 @@ class PrefillConfig(WorkerConfig):
     max_waiting: int = option(
         64, help="Largest number of prompts that wait for their first chunk.", minimum=1, hidden=True
     )
-    cache_memory: int = option(256 << 20, help="Host memory for cached prefixes; 0: none.", unit="bytes")
     lease_s: float = option(
         10.0, help="Seconds for which finished KV is kept if nobody fetches it.", minimum=0.01, hidden=True
     )
     drain_s: float = option(
         30.0, help="Seconds that running prompts and fetches of finished KV get in a drain.", minimum=0
     )
+
+    @property
+    def cache_memory(self) -> int:
+        """Bytes of host memory for cached prefixes: --host-memory, unless the pool has it."""
+        return 0 if self.kv_home == "auto" else self.host_memory

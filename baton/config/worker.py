@@ -51,10 +51,10 @@ class WorkerConfig(Settings):
         "memory for what does not fit there.",
         choices=KV_HOMES,
     )
-    host_pool_memory: int = option(
+    host_memory: int = option(
         0,
-        help="Memory of the pages in host memory with --kv-home auto; 0: automatic, on CUDA for one sequence of "
-        "--max-model-len where the device has no room for it, on CPU none.",
+        help="Host memory beside --kv-memory: with --kv-home auto for the pages there, else for the cached prefixes of "
+        "a prefill worker; 0: none, but on CUDA pages for one sequence of --max-model-len that the device can't hold.",
         unit="bytes",
     )
     segment_tokens: int = option(
@@ -137,7 +137,7 @@ class WorkerConfig(Settings):
             page_size=self.page_size,
             kv_memory=self.kv_memory,
             kv_home=self.kv_home,
-            host_pool_memory=self.host_pool_memory,
+            host_memory=self.host_memory if self.kv_home == "auto" else 0,
             segment_tokens=self.segment_tokens,
             num_kv_buffers=self.num_kv_buffers,
             block_size=self.block_size,

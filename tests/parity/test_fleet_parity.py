@@ -53,7 +53,7 @@ async def test_fleet_equals_generate(family: str, tied: bool, tmp_path: Path) ->
         await asyncio.gather(*(check(chunk, page, decodes[decode_page]) for chunk, page, decode_page in WORKERS))
         # A context of 40 and one of 131 tokens do not both fit into the five pages on the device.
         token_bytes = decodes[16].engine.spec.kv_format.token_bytes
-        mixed = {"kv_memory": 5 * 16 * token_bytes, "host_pool_memory": 40 * 16 * token_bytes}
+        mixed = {"kv_memory": 5 * 16 * token_bytes, "host_memory": 40 * 16 * token_bytes}
         decode = await fleet.decode(page_size=16, kernels="torch", segment_tokens=24, **mixed)
         await check(16, 16, decode, **IN_HOST_MEMORY)
 

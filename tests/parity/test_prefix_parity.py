@@ -68,7 +68,7 @@ async def worker(models: Models, page_size: int, **settings: Any) -> AsyncIterat
     """A prefill worker, with nothing cached in its pages."""
     engine = models.engines[page_size]
     engine.drop_cached()
-    config = PrefillConfig(model=str(models.checkpoint), fleet_secret="secret", **{"cache_memory": 0, **settings})
+    config = PrefillConfig(model=str(models.checkpoint), fleet_secret="secret", **settings)
     async with run(config, engine=engine) as app:
         client = Client(app)
         yield client
@@ -150,7 +150,7 @@ async def test_hits_of_any_length_from_any_tier_keep_the_tokens(
     settings: dict[str, Any] = {"chunk_size": chunk_size}
     async with contextlib.AsyncExitStack() as stack:
         if tier in ("host", "all"):
-            settings["cache_memory"] = 64 << 20
+            settings |= {"kv_home": "device", "host_memory": 64 << 20}
         if tier in ("redis", "all"):
             settings["redis"] = stack.enter_context(running("valkey", tmp_path)).url
         if tier in ("peer", "all"):

@@ -38,6 +38,12 @@ def test_defaults_flags_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load(RouterConfig, ["--prefill", "p:1, p:2", "--decode=d:1"]).prefill == ("p:1", "p:2")
 
 
+@pytest.mark.parametrize(("home", "pool", "cache"), [("auto", 7, 0), ("device", 0, 7), ("host", 0, 7)])
+def test_host_memory_is_for_the_pool_or_for_cached_prefixes(home: str, pool: int, cache: int) -> None:
+    config = load(PrefillConfig, ["--model=m", f"--kv-home={home}", "--host-memory=7"])
+    assert (config.engine_config().host_memory, config.cache_memory) == (pool, cache)
+
+
 def test_booleans_with_and_without_value() -> None:
     said = [["--insecure"], ["--insecure", "--model=m"], ["--insecure", "true"], ["--insecure=false"], []]
     assert [load(PrefillConfig, flags).insecure for flags in said] == [True, True, True, False, False]
