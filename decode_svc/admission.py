@@ -60,7 +60,7 @@ from baton.rates import DecayingAverage, DecayingSum
 from decode_svc.attempts import Attempts
 from decode_svc.claims import FORKS, NOBODY, Claimant, Claims, OutOfContextPages, OutOfUnclaimedPages
 from decode_svc.messages import Reserve
-from decode_svc.sequence import InvalidReservation, LocalAttempt, Sequence
+from decode_svc.sequence import DecodeSequence, InvalidReservation, LocalAttempt
 
 T = TypeVar("T")
 
@@ -166,7 +166,7 @@ class SlotForecast:
 class ForkResult:
     """Results of `Admission.start_forks`: sequences for the batch, and attempts whose fork the engine refused."""
 
-    started: list[Sequence] = field(default_factory=list)
+    started: list[DecodeSequence] = field(default_factory=list)
     failed: list[tuple[LocalAttempt, Exception]] = field(default_factory=list)
 
 

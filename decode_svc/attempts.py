@@ -35,6 +35,7 @@ from baton.lifecycle import Lifecycle, State
 from baton.request import FirstToken, Handoff, SequenceState
 from decode_svc.messages import AttemptKey, Reserve
 from decode_svc.sequence import (
+    DecodeSequence,
     InvalidReservation,
     LocalAttempt,
     PendingChoices,
@@ -42,7 +43,6 @@ from decode_svc.sequence import (
     ReservationSize,
     RollingBlockHasher,
     RunningChoice,
-    Sequence,
     check_handoff,
     context_ids,
     pinnable_digests,
@@ -191,7 +191,7 @@ class Attempts:
         fetch_ms: float,
         now: float,
         digests: abc.Sequence[bytes] | None = None,
-    ) -> Sequence | None:
+    ) -> DecodeSequence | None:
         """Make a sequence of the first choice that goes on; further choices become pending.
 
         `digests` are those of all full blocks of the context; without them nothing is published. Returns None if no
@@ -246,7 +246,7 @@ class Attempts:
         """Tokens of the largest context that fits this many pages together with its first outputs."""
         return max(pages * self._engine.spec.page_size - self._reserve_tokens, 0)
 
-    def fork(self, attempt: LocalAttempt) -> Sequence:
+    def fork(self, attempt: LocalAttempt) -> DecodeSequence:
         """Make a sequence of the attempt's next pending choice; then it is another attempt's turn.
 
         Raises OutOfPages.
@@ -344,13 +344,20 @@ class Attempts:
         hasher: RollingBlockHasher | None,
         fetch_ms: float,
         ready_at: float,
-    ) -> Sequence:
+    ) -> DecodeSequence:
         """Make a sequence of a choice whose KV is in place; from now on it decodes."""
-        output_ids = [*handoff.output_ids, first.token.token_id]
-        state = SequenceState(handoff.params, handoff.prompt_ids, tuple(output_ids), first.choice_index)
+        output_ids = (*handoff.output_ids, first.token.token_id)
         own = hasher and hasher.fork(first.token.token_id)
-        sequence = Sequence(next(self._ids), handle, state, output_ids, fetch_ms, ready_at, attempt.age, own)
-        sequence.request_id = attempt.key.request_id
+        sequence = DecodeSequence(
+            next(self._ids),
+            handle,
+            SequenceState(handoff.params, handoff.prompt_ids, output_ids, first.choice_index),
+            fetch_ms=fetch_ms,
+            ready_at=ready_at,
+            age=attempt.age,
+            hasher=own,
+            request_id=attempt.key.request_id,
+        )
         attempt.choices[first.choice_index] = RunningChoice(sequence.id, handle, own, ready_at)
         self._owners[sequence.id] = (attempt, first.choice_index)
         return sequence

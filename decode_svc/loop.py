@@ -28,16 +28,17 @@ import contextlib
 import logging
 import queue
 import time
-from collections import abc, deque
+from collections import abc
 from dataclasses import dataclass, field
 
-from baton.engine.contract import Engine, ForwardPass, KvHandle, PassResult
+from baton.engine.contract import Engine, ForwardPass
+from baton.engine.sequence import Sequence
 from baton.errors import NoToken, OutOfPages
 from baton.worker.faults import FaultCounter
 from baton.worker.progress import Progress
 from decode_svc.messages import FailureKind
 from decode_svc.scheduler import DecodeScheduler, StepOutput
-from decode_svc.sequence import Sequence
+from decode_svc.sequence import DecodeSequence
 
 _log = logging.getLogger(__name__)
 
@@ -69,25 +70,8 @@ class StepReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _FailedStep:
-    """A step that could not be launched; its error is raised when its turn to be read comes."""
-
-    error: Exception
-
-    def result(self) -> PassResult:
-        raise self.error
-
-
-@dataclass(frozen=True, slots=True)
-class _UnreadStep:
-    step: ForwardPass
-    batch: int
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
 class _Add:
-    sequences: abc.Sequence[Sequence]
+    sequences: abc.Sequence[DecodeSequence]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +103,6 @@ class DecodeLoop:
         self._clock = clock
         self._reclaim = reclaim
         self._scheduler = DecodeScheduler(engine.spec)
-        self._unread: deque[_UnreadStep] = deque()
         self._read_at = 0.0
         self._inbox: queue.SimpleQueue[_Add | _Drop | _Stop] = queue.SimpleQueue()
         self._replay_pages = 0
@@ -130,7 +113,7 @@ class DecodeLoop:
         """Whether a sequence was preempted, and there is no room for its replay beside the batch yet."""
         return self._replay_pages > 0
 
-    def add(self, sequences: abc.Sequence[Sequence]) -> None:
+    def add(self, sequences: abc.Sequence[DecodeSequence]) -> None:
         """Queue sequences whose KV is complete; the loop frees their handles at the end."""
         self._inbox.put(_Add(sequences))
 
@@ -148,8 +131,8 @@ class DecodeLoop:
             while self.turn():
                 pass
         finally:
-            self._free(self._scheduler.all_ids())
-            self._discard_unread()
+            self._free([sequence.id for sequence in self._scheduler.sequences])
+            self._discard_in_flight()
             self._progress.set_idle()
 
     def turn(self) -> bool:
@@ -165,7 +148,9 @@ class DecodeLoop:
         self._make_room(changes)
         if changes.joined or changes.failures:
             self._emit_report(changes)
-        self._read(self._launch())
+        self._launch()
+        if not self._read(self._engine.spec.steps_ahead):
+            self._emit_report(StepReport())
         if self._faults.suspected and not self._scheduler.running:
             self._faults.check_engine(self._engine, self._progress, step=True)
         return True
@@ -178,7 +163,7 @@ class DecodeLoop:
 
     def _receive(self) -> bool:
         """Take in all commands, waiting for one if there is nothing to do. Returns False to stop."""
-        idle = self._scheduler.idle and not self._unread
+        idle = self._scheduler.idle and not self._engine.in_flight
         if idle:
             self._progress.set_idle()
         while True:
@@ -199,7 +184,7 @@ class DecodeLoop:
     def _admit(self, report: StepReport) -> None:
         for sequence in self._scheduler.admit(self._clock()):
             try:
-                self._engine.insert(sequence.handle, sequence.state)
+                self._engine.insert(sequence)
             except Exception as error:
                 self._fail_sequence(sequence, error, report)
             else:
@@ -208,18 +193,14 @@ class DecodeLoop:
     def _make_room(self, report: StepReport) -> None:
         """Give each sequence of the batch room for its next token, the oldest first."""
         for sequence in self._scheduler.sequences_to_extend():
-            while self._scheduler.is_running(sequence) and not self._extend(sequence, report):
-                if self._reclaim():
-                    continue
-                if self._unread:
-                    self._read(0)
-                else:
+            while self._scheduler.running_one(sequence) and not self._extend(sequence, report):
+                if not self._reclaim() and not self._read(0):
                     self._preempt(report)
 
-    def _extend(self, sequence: Sequence, report: StepReport) -> bool:
+    def _extend(self, sequence: DecodeSequence, report: StepReport) -> bool:
         """Extend a sequence by the page that it needs; False if no page is free."""
         try:
-            self._engine.extend(sequence.handle, sequence.length + sequence.unread)
+            self._engine.extend(sequence.handle, sequence.position + 1)
         except OutOfPages:
             return False
         except Exception as error:
@@ -241,70 +222,70 @@ class DecodeLoop:
         needed = self._scheduler.missing_pages() + self._replay_pages
         return not self._scheduler.running or needed <= stats.free + stats.cached
 
-    def _launch(self) -> int:
-        """Launch a step if the batch is not empty; returns how many steps may stay unread now."""
+    def _launch(self) -> None:
+        """Launch a step if the batch is not empty."""
         if not self._scheduler.running:
-            return 0
-        at, ahead = self._clock(), self._engine.spec.steps_ahead
-        step: ForwardPass
+            return
+        at = self._clock()
         try:
-            step = self._engine.launch()
+            self._engine.launch().launched_at = at
         except Exception as error:
-            step, ahead = _FailedStep(error), 0
-        self._unread.append(_UnreadStep(step, self._scheduler.mark_launched(), at))
-        return ahead
-
-    def _read(self, keep: int) -> None:
-        """Read the oldest steps until `keep` are unread, or none if the batch is empty; emits a report at least
-        once.
-        """
-        due = True
-        while due:
+            self._read(0)
             report = StepReport()
-            if self._must_read(keep):
-                self._process_step(self._unread.popleft(), report)
+            self._fail_batch(error, report)
             self._emit_report(report)
-            due = self._must_read(keep)
 
-    def _must_read(self, keep: int) -> bool:
-        return len(self._unread) > (keep if self._scheduler.running else 0)
+    def _read(self, keep: int) -> int:
+        """Read the oldest steps until `keep` are in flight, or none if the batch is empty; emits a report of each.
 
-    def _process_step(self, launched: _UnreadStep, report: StepReport) -> None:
-        report.batch, started = launched.batch, max(launched.at, self._read_at)
+        Returns their number.
+        """
+        count = 0
+        while len(self._engine.in_flight) > (keep if self._scheduler.running else 0):
+            report = StepReport()
+            self._process_step(self._engine.in_flight[0], report)
+            self._emit_report(report)
+            count += 1
+        return count
+
+    def _process_step(self, step: ForwardPass, report: StepReport) -> None:
+        report.batch, started = len(step.batch), max(step.launched_at, self._read_at)
         try:
-            results = launched.step.result().steps
+            results = step.result().steps
         except Exception as error:
-            _log.exception("a step over %d sequences failed", report.batch)
-            self._unread.clear()
-            self._engine.drop_cached()
-            self._fail_sequences(
-                self._scheduler.running_ids(), FailureKind.ENGINE, f"{type(error).__name__}: {error}", report
-            )
-            self._engine.audit()
+            self._fail_batch(error, report)
             return
         now = self._read_at = self._clock()
         report.seconds = now - started
-        lost = [(handle, found) for handle, found in results if isinstance(found, NoToken)]
+        lost = [(sequence, found) for sequence, found in results if isinstance(found, NoToken)]
         if len(lost) < len(results):
             self._faults.record_success()
-        for handle, reason in lost:
-            self._fail_without_token(handle, reason, report, counts=len(lost) == len(results))
-        for handle, tokens in results:
+        for sequence, reason in lost:
+            self._fail_without_token(sequence, reason, report, counts=len(lost) == len(results))
+        for sequence, tokens in results:
             if isinstance(tokens, NoToken):
                 continue
-            output = self._scheduler.advance(handle, tokens, now)
+            output = self._scheduler.advance(sequence, tokens, now)
             if output is not None:
                 report.outputs.append(output)
                 if output.finish is not None:
-                    self._engine.free(handle, output.digests)
+                    self._engine.free(sequence.handle, output.digests)
 
-    def _discard_unread(self) -> None:
-        """Wait for the unread steps, and drop their results."""
-        while self._unread:
+    def _fail_batch(self, error: Exception, report: StepReport) -> None:
+        """A step failed: nobody in the batch goes on, nothing cached is trusted, and all pages must add up."""
+        ids = [sequence.id for sequence in self._scheduler.batch]
+        _log.error("a step over %d sequences failed", len(ids), exc_info=error)
+        self._engine.drop_cached()
+        self._fail_sequences(ids, FailureKind.ENGINE, f"{type(error).__name__}: {error}", report)
+        self._engine.audit()
+
+    def _discard_in_flight(self) -> None:
+        """Wait for the steps in flight, and drop their results."""
+        while self._engine.in_flight:
             with contextlib.suppress(Exception):
-                self._unread.popleft().step.result()
+                self._engine.in_flight[0].result()
 
-    def _fail_sequence(self, sequence: Sequence, error: Exception, report: StepReport) -> None:
+    def _fail_sequence(self, sequence: DecodeSequence, error: Exception, report: StepReport) -> None:
         """Fail a sequence that the engine refused; if it was ended meanwhile, only drop it."""
         if not sequence.handle.alive:
             self._free([sequence.id])
@@ -312,15 +293,15 @@ class DecodeLoop:
         _log.error("%s can't go on", sequence.handle.owner, exc_info=error)
         self._fail_sequences([sequence.id], FailureKind.ENGINE, f"{type(error).__name__}: {error}", report)
 
-    def _fail_without_token(self, handle: KvHandle, error: NoToken, report: StepReport, counts: bool) -> None:
+    def _fail_without_token(self, found: Sequence, error: NoToken, report: StepReport, *, counts: bool) -> None:
         """Fail a sequence that got no token; `counts` if it speaks against the worker."""
-        sequence = self._scheduler.find(handle)
-        if sequence is None:
+        ours = self._scheduler.running_one(found)
+        if ours is None:
             return
-        self._engine.retract(handle)
-        self._fail_sequence(sequence, error, report)
+        self._engine.retract(ours.handle)
+        self._fail_sequence(ours, error, report)
         if counts:
-            self._faults.record_failure(sequence.request_id)
+            self._faults.record_failure(ours.request_id)
 
     def _fail_sequences(self, ids: abc.Iterable[int], kind: FailureKind, message: str, report: StepReport) -> None:
         report.failures += [FailedSequence(each, kind, message) for each in ids]

@@ -1,6 +1,6 @@
 """The data of one attempt at a decode worker: reservation, choices, sequences. Pure.
 
-    Reserve ── ReservationSize ──▶ LocalAttempt ──(its KV is there)──▶ a RunningChoice with its Sequence
+    Reserve ── ReservationSize ──▶ LocalAttempt ──(its KV is there)──▶ a RunningChoice with its DecodeSequence
                                                                         and PendingChoices for the others
 
 `decode_svc.attempts` has the operations on all attempts of a worker; `decode_svc.worker` has the life of an attempt.
@@ -13,6 +13,7 @@ from collections import abc
 from dataclasses import dataclass, field
 
 from baton.engine.contract import Engine, EngineSpec, KvHandle
+from baton.engine.sequence import Sequence
 from baton.errors import IncompleteTransfer, InvalidRequest
 from baton.kv.hashing import DIGEST_BYTES, MAX_SALT_BYTES, PackedDigests, block_digests, chain_root
 from baton.ledger import LedgerEntry
@@ -144,31 +145,37 @@ class RollingBlockHasher:
                 self.digests.append(self._parent)
 
 
-@dataclass(eq=False, slots=True)
-class Sequence:
-    """One choice whose KV is in place; `output_ids` are all tokens chosen so far, times are in seconds.
+class DecodeSequence(Sequence):
+    """One choice whose KV is in place; times are in seconds.
 
-    `age` is that of its attempt; a smaller one is older. `unread` counts the launched steps that include it and whose
-    tokens are not known yet. `hasher` hashes its blocks, if they may be published.
+    `age` is that of its attempt; a smaller one is older. `hasher` hashes its blocks, if they may be published.
+    `reported` counts the outputs that were reported: the first one by prefill.
     """
 
-    id: int
-    handle: KvHandle
-    state: SequenceState
-    output_ids: list[int]
-    fetch_ms: float
-    ready_at: float
-    age: tuple[int, int] = (0, 0)
-    hasher: RollingBlockHasher | None = None
-    inserted_at: float = 0.0
-    unread: int = 0
-    timings: DecodeTimings | None = None
-    request_id: str = ""
+    __slots__ = ("age", "fetch_ms", "hasher", "id", "inserted_at", "ready_at", "reported", "request_id", "timings")
 
-    @property
-    def length(self) -> int:
-        """Number of tokens of prompt and output; the next step writes the KV of the last one."""
-        return len(self.state.prompt_ids) + len(self.output_ids)
+    def __init__(
+        self,
+        number: int,
+        handle: KvHandle,
+        state: SequenceState,
+        *,
+        fetch_ms: float = 0.0,
+        ready_at: float = 0.0,
+        age: tuple[int, int] = (0, 0),
+        hasher: RollingBlockHasher | None = None,
+        request_id: str = "",
+    ) -> None:
+        """`number` identifies it."""
+        super().__init__(handle, state)
+        self.id = number
+        self.fetch_ms, self.ready_at = fetch_ms, ready_at
+        self.age = age
+        self.hasher = hasher
+        self.request_id = request_id
+        self.inserted_at = 0.0
+        self.reported = len(state.output_ids)
+        self.timings: DecodeTimings | None = None
 
     @property
     def digests(self) -> abc.Sequence[bytes]:

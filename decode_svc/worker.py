@@ -45,7 +45,7 @@ from decode_svc.claims import RENEW_S
 from decode_svc.load import LoadMeter
 from decode_svc.loop import DecodeLoop, StepReport
 from decode_svc.messages import Cancel, Command, Ended, Failure, FailureKind, Heartbeat, Reserve, Start
-from decode_svc.sequence import InvalidReservation, LocalAttempt, Sequence, context_ids, pinnable_digests
+from decode_svc.sequence import DecodeSequence, InvalidReservation, LocalAttempt, context_ids, pinnable_digests
 from decode_svc.session import MAX_ANSWERS, RouterSession
 from decode_svc.write_backs import WriteBacks
 
@@ -264,7 +264,7 @@ class DecodeWorker:
         self.admission.forecast.record_ready(now - attempt.reserved_at)
         self.advance([sequence])
 
-    def advance(self, committed: abc.Sequence[Sequence] = ()) -> None:
+    def advance(self, committed: abc.Sequence[DecodeSequence] = ()) -> None:
         """Give these sequences to the engine thread, and the forks whose turn it is; called after every change."""
         self._changed()
         if self._timer is not None:

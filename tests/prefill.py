@@ -30,6 +30,7 @@ from baton.transfer.remote import RemoteExport
 from baton.transfer.source import GrpcSource
 from prefill_svc.app import PrefillApp, run
 from prefill_svc.job import PrefillJob
+from tests.engine_calls import insert
 from tests.metrics import sample
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
@@ -192,7 +193,7 @@ def decode(engine: FakeEngine, handle: Any, handoff: Handoff, steps: int) -> lis
     first = handoff.first_tokens[0]
     output = [*handoff.output_ids, first.token.token_id]
     state = SequenceState(handoff.params, list(handoff.prompt_ids), list(output), first.choice_index)
-    engine.insert(handle, state)
+    insert(engine, handle, state)
     for _ in range(steps):
         ((_, tokens),) = engine.launch().result().steps
         output += [token.token_id for token in tokens]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 
 from baton.engine.contract import Engine, PromptChunk, compute_chunk
+from baton.engine.sequence import Sequence
 from baton.errors import EngineError, NoToken, OutOfPages
 from baton.request import SamplingParams, SequenceState
 from baton.worker.progress import Progress
@@ -72,7 +73,7 @@ def _compute_own(engine: Engine, progress: Progress, *, step: bool) -> None:
         chunk = PromptChunk(handle, ids, 0, len(ids), lambda _: progress.record(), (prompt,))
         result = compute_chunk(engine, chunk)
         if step:
-            engine.insert(handle, SequenceState(greedy, ids, (result.tokens[0].token_id,)))
+            engine.insert(Sequence(handle, SequenceState(greedy, ids, (result.tokens[0].token_id,))))
             for _, found in engine.launch().result().steps:
                 if isinstance(found, NoToken):
                     raise found

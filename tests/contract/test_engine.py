@@ -24,7 +24,7 @@ from tests.contract.engines import (
     step,
     whole_kv,
 )
-from tests.engine_calls import prefill_chunk
+from tests.engine_calls import insert, prefill_chunk
 
 
 def test_on_layer_is_called_in_order_with_final_kv(rig: Rig) -> None:
@@ -153,7 +153,7 @@ def test_decode_goes_on_after_a_transfer_between_page_sizes(
     first = prefill(source, origin, wanted, 10).token_id
     move(source, origin, target, home, 37)
     source.free(origin)
-    target.insert(home, state(wanted.prompt_ids, wanted.params, [first]))
+    insert(target, home, state(wanted.prompt_ids, wanted.params, [first]))
     assert [first, *(step(target)[home] for _ in range(9))] == expected
 
 
@@ -167,7 +167,7 @@ def test_element_types_are_converted_on_write(rig: Rig, there: str, here: str) -
     assert all(part.dtype == here for part in whole_kv(target, home, 20))
     back = source.reserve("a/2", 20)
     move(target, home, source, back, 20)
-    target.insert(home, state(prompt, outputs=[first]))
+    insert(target, home, state(prompt, outputs=[first]))
     tokens = [first, *(step(target)[home] for _ in range(3))]
     if rig.exact:
         assert tokens == generate(source, state(prompt), 4)
@@ -202,7 +202,7 @@ def test_a_freed_slot_is_refilled_at_the_next_step(rig: Rig) -> None:
         if waiting:
             extra = engine.reserve("extra", 20)
             with pytest.raises(Overloaded, match="2 slots"):
-                engine.insert(extra, state(rig.prompt(3), outputs=[1]))
+                insert(engine, extra, state(rig.prompt(3), outputs=[1]))
             engine.free(extra)
         tokens = step(engine)
         assert set(tokens) == set(running)
@@ -242,7 +242,7 @@ def test_forks_share_full_pages_and_go_their_own_ways(rig: Rig) -> None:
     children = []
     for one, first in zip(wanted, firsts, strict=True):
         child = engine.fork(parent, f"a/1/{one.choice_index}", 37, 50)
-        engine.insert(child, dataclasses.replace(one, output_ids=[first.token_id]))
+        insert(engine, child, dataclasses.replace(one, output_ids=[first.token_id]))
         children.append((child, [first.token_id]))
     assert engine.stats().used == 3 + 3 * 2
     engine.free(parent)
@@ -280,7 +280,7 @@ def test_sequences_end_at_max_model_len(rig: Rig) -> None:
         prefill_chunk(engine, engine.reserve("b/1", 25), rig.prompt(25), 0, 25, on_layer=ignore)
     full = engine.reserve("c/1", 24)
     with pytest.raises(EngineError, match="max_model_len"):
-        engine.insert(full, state(rig.prompt(20), outputs=[1, 2, 3, 4]))
+        insert(engine, full, state(rig.prompt(20), outputs=[1, 2, 3, 4]))
 
 
 def test_token_ids_outside_the_vocabulary_are_named(rig: Rig) -> None:
@@ -302,6 +302,6 @@ def test_the_engine_keeps_its_own_output_ids(rig: Rig) -> None:
     handle = engine.reserve("a/1", 30)
     prompt = rig.prompt(8)
     prefill(engine, handle, state(prompt))
-    engine.insert(handle, SequenceState(GREEDY, prompt, outputs))
+    insert(engine, handle, SequenceState(GREEDY, prompt, outputs))
     step(engine)
     assert outputs == [5]

@@ -14,7 +14,7 @@ from baton.engine.contract import Engine, KvHandle
 from baton.errors import CorruptFrame, EngineError, InvalidRequest, OutOfPages
 from baton.kv.format import PartData
 from tests.contract.engines import MIXED, ExecutorStub, Rig, generate, ignore, prefill, start, state, step, whole_kv
-from tests.engine_calls import prefill_chunk
+from tests.engine_calls import found, insert, prefill_chunk
 
 
 def test_dead_handles_are_refused(rig: Rig) -> None:
@@ -35,7 +35,7 @@ def test_dead_handles_are_refused(rig: Rig) -> None:
         lambda: engine.write_kv(handle, 0, 0, 0, parts),
         lambda: engine.read_blocks(handle, 0, 1),
         lambda: engine.write_blocks(handle, 0, engine.read_blocks(donor, 0, 1)),
-        lambda: engine.insert(handle, state(prompt, outputs=[1])),
+        lambda: insert(engine, handle, state(prompt, outputs=[1])),
     ]
     for call in calls:
         with pytest.raises(EngineError, match="a/1: its KV was freed"):
@@ -48,10 +48,10 @@ def test_a_handle_is_inserted_once(rig: Rig) -> None:
     handle, outputs = start(engine, "a/1", state(rig.prompt(10)))
     again = state(rig.prompt(10), outputs=outputs)
     with pytest.raises(EngineError, match="inserted before"):
-        engine.insert(handle, again)
+        insert(engine, handle, again)
     small = engine.reserve("b/1", 5)
     with pytest.raises(EngineError, match="in pages for 16"):
-        engine.insert(small, state(rig.prompt(18), outputs=[1]))
+        insert(engine, small, state(rig.prompt(18), outputs=[1]))
 
 
 def test_a_launch_that_fails_leaves_the_batch_as_it_was(rig: Rig) -> None:
@@ -107,7 +107,7 @@ def test_a_result_read_late_leaves_out_what_was_freed(rig: Rig) -> None:
     second, _ = start(engine, "b/1", state(rig.prompt(10)))
     pending = engine.launch()
     engine.free(first)
-    assert [handle for handle, _ in pending.result().steps] == [second]
+    assert [handle for handle, _ in found(pending.result())] == [second]
 
 
 def test_free_in_the_midst_of_a_step_waits_for_it(rig: Rig) -> None:

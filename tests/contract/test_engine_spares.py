@@ -9,6 +9,7 @@ import pytest
 from baton.errors import OutOfPages
 from baton.request import SamplingParams
 from tests.contract.engines import ExecutorStub, Rig, generate, prefill, start, state, step, whole_kv
+from tests.engine_calls import insert
 
 
 def test_a_fork_takes_over_the_pages_of_its_spare_and_nobody_gets_in_between(rig: Rig) -> None:
@@ -28,7 +29,7 @@ def test_a_fork_takes_over_the_pages_of_its_spare_and_nobody_gets_in_between(rig
     assert not spare.alive
     assert engine.audit() == {"a/1": 3, "a/1/1": 4, "other": 1}
     assert whole_kv(engine, child, 37) == kv
-    engine.insert(child, state(prompt, params, [first], 1))
+    insert(engine, child, state(prompt, params, [first], 1))
     assert [first, *(step(engine)[child] for _ in range(5))] == expected
     engine.free(rest)
 

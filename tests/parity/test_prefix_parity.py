@@ -19,6 +19,7 @@ from baton.pb import prefill_pb2
 from baton.request import CachePolicy, SamplingParams, SequenceState
 from prefill_svc.app import run
 from tests.checkpoints import make_checkpoint, prompt_ids
+from tests.engine_calls import insert
 from tests.peers import Peer, peer
 from tests.prefill import Client, fetch_all
 from tests.redis_server import running
@@ -90,7 +91,7 @@ async def completed(
     done = await client.done(prompt, params=PARAMS, transfer_id=name, **how)
     handoff = await pulling
     infos = [handoff.first_tokens[0].token]
-    engine.insert(handle, SequenceState(PARAMS, prompt, [infos[0].token_id], 0))
+    insert(engine, handle, SequenceState(PARAMS, prompt, [infos[0].token_id], 0))
     for _ in range(STEPS):
         ((_, tokens),) = engine.launch().result().steps
         infos += tokens

@@ -100,9 +100,9 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         """Note which sequence is preempted, and the ranks of those that stay."""
 
         def noted(report: StepReport) -> None:
-            before = {each.id: each.rank for each in (*scheduler._waiting.values(), *scheduler._running.values())}
+            before = {each.id: each.rank for each in scheduler.sequences}
             preempt(report)
-            left = set(scheduler.all_ids())
+            left = {each.id for each in scheduler.sequences}
             (gone,) = before.keys() - left
             assert all(before[gone] > before[each] for each in left)
 

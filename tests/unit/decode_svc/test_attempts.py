@@ -12,7 +12,7 @@ from baton.lifecycle import State
 from baton.request import FinishReason, Handoff, SamplingParams
 from decode_svc.attempts import Attempts
 from decode_svc.messages import AttemptKey, Reserve
-from decode_svc.sequence import InvalidReservation, LocalAttempt, Sequence, ledger_entries, size_reservation
+from decode_svc.sequence import DecodeSequence, InvalidReservation, LocalAttempt, ledger_entries, size_reservation
 from tests.decoding import greedy, prefill
 
 KEY = AttemptKey("r", 0)
@@ -32,7 +32,7 @@ def committed(attempts: Attempts, ours: LocalAttempt, **handoff: object) -> int:
     return (first is not None) + attempts.pending_choices
 
 
-def forked(attempts: Attempts, ours: LocalAttempt, ready: Handoff, now: float = 0.0) -> list[Sequence]:
+def forked(attempts: Attempts, ours: LocalAttempt, ready: Handoff, now: float = 0.0) -> list[DecodeSequence]:
     """All sequences of an attempt, begun at once."""
     first = attempts.commit(ours, ready, 1.0, now)
     return [] if first is None else [first, *(attempts.fork(ours) for _ in range(attempts.pending_choices))]

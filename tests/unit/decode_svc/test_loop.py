@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from baton.engine.contract import KvHandle
+from baton.engine.sequence import Sequence
 from baton.errors import EngineError
 from baton.request import FinishReason, SequenceState
 from baton.worker.progress import Progress
 from decode_svc.loop import DecodeLoop, FailedSequence, StepReport
 from decode_svc.messages import FailureKind
-from decode_svc.sequence import Sequence
+from decode_svc.sequence import DecodeSequence
 from tests.contract.engines import spoil
 from tests.decoding import LoggingEngine, alone, digests, greedy, prefill
 
@@ -29,7 +29,7 @@ class Turns:
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, FinishReason] = {}
 
-    def add(self, number: int, prompt: list[int], max_tokens: int) -> Sequence:
+    def add(self, number: int, prompt: list[int], max_tokens: int) -> DecodeSequence:
         """Give the loop a sequence whose KV is there."""
         ready = prefill(prompt, greedy(max_tokens))
         handle = self.engine.reserve(f"s{number}", len(prompt) + max_tokens)
@@ -37,7 +37,7 @@ class Turns:
         first = ready.handoff.first_tokens[0].token.token_id
         state = SequenceState(ready.handoff.params, prompt, (first,))
         self.tokens[number] = [first]
-        sequence = Sequence(number, handle, state, [first], 0.0, 0.0)
+        sequence = DecodeSequence(number, handle, state)
         self.loop.add([sequence])
         return sequence
 
@@ -173,9 +173,9 @@ def test_requests_without_tokens_are_no_fault_of_a_worker_that_computes_its_own_
 def test_a_worker_that_computes_tokens_for_nobody_ends(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     turns, insert = Turns(steps_ahead=ahead), LoggingEngine.insert
 
-    def spoiled(engine: LoggingEngine, handle: KvHandle, state: SequenceState) -> None:
-        insert(engine, handle, state)
-        spoil(engine, handle, 1)
+    def spoiled(engine: LoggingEngine, sequence: Sequence) -> None:
+        insert(engine, sequence)
+        spoil(engine, sequence.handle, 1)
 
     monkeypatch.setattr(LoggingEngine, "insert", spoiled)
 

@@ -14,7 +14,7 @@ from baton.request import SamplingParams, SequenceState
 from baton.worker.progress import Progress
 from decode_svc.loop import DecodeLoop, StepReport
 from decode_svc.messages import FailureKind
-from decode_svc.sequence import RollingBlockHasher, Sequence
+from decode_svc.sequence import DecodeSequence, RollingBlockHasher
 from tests.decoding import LoggingEngine, alone, digests, prefill
 
 PAGE = 4
@@ -44,7 +44,7 @@ class Bench:
         self.loop = DecodeLoop(self.engine, Progress(), self.take, reclaim=self.give_back)
         self.first = first
         self.asked: dict[int, Request] = {}
-        self.live: dict[int, tuple[Request, Sequence]] = {}
+        self.live: dict[int, tuple[Request, DecodeSequence]] = {}
         self.preempted: list[int] = []
         self.to_replay: list[Request] = []
 
@@ -82,7 +82,7 @@ class Bench:
         request = self.asked[number] = Request(number, prompt, params, alone(prompt, params))
         return request
 
-    def start(self, request: Request) -> Sequence | None:
+    def start(self, request: Request) -> DecodeSequence | None:
         """A new attempt, whose KV is there at once; None if prefill samples the last token."""
         ready = prefill(request.prompt, request.params, outputs=request.tokens, page_size=PAGE)
         pages, attempt = self.pages(request), request.attempts
@@ -96,12 +96,12 @@ class Bench:
         state = SequenceState(request.params, request.prompt, tuple(request.tokens))
         identity = len(self.live) + 1000 * sum(each.attempts for each in self.asked.values())
         age = (-attempt, identity)
-        sequence = Sequence(identity, handle, state, list(request.tokens), 0.0, 0.0, age=age)
+        sequence = DecodeSequence(identity, handle, state, age=age)
         self.live[identity] = request, sequence
         self.loop.add([sequence])
         return sequence
 
-    def add(self, number: int, prompt: list[int], max_tokens: int) -> Sequence:
+    def add(self, number: int, prompt: list[int], max_tokens: int) -> DecodeSequence:
         sequence = self.start(self.ask(number, prompt, max_tokens))
         assert sequence is not None
         return sequence

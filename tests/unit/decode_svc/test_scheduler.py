@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from baton.engine.contract import EngineSpec
 from baton.kv.format import KvFormat, KvPart
 from baton.request import FinishReason, SamplingParams, SequenceState, TokenInfo
-from decode_svc.scheduler import DecodeScheduler
-from decode_svc.sequence import Sequence
+from decode_svc.scheduler import DecodeScheduler, StepOutput
+from decode_svc.sequence import DecodeSequence
 
 FORMAT = KvFormat((KvPart("k", "float32", (2, 4)),), layers=3, block_size=16)
 SPEC = EngineSpec("print", FORMAT, 100, 64, frozenset({1}), 16, 8, slots=2)
@@ -25,17 +25,19 @@ class Handle:
 
 def sequence(
     number: int, *, max_tokens: int = 4, ready_at: float = 0.0, first: int = 50, age: int = 0, capacity: int = 64
-) -> Sequence:
+) -> DecodeSequence:
     state = SequenceState(SamplingParams(max_tokens=max_tokens), (10, 11, 12), (first,))
-    return Sequence(number, Handle(capacity=capacity), state, [first], fetch_ms=7.0, ready_at=ready_at, age=(0, age))
+    return DecodeSequence(number, Handle(capacity=capacity), state, fetch_ms=7.0, ready_at=ready_at, age=(0, age))
 
 
-def ids(sequences: list[Sequence]) -> list[int]:
+def ids(sequences: list[DecodeSequence]) -> list[int]:
     return [each.id for each in sequences]
 
 
-def infos(*tokens: int) -> list[TokenInfo]:
-    return [TokenInfo(token) for token in tokens]
+def advance(scheduler: DecodeScheduler, one: DecodeSequence, *tokens: int, now: float = 0.0) -> StepOutput | None:
+    """A step with these tokens is read: the engine has appended them, and the scheduler takes them over."""
+    one.output_ids += tokens
+    return scheduler.advance(one, [TokenInfo(token) for token in tokens], now)
 
 
 def test_slots_go_to_those_that_were_ready_first() -> None:
@@ -52,7 +54,7 @@ def test_a_slot_is_free_for_the_next_as_soon_as_a_sequence_ends() -> None:
     last = sequence(1, max_tokens=2)
     scheduler.add([last, sequence(2), sequence(3)])
     scheduler.admit(0.0)
-    output = scheduler.advance(last.handle, infos(60), 0.0)
+    output = advance(scheduler, last, 60)
     assert output is not None
     assert (output.output_index, output.finish) == (1, FinishReason.LENGTH)
     assert ids(scheduler.admit(0.0)) == [3]
@@ -63,11 +65,23 @@ def test_tokens_after_the_one_that_ends_a_sequence_are_left_out() -> None:
     one = sequence(1, max_tokens=9)
     scheduler.add([one])
     scheduler.admit(0.0)
-    output = scheduler.advance(one.handle, infos(60, 1, 61), 0.0)
+    output = advance(scheduler, one, 60, 1, 61)
     assert output is not None
     assert [token.token_id for token in output.tokens] == [60, 1]
     assert output.finish is FinishReason.STOP
     assert scheduler.running == 0
+
+
+def test_steps_that_were_read_together_are_taken_over_one_after_the_other() -> None:
+    scheduler = DecodeScheduler(SPEC)
+    one = sequence(1, max_tokens=4)
+    scheduler.add([one])
+    scheduler.admit(0.0)
+    one.output_ids += [60, 61, 62, 63]
+    outputs = [scheduler.advance(one, [TokenInfo(token)], 0.0) for token in (60, 61, 62, 63)]
+    assert outputs[3] is None, "it had ended"
+    found = [(output.output_index, output.finish) for output in outputs if output is not None]
+    assert found == [(1, None), (2, None), (3, FinishReason.LENGTH)]
 
 
 def test_a_sequence_ends_at_the_models_length_whatever_it_may_generate() -> None:
@@ -75,8 +89,8 @@ def test_a_sequence_ends_at_the_models_length_whatever_it_may_generate() -> None
     one = sequence(1, max_tokens=50)
     scheduler.add([one])
     scheduler.admit(0.0)
-    first = scheduler.advance(one.handle, infos(60), 0.0)
-    second = scheduler.advance(one.handle, infos(61), 0.0)
+    first = advance(scheduler, one, 60)
+    second = advance(scheduler, one, 61)
     assert first is not None
     assert second is not None
     assert (first.finish, second.finish) == (None, FinishReason.LENGTH)
@@ -87,8 +101,8 @@ def test_timings_come_once_and_are_durations() -> None:
     one = sequence(1, ready_at=100.0)
     scheduler.add([one])
     scheduler.admit(100.25)
-    first = scheduler.advance(one.handle, infos(60), 100.75)
-    second = scheduler.advance(one.handle, infos(61), 101.0)
+    first = advance(scheduler, one, 60, now=100.75)
+    second = advance(scheduler, one, 61, now=101.0)
     assert first is not None
     assert second is not None
     assert first.timings is not None
@@ -105,7 +119,7 @@ def test_dropping_takes_a_sequence_out_wherever_it_is_and_only_once() -> None:
     assert ids(scheduler.drop([3, 1, 77])) == [3, 1]
     assert scheduler.drop([3, 1]) == []
     assert (scheduler.running, scheduler.waiting) == (1, 0)
-    assert scheduler.advance(running.handle, infos(60), 0.0) is None
+    assert advance(scheduler, running, 60) is None
 
 
 def test_no_tokens_are_nothing_to_tell() -> None:
@@ -113,7 +127,7 @@ def test_no_tokens_are_nothing_to_tell() -> None:
     one = sequence(1)
     scheduler.add([one])
     scheduler.admit(0.0)
-    assert scheduler.advance(one.handle, (), 0.0) is None
+    assert advance(scheduler, one) is None
     assert scheduler.running == 1
 
 
@@ -139,7 +153,7 @@ def test_the_youngest_by_reservation_is_named_wherever_it_is() -> None:
         youngest = scheduler.youngest()
         found += ids(scheduler.drop([youngest.id]))
     assert found == [1, 3, 2]
-    assert scheduler.all_ids() == []
+    assert scheduler.sequences == []
 
 
 def test_missing_pages_are_what_the_batch_needs_to_go_on_for_a_while_or_to_its_end() -> None:

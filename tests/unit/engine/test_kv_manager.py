@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from baton.engine.contract import EngineSpec
-from baton.engine.kv_manager import KvManager, RunningSequence
+from baton.engine.kv_manager import KvManager
 from baton.engine.plan import ForwardPlan, Growth, Row
+from baton.engine.sequence import Sequence
 from baton.errors import EngineError, Overloaded
 from baton.kv.format import KvFormat, KvPart
 from baton.kv.pool import PageHandle
@@ -22,9 +23,13 @@ def kv() -> KvManager:
     return KvManager(EngineSpec("f", KV_FORMAT, 100, 32, frozenset(), page_size=4, pages=12, slots=3))
 
 
+def insert(kv: KvManager, handle: PageHandle, ids: list[int], params: SamplingParams = GREEDY) -> None:
+    kv.insert(Sequence(handle, SequenceState(params, ids)), handle)
+
+
 def join(kv: KvManager, owner: str, tokens: int, params: SamplingParams = GREEDY) -> PageHandle:
     handle = kv.pool.reserve(owner, tokens)
-    kv.insert(handle, SequenceState(params, list(range(tokens))))
+    insert(kv, handle, list(range(tokens)), params)
     return handle
 
 
@@ -33,11 +38,11 @@ def plan(kv: KvManager) -> ForwardPlan:
         return kv.plan((), batch)
 
 
-def grow(kv: KvManager) -> list[RunningSequence]:
+def grow(kv: KvManager) -> list[Sequence]:
     """Each sequence of the batch got a token."""
     for sequence in kv.batch:
         sequence.output_ids.append(7)
-        kv.pool.extend(sequence.handle, sequence.state.length)
+        kv.pool.extend(kv._running[sequence], sequence.length)
     return kv.batch
 
 
@@ -102,12 +107,12 @@ def test_slots_and_lengths_are_checked_before_anything_changes(kv: KvManager) ->
         join(kv, owner, 3)
     waiting = kv.pool.reserve("d", 4)
     with pytest.raises(Overloaded, match="all 3 slots"):
-        kv.insert(waiting, SequenceState(GREEDY, [1, 2]))
+        insert(kv, waiting, [1, 2])
     with pytest.raises(EngineError, match="d: 6 tokens in pages for 4"):
-        kv.insert(waiting, SequenceState(GREEDY, [1] * 6))
+        insert(kv, waiting, [1] * 6)
     long = kv.pool.reserve("e", 32)
     with pytest.raises(EngineError, match="max_model_len is 32"):
-        kv.insert(long, SequenceState(GREEDY, [1] * 32))
+        insert(kv, long, [1] * 32)
     assert slots(plan(kv))[0] == [0, 1, 2]
     # The step of a sequence without room is refused, and nobody's was planned.
     for _ in range(2):
