@@ -39,9 +39,8 @@ from baton.worker.block_copier import BlockCopier
 from baton.worker.cache_tiers import CacheTiers
 from baton.worker.messages import Output, ReserveResult
 from baton.worker.progress import Progress
-from decode_svc.admission import Admission, SlotForecast
+from decode_svc.admission import RENEW_S, Admission, SlotForecast
 from decode_svc.attempts import Attempts
-from decode_svc.claims import RENEW_S
 from decode_svc.load import LoadMeter
 from decode_svc.loop import DecodeLoop, StepReport
 from decode_svc.messages import Cancel, Command, Ended, Failure, FailureKind, Heartbeat, Reserve, Start

@@ -42,7 +42,6 @@ PURE = (
     "baton.worker.messages",
     "decode_svc.admission",
     "decode_svc.attempts",
-    "decode_svc.claims",
     "decode_svc.scheduler",
     "decode_svc.sequence",
     "prefill_svc.load_plan",

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from baton.errors import Overloaded
 from baton.request import SamplingParams
 from baton.worker.progress import Progress
-from decode_svc.admission import KEEP, OFFER_S, SPAN_S, Admission, SlotForecast
+from decode_svc.admission import CLAIM_S, KEEP, OFFER_S, SPAN_S, Admission, SlotForecast
 from decode_svc.attempts import Attempts
-from decode_svc.claims import CLAIM_S
 from decode_svc.loop import DecodeLoop, StepReport
 from decode_svc.messages import AttemptKey, FailureKind, Reserve
 from decode_svc.sequence import LocalAttempt
