@@ -5,8 +5,6 @@
                 └──────────────────────────────┘
     prefill   PREPARING ─▶ PREFILLING ─▶ HELD ─▶ ENDED
     decode    RESERVED ─▶ TRANSFERRING ─▶ SLOT_WAIT ◀─▶ DECODING ─▶ ENDED
-                                                 ▲       ▼
-                                                 └─ PAUSED
 
 Each part knows the states that it takes an attempt through; where they have the same name they mean the same phase.
 Every state may go to ENDED, and nothing leaves ENDED. Every state has a deadline: the request's own, or the state's
@@ -45,8 +43,6 @@ class State(enum.Enum):
     """KV is in place at a decode worker, which has no slot for it now; also between two choices of one attempt."""
     DECODING = "decoding"
     """In the generation batch."""
-    PAUSED = "paused"
-    """Taken out of the batch, with its KV in host memory."""
     ENDED = "ended"
     """Everything was given back."""
 
@@ -60,8 +56,7 @@ _NEXT: dict[State, frozenset[State]] = {
     State.RESERVED: frozenset({State.TRANSFERRING}),
     State.TRANSFERRING: frozenset({State.SLOT_WAIT, State.DECODING}),
     State.SLOT_WAIT: frozenset({State.DECODING}),
-    State.DECODING: frozenset({State.PAUSED, State.SLOT_WAIT}),
-    State.PAUSED: frozenset({State.DECODING, State.SLOT_WAIT}),
+    State.DECODING: frozenset({State.SLOT_WAIT}),
     State.ENDED: frozenset(),
 }
 FIRST = frozenset({State.QUEUED, State.PREPARING, State.RESERVED})

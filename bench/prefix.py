@@ -177,7 +177,9 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     common = {"dtype": "bfloat16", "threads": THREADS, "max_model_len": 2 * arguments.tokens, "stall_s": 60.0}
     async with embedded_valkey(2 << 30) as server:
         with Services(model=arguments.model, redis=server, **common) as services:
-            prefill = services.worker("prefill", kv_memory=page_bytes, chunk_size=512, cache_memory="1GiB")
+            prefill = services.worker(
+                "prefill", kv_memory=page_bytes, chunk_size=512, kv_home="device", host_memory="1GiB"
+            )
             decode = services.worker("decode", slots=2, kv_memory=2 * page_bytes)
             router = services.router([prefill], [decode], prefill_silence_s=60.0)
             async with AsyncClient(router) as client:

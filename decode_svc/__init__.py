@@ -6,10 +6,9 @@ a sequence has finished, the next one gets its slot before the next step.
 Read `worker` first: it has an attempt's life from top to bottom. Then read `loop`, which decodes.
 
 worker       an attempt's life: reserve, fetch, commit, decode, end; sessions
-loop         the engine thread: resume, admit, make room, launch a step, read one, report
-scheduler    pure: which sequences wait for a slot, run or are paused, and when one ends
-admission    pure: which reservation or fork gets a place and pages next
-claims       pure: pages that are set aside for large reservations
+loop         the engine thread: admit, make room, launch a step, read one, report
+scheduler    pure: which sequences wait for a slot or run, and when one ends
+admission    pure: which reservation or fork gets a place and pages next; claims of large ones
 attempts     pure: the pages and choices of all attempts, from reservation to end
 sequence     pure: an attempt, its choices, and the sequences that decode them
 session      the messages to one router

@@ -2,7 +2,7 @@
 
     reserve ── malformed, or larger than the worker ─▶ InvalidReservation
        │────── the batch lacks pages, or no place or too few pages are free ─▶ Overloaded: try again
-       │                       a claim sets pages aside for a request that needs more (`claims`)
+       │                       a claim sets pages aside for a request that needs more (`Claims`)
        │────── it has several choices, and contexts kept for forks have half of the pages ─▶ Overloaded
        └─────▶ LocalAttempt, which counts as one sequence, however many choices it has
     start_forks ─▶ sequences of further choices; call it whenever a place or pages may have come free
@@ -36,12 +36,28 @@ A context is kept until the last choice of its request is forked, long after the
 have at most half of the pages, unless there is only one. So they leave room for others, however many requests have
 several choices. A request that waits for part of that half has a claim on it.
 
-Why every fork ends. A pending fork waits for a place, for the batch to have room for its paused sequences, or for
-pages. Places come free because everything that runs ends, and every second place goes to a fork. For the other two
-cases there is one more rule: if nothing makes progress (all sequences are paused and no attempt is being transferred),
-a fork may start although the batch lacks pages. At least one fork then finds pages: only kept contexts use pages, and
-the attempt of those that was granted last was granted the pages of one choice beside all these contexts, including the
-page that forks can't share. So in the end no context is kept, and the oldest paused sequence has the whole pool.
+**Claims** (`Claims`) keep smaller reservations from starving large ones. If a reservation is refused because pages are
+missing, it leaves a claim. Half of the pages that are free then, and half of those that come free later, are set aside
+for the oldest claim. Others get pages from the other half. Sequences that run and grow take pages from both halves. A
+claim ends when it is granted, when the router cancels it, because the request was cancelled or placed elsewhere, or
+when it was not renewed for CLAIM_S. The router asks again when it hears from the worker, or RENEW_S after the refusal,
+if a prefill worker can take the request then.
+
+Each session has at most one claim, and so have all pending forks together. The next claim of a session ranks behind the
+claims of other sessions, so routers take turns.
+
+A bound on the wait. Call the time in which everything that runs now ends a generation. In a generation, all pages that
+others hold now come free. Half of them stay with the claim, and others may hold the other half at most. So a claim on a
+share s of all pages waits for at most 1 + log2(1 / (1 - s)) generations: one generation for half of the pages, and
+log2(pages) + 1 for all of them. Meanwhile the others get at least half of the pages that come free.
+
+Why every fork ends. A pending fork waits for a place, for the batch to have room, or for pages. Places come free
+because everything that runs ends, and every second place goes to a fork. A batch that is empty has room. For pages
+there is one more rule: if nothing makes progress (there is no sequence, and no attempt is being transferred), a fork
+may take what claims set aside. At least one fork then finds pages: only kept contexts use pages, and the attempt of
+those that was granted last was granted the pages of one choice beside all these contexts, including the page that forks
+can't share. It runs to its end, or it is preempted, and then its context is given back too. So in the end no context is
+kept.
 """
 
 from __future__ import annotations
@@ -57,9 +73,8 @@ from baton.errors import OutOfPages, Overloaded
 from baton.kv.cached_blocks import SLICE_NODES
 from baton.rates import DecayingAverage, DecayingSum
 from decode_svc.attempts import Attempts
-from decode_svc.claims import FORKS, NOBODY, Claimant, Claims, OutOfContextPages, OutOfUnclaimedPages
-from decode_svc.messages import Reserve
-from decode_svc.sequence import InvalidReservation, LocalAttempt, Sequence
+from decode_svc.messages import AttemptKey, Reserve
+from decode_svc.sequence import DecodeSequence, InvalidReservation, LocalAttempt
 
 T = TypeVar("T")
 
@@ -76,6 +91,18 @@ KEEP, KEEP_S = 8, 0.5
 
 OFFER_S, FOLLOW_S = 1.0, 0.1
 """Seconds for which free places are left to reservations: after a refusal, and after the grant that follows it."""
+
+CLAIM_S, RENEW_S = 3.0, 1.0
+"""Seconds after which a claim ends if it is not renewed, and after which its owner is told to ask again."""
+
+Claimant = tuple[int, AttemptKey | None]
+"""A session and its attempt."""
+
+FORKS: Claimant = (-1, None)
+"""The claimant of all pending forks."""
+
+NOBODY: Claimant = (-2, None)
+"""A claimant that has no claim."""
 
 _LEAD_WEIGHT = 0.1
 
@@ -161,11 +188,100 @@ class SlotForecast:
         return SPAN_S * -math.expm1(-max(now - self._began, 1.0) / SPAN_S)
 
 
+class OutOfUnclaimedPages(OutOfPages):
+    """Enough pages are free, but they are set aside for another claim."""
+
+    def __init__(self, needed: int, free: int, total: int, kept: int) -> None:
+        super().__init__(needed, free, total)
+        self.args = (f"{self.args[0]}, and {kept} are kept for a larger request that waits",)
+
+
+class OutOfContextPages(OutOfPages):
+    """Contexts of choices that wait to be forked already have their share of the pages."""
+
+    def __init__(self, needed: int, free: int, total: int) -> None:
+        super().__init__(needed, free, total)
+        problem = f"the context needs {needed} pages while its further choices wait"
+        self.args = (f"{problem}; {free} of the {total} for such contexts are free",)
+
+
+@dataclass(slots=True)
+class _Claim:
+    claimant: Claimant
+    pages: int
+    renewed_at: float
+
+
+class Claims:
+    """All claims on a worker's pages.
+
+    Times are seconds on the caller's clock; `free` is the number of pages available.
+    """
+
+    def __init__(self) -> None:
+        self._claims: dict[int, _Claim] = {}
+        self._first: _Claim | None = None
+        # Twice the pages set aside for the first claim, and the number of free pages when that was computed.
+        self._twice = self._free = 0
+
+    def pages_set_aside(self, claimant: Claimant, free: int, now: float) -> int:
+        """Number of pages that are set aside for claimants other than this one."""
+        first = self._oldest(now)
+        if first is None:
+            return 0
+        self._twice = min(max(self._twice + free - self._free, 0), 2 * first.pages)
+        self._free = free
+        return 0 if first.claimant == claimant else -(-self._twice // 2)
+
+    def add(self, claimant: Claimant, pages: int, now: float) -> None:
+        """Record that `pages` pages were not free; renews the claim, or makes one if the session has none."""
+        claim = self._claims.get(claimant[0])
+        if claim is None or now >= claim.renewed_at + CLAIM_S:
+            self._claims.pop(claimant[0], None)
+            self._claims[claimant[0]] = _Claim(claimant, pages, now)
+        elif claim.claimant == claimant:
+            claim.pages, claim.renewed_at = pages, now
+
+    def renew(self, claimant: Claimant, now: float) -> None:
+        """Record that the claimant asked again, whatever the answer is."""
+        claim = self._claims.get(claimant[0])
+        if claim is not None and claim.claimant == claimant and now < claim.renewed_at + CLAIM_S:
+            claim.renewed_at = now
+
+    def settle(self, claimant: Claimant, free: int) -> None:
+        """Remove the claim of a claimant that got its pages; `free` pages are left."""
+        claim = self._claims.get(claimant[0])
+        if claim is not None and claim.claimant == claimant:
+            del self._claims[claimant[0]]
+        self._free = free
+
+    def cancel(self, claimant: Claimant) -> bool:
+        """Remove the claim of a claimant that does not ask again; returns whether it had one."""
+        claim = self._claims.get(claimant[0])
+        if claim is None or claim.claimant != claimant:
+            return False
+        del self._claims[claimant[0]]
+        return True
+
+    def drop_session(self, session: int) -> None:
+        """Remove the claim of a session that has ended."""
+        self._claims.pop(session, None)
+
+    def _oldest(self, now: float) -> _Claim | None:
+        for session, claim in list(self._claims.items()):
+            if now >= claim.renewed_at + CLAIM_S:
+                del self._claims[session]
+        first = next(iter(self._claims.values()), None)
+        if first is not self._first:
+            self._first, self._twice, self._free = first, 0, 0
+        return first
+
+
 @dataclass(slots=True)
 class ForkResult:
     """Results of `Admission.start_forks`: sequences for the batch, and attempts whose fork the engine refused."""
 
-    started: list[Sequence] = field(default_factory=list)
+    started: list[DecodeSequence] = field(default_factory=list)
     failed: list[tuple[LocalAttempt, Exception]] = field(default_factory=list)
 
 
@@ -175,10 +291,6 @@ class Batch(Protocol):
     @property
     def short_of_pages(self) -> bool:
         """Whether the batch lacks pages."""
-
-    @property
-    def paused(self) -> int:
-        """Number of sequences that were paused because pages were missing."""
 
 
 class Admission:
@@ -241,7 +353,7 @@ class Admission:
             stats = self._engine.stats()
             raise Overloaded(
                 f"the batch lacks pages, {stats.free + stats.cached} of {stats.total} are free; "
-                f"{self._batch.paused} sequences are paused"
+                "what was preempted comes first"
             )
         if request.choices > 1:
             # Check this before the places, because a refusal there leaves a free place to this reservation.
@@ -290,19 +402,12 @@ class Admission:
         """Time at which the caller must call `start_forks` even if nothing happens; infinite if it need not."""
         return self.forecast.wake_at(self._attempts.sequences, now) if self._attempts.pending else math.inf
 
-    @property
-    def _makes_progress(self) -> bool:
-        return any(attempt.makes_progress for attempt in self._attempts)
-
     def _may_fork(self, now: float) -> bool:
-        if self._makes_progress:
-            return not self._batch.short_of_pages and self.forecast.may_fork(self._attempts.sequences, now)
-        # Paused sequences have no place in the batch.
-        return self.forecast.may_fork(0, now)
+        return not self._batch.short_of_pages and self.forecast.may_fork(self._attempts.sequences, now)
 
     def _fork(self, turns: abc.Sequence[LocalAttempt], forked: ForkResult, now: float) -> bool:
         """Fork the first attempt that has the pages. If there is none, claim pages and return False."""
-        makes_progress = self._makes_progress
+        makes_progress = any(attempt.makes_progress for attempt in self._attempts)
         for attempt in turns:
             try:
                 if makes_progress:

@@ -1,7 +1,7 @@
 """Attempts from reservation to end, and the pages they hold. Pure; used on the asyncio loop only.
 
-    reserve ──▶ RESERVED ─start─▶ TRANSFERRING ─commit─▶ SLOT_WAIT ─▶ DECODING ⇄ PAUSED ─(last choice ended)─▶ ENDED
-                    └──────────────────┴─────────────────────┴─────────── end ──────────────────────────────────▶
+    reserve ──▶ RESERVED ─start─▶ TRANSFERRING ─commit─▶ SLOT_WAIT ─▶ DECODING ─(last choice ended)─▶ ENDED
+                    └──────────────────┴─────────────────────┴─────────── end ─────────────────────────▶
 
 A reservation takes pages for the context and for the first outputs of one choice, however many choices there are. At
 the commit the first choice becomes a sequence. Further choices are pending: a handle of their own (`context`) keeps the
@@ -19,8 +19,8 @@ commit publishes the blocks of the context, so that the next request finds them 
 sequence publishes the blocks of its output. Converted KV is never published, because a digest stands for KV
 exactly as it was computed.
 
-An attempt is DECODING while one of its choices is in the batch. It is PAUSED if none is in the batch and at least one
-is paused, and in SLOT_WAIT if all its choices wait for a slot or are pending.
+An attempt is DECODING while one of its choices is in the batch, and in SLOT_WAIT if all its choices wait for a slot or
+are pending.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from baton.lifecycle import Lifecycle, State
 from baton.request import FirstToken, Handoff, SequenceState
 from decode_svc.messages import AttemptKey, Reserve
 from decode_svc.sequence import (
+    DecodeSequence,
     InvalidReservation,
     LocalAttempt,
     PendingChoices,
@@ -42,7 +43,6 @@ from decode_svc.sequence import (
     ReservationSize,
     RollingBlockHasher,
     RunningChoice,
-    Sequence,
     check_handoff,
     context_ids,
     pinnable_digests,
@@ -191,7 +191,7 @@ class Attempts:
         fetch_ms: float,
         now: float,
         digests: abc.Sequence[bytes] | None = None,
-    ) -> Sequence | None:
+    ) -> DecodeSequence | None:
         """Make a sequence of the first choice that goes on; further choices become pending.
 
         `digests` are those of all full blocks of the context; without them nothing is published. Returns None if no
@@ -246,7 +246,7 @@ class Attempts:
         """Tokens of the largest context that fits this many pages together with its first outputs."""
         return max(pages * self._engine.spec.page_size - self._reserve_tokens, 0)
 
-    def fork(self, attempt: LocalAttempt) -> Sequence:
+    def fork(self, attempt: LocalAttempt) -> DecodeSequence:
         """Make a sequence of the attempt's next pending choice; then it is another attempt's turn.
 
         Raises OutOfPages.
@@ -268,11 +268,11 @@ class Attempts:
             attempt.pending = None
         return self._sequence(attempt, first, handle, pending.handoff, pending.hasher, pending.fetch_ms, pending.since)
 
-    def set_state(self, sequence: int, state: State, now: float) -> None:
-        """Set the state of a sequence: in the batch, or paused. Ignored if it has ended meanwhile."""
+    def join(self, sequence: int, now: float) -> None:
+        """Record that a sequence is in the batch. Ignored if it has ended meanwhile."""
         if (owner := self._owners.get(sequence)) is not None:
             attempt, index = owner
-            attempt.choices[index].state, attempt.choices[index].since = state, now
+            attempt.choices[index].state, attempt.choices[index].since = State.DECODING, now
             self._update_state(attempt, now)
 
     def cancel_choice(self, attempt: LocalAttempt, choice: int, now: float) -> list[int]:
@@ -328,8 +328,6 @@ class Attempts:
         states = {choice.state for choice in attempt.choices.values()}
         if State.DECODING in states:
             state = State.DECODING
-        elif State.PAUSED in states:
-            state = State.PAUSED
         elif states or attempt.pending is not None:
             state = State.SLOT_WAIT
         else:
@@ -346,13 +344,20 @@ class Attempts:
         hasher: RollingBlockHasher | None,
         fetch_ms: float,
         ready_at: float,
-    ) -> Sequence:
+    ) -> DecodeSequence:
         """Make a sequence of a choice whose KV is in place; from now on it decodes."""
-        output_ids = [*handoff.output_ids, first.token.token_id]
-        state = SequenceState(handoff.params, handoff.prompt_ids, tuple(output_ids), first.choice_index)
+        output_ids = (*handoff.output_ids, first.token.token_id)
         own = hasher and hasher.fork(first.token.token_id)
-        sequence = Sequence(next(self._ids), handle, state, output_ids, fetch_ms, ready_at, attempt.age, own)
-        sequence.request_id = attempt.key.request_id
+        sequence = DecodeSequence(
+            next(self._ids),
+            handle,
+            SequenceState(handoff.params, handoff.prompt_ids, output_ids, first.choice_index),
+            fetch_ms=fetch_ms,
+            ready_at=ready_at,
+            age=attempt.age,
+            hasher=own,
+            request_id=attempt.key.request_id,
+        )
         attempt.choices[first.choice_index] = RunningChoice(sequence.id, handle, own, ready_at)
         self._owners[sequence.id] = (attempt, first.choice_index)
         return sequence

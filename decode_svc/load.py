@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from baton.engine.contract import Engine
-from baton.lifecycle import State
 from baton.rates import DecayingAverage
 from baton.telemetry import metrics
 from baton.worker.status import WorkerLoad
@@ -24,8 +23,6 @@ class LoadMeter:
     def record(self, report: StepReport) -> None:
         """Count the results of one turn of the engine thread."""
         self._running = report.running
-        metrics.SEQUENCES_PAUSED.inc(sum(state is State.PAUSED for _, state in report.states))
-        metrics.SEQUENCES_RESUMED.inc(report.resumed)
         metrics.SEQUENCES_PREEMPTED.inc(sum(lost.kind is FailureKind.PREEMPTED for lost in report.failures))
         if report.seconds:
             tokens = sum(len(output.tokens) for output in report.outputs)

@@ -1,4 +1,4 @@
-"""The engine thread: resume, admit, make room, launch a step, read one, emit.
+"""The engine thread: admit, make room, launch a step, read one, emit.
 
 While there is work, the loop reads its inbox before each step; otherwise it waits for the inbox. It emits one
 `StepReport` for the changes of the batch, then one for the outputs of the step. When a sequence ends, the loop first
@@ -12,13 +12,11 @@ until the batch is empty and the engine has been tested.
 
 While there is a batch, `spec.steps_ahead` steps stay unread, so that the device always has the next step to run. A
 sequence that ends has then been in one more step, and the token of that step is dropped. No step stays unread when the
-batch is empty, or when a sequence must be paused.
+batch is empty.
 
 Before a step, each sequence gets the page that its next token needs. If no page is free, the loop frees pages held for
-no request, then reads unread steps, which may end sequences, then pauses the youngest sequence, again and again until
-a page is free. If host memory can't take a paused sequence, that sequence fails as PREEMPTED, and its router replays
-it. A sequence that is alone in the batch and still can't grow is paused as well: the pages belong to attempts that are
-being transferred or freed, and `wake` says when pages have returned.
+no request, then reads unread steps, which may end sequences, then preempts the youngest sequence, again and again until
+a page is free. A preempted sequence fails as PREEMPTED, and leaves its blocks cached for its replay.
 
 The asyncio side may end an attempt and free its handles at any time. An operation that fails here because its handle is
 dead is therefore no error: the command that drops the sequence is already on its way.
@@ -30,16 +28,16 @@ import contextlib
 import logging
 import queue
 import time
-from collections import abc, deque
+from collections import abc
 from dataclasses import dataclass, field
 
-from baton.engine.contract import Engine, ForwardPass, KvHandle, PassResult
-from baton.errors import NoToken, OutOfPages, Overloaded
-from baton.lifecycle import State
+from baton.engine.contract import Engine, ForwardPass
+from baton.engine.sequence import Sequence
+from baton.errors import NoToken, OutOfPages
 from baton.worker.health import FaultCounter, Progress
 from decode_svc.messages import FailureKind
 from decode_svc.scheduler import DecodeScheduler, StepOutput
-from decode_svc.sequence import Sequence
+from decode_svc.sequence import DecodeSequence
 
 _log = logging.getLogger(__name__)
 
@@ -57,41 +55,22 @@ class FailedSequence:
 class StepReport:
     """The results of one step, or a change of the batch before it, with the number of running sequences afterwards.
 
-    `states` lists, in order, the sequences that joined the batch (DECODING) or left it (PAUSED); `resumed` of those
-    that joined had been paused before. `batch` and `seconds` are the number of sequences and the duration of the step,
-    0 if no step was read. A duration begins when the step was launched, or when the step before it was read if that was
-    later.
+    `joined` lists the sequences that joined the batch. `batch` and `seconds` are the number of sequences and the
+    duration of the step, 0 if no step was read. A duration begins when the step was launched, or when the step before
+    it was read if that was later.
     """
 
     outputs: list[StepOutput] = field(default_factory=list)
     failures: list[FailedSequence] = field(default_factory=list)
-    states: list[tuple[int, State]] = field(default_factory=list)
-    resumed: int = 0
+    joined: list[int] = field(default_factory=list)
     batch: int = 0
     seconds: float = 0.0
     running: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class _FailedStep:
-    """A step that could not be launched; its error is raised when its turn to be read comes."""
-
-    error: Exception
-
-    def result(self) -> PassResult:
-        raise self.error
-
-
-@dataclass(frozen=True, slots=True)
-class _UnreadStep:
-    step: ForwardPass
-    batch: int
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
 class _Add:
-    sequences: abc.Sequence[Sequence]
+    sequences: abc.Sequence[DecodeSequence]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +78,12 @@ class _Drop:
     ids: abc.Sequence[int]
 
 
-class _Wake:
-    pass
-
-
 class _Stop:
     pass
 
 
 class DecodeLoop:
-    """Runs the generation batch of one engine; `add`, `drop`, `wake` and `stop` may be called from any thread."""
+    """Runs the generation batch of one engine; `add`, `drop` and `stop` may be called from any thread."""
 
     def __init__(
         self,
@@ -127,34 +102,23 @@ class DecodeLoop:
         self._clock = clock
         self._reclaim = reclaim
         self._scheduler = DecodeScheduler(engine.spec)
-        self._unread: deque[_UnreadStep] = deque()
         self._read_at = 0.0
-        self._inbox: queue.SimpleQueue[_Add | _Drop | _Wake | _Stop] = queue.SimpleQueue()
-        self._preempted = False
+        self._inbox: queue.SimpleQueue[_Add | _Drop | _Stop] = queue.SimpleQueue()
+        self._replay_pages = 0
         self._faults = FaultCounter()
 
     @property
     def short_of_pages(self) -> bool:
-        """Whether a sequence had to leave the batch because pages were missing, and the batch still lacks pages."""
-        return self._preempted or self._scheduler.paused > 0
+        """Whether a sequence was preempted, and there is no room for its replay beside the batch yet."""
+        return self._replay_pages > 0
 
-    @property
-    def paused(self) -> int:
-        """Number of sequences that are paused now."""
-        return self._scheduler.paused
-
-    def add(self, sequences: abc.Sequence[Sequence]) -> None:
+    def add(self, sequences: abc.Sequence[DecodeSequence]) -> None:
         """Queue sequences whose KV is complete; the loop frees their handles at the end."""
         self._inbox.put(_Add(sequences))
 
     def drop(self, ids: abc.Sequence[int]) -> None:
         """End sequences before the next step; ignores those that have ended."""
         self._inbox.put(_Drop(ids))
-
-    def wake(self) -> None:
-        """Tell the loop that pages have come free, so that it may resume paused sequences."""
-        if self._scheduler.paused:
-            self._inbox.put(_Wake())
 
     def stop(self) -> None:
         """Make `run` return before the next step."""
@@ -166,8 +130,8 @@ class DecodeLoop:
             while self.turn():
                 pass
         finally:
-            self._free(self._scheduler.all_ids())
-            self._discard_unread()
+            self._free([sequence.id for sequence in self._scheduler.sequences])
+            self._discard_in_flight()
             self._progress.set_idle()
 
     def turn(self) -> bool:
@@ -179,25 +143,26 @@ class DecodeLoop:
             return False
         changes = StepReport()
         if not self._faults.suspected:
-            self._resume(changes)
             self._admit(changes)
         self._make_room(changes)
-        if changes.states or changes.failures:
+        if changes.joined or changes.failures:
             self._emit_report(changes)
-        self._read(self._launch())
+        self._launch()
+        if not self._read(self._engine.spec.steps_ahead):
+            self._emit_report(StepReport())
         if self._faults.suspected and not self._scheduler.running:
             self._faults.check_engine(self._engine, self._progress, step=True)
         return True
 
     def _emit_report(self, report: StepReport) -> None:
         report.running = self._scheduler.running
+        if self._replay_pages and self._has_room():
+            self._replay_pages = 0
         self._emit(report)
 
     def _receive(self) -> bool:
         """Take in all commands, waiting for one if there is nothing to do. Returns False to stop."""
-        free = self._free_pages()
-        self._preempted = self._preempted and self._scheduler.missing_pages() > free
-        idle = self._scheduler.is_idle(free) and not self._unread
+        idle = self._scheduler.idle and not self._engine.in_flight
         if idle:
             self._progress.set_idle()
         while True:
@@ -215,136 +180,111 @@ class DecodeLoop:
                 case _Stop():
                     return False
 
-    def _resume(self, report: StepReport) -> None:
-        while (sequence := self._scheduler.next_to_resume(self._free_pages())) is not None:
-            try:
-                self._engine.resume(sequence.handle)
-            except Overloaded:
-                # Another thread took the pages in between; the loop wakes when pages return.
-                return
-            except Exception as error:
-                self._fail_sequence(sequence, error, report)
-            else:
-                self._scheduler.resume(sequence)
-                report.states.append((sequence.id, State.DECODING))
-                report.resumed += 1
-
     def _admit(self, report: StepReport) -> None:
         for sequence in self._scheduler.admit(self._clock()):
             try:
-                self._engine.insert(sequence.handle, sequence.state)
+                self._engine.insert(sequence)
             except Exception as error:
                 self._fail_sequence(sequence, error, report)
             else:
-                report.states.append((sequence.id, State.DECODING))
+                report.joined.append(sequence.id)
 
     def _make_room(self, report: StepReport) -> None:
         """Give each sequence of the batch room for its next token, the oldest first."""
         for sequence in self._scheduler.sequences_to_extend():
-            while self._scheduler.is_running(sequence) and not self._extend(sequence, report):
-                if self._reclaim():
-                    continue
-                if self._unread:
-                    self._read(0)
-                else:
-                    self._pause(report)
+            while self._scheduler.running_one(sequence) and not self._extend(sequence, report):
+                if not self._reclaim() and not self._read(0):
+                    self._preempt(report)
 
-    def _extend(self, sequence: Sequence, report: StepReport) -> bool:
+    def _extend(self, sequence: DecodeSequence, report: StepReport) -> bool:
         """Extend a sequence by the page that it needs; False if no page is free."""
         try:
-            self._engine.extend(sequence.handle, sequence.length + sequence.unread)
+            self._engine.extend(sequence.handle, sequence.position + 1)
         except OutOfPages:
             return False
         except Exception as error:
             self._fail_sequence(sequence, error, report)
         return True
 
-    def _pause(self, report: StepReport) -> None:
-        sequence = self._scheduler.pause()
-        try:
-            self._engine.pause(sequence.handle)
-        except Overloaded as error:
-            message = f"no page is left, and host memory is full: {error}"
-            _log.warning("%s", message)
-            self._preempted = True
-            self._engine.free(sequence.handle, sequence.digests)
-            self._fail_sequences([sequence.id], FailureKind.PREEMPTED, message, report)
-        except Exception as error:
-            self._fail_sequence(sequence, error, report)
-        else:
-            report.states.append((sequence.id, State.PAUSED))
+    def _preempt(self, report: StepReport) -> None:
+        """End the youngest sequence; its router replays it."""
+        sequence, stats = self._scheduler.youngest(), self._engine.stats()
+        self._replay_pages = self._engine.spec.pages_for(sequence.handle.capacity)
+        message = f"{sequence.handle.owner} gives back its {self._replay_pages} pages of {stats.total}: no page is left"
+        _log.info("%s", message)
+        self._engine.free(sequence.handle, sequence.digests)
+        self._fail_sequences([sequence.id], FailureKind.PREEMPTED, message, report)
 
-    def _launch(self) -> int:
-        """Launch a step if the batch is not empty; returns how many steps may stay unread now."""
+    def _has_room(self) -> bool:
+        """Whether the batch has room for ROOM_TOKENS steps beside a replay of what was preempted last."""
+        stats = self._engine.stats()
+        needed = self._scheduler.missing_pages() + self._replay_pages
+        return not self._scheduler.running or needed <= stats.free + stats.cached
+
+    def _launch(self) -> None:
+        """Launch a step if the batch is not empty."""
         if not self._scheduler.running:
-            return 0
-        at, ahead = self._clock(), self._engine.spec.steps_ahead
-        step: ForwardPass
+            return
+        at = self._clock()
         try:
-            step = self._engine.launch()
+            self._engine.launch().launched_at = at
         except Exception as error:
-            step, ahead = _FailedStep(error), 0
-        self._unread.append(_UnreadStep(step, self._scheduler.mark_launched(), at))
-        return ahead
-
-    def _read(self, keep: int) -> None:
-        """Read the oldest steps until `keep` are unread, or none if the batch is empty; emits a report at least
-        once.
-        """
-        due = True
-        while due:
+            self._read(0)
             report = StepReport()
-            if self._must_read(keep):
-                self._process_step(self._unread.popleft(), report)
+            self._fail_batch(error, report)
             self._emit_report(report)
-            due = self._must_read(keep)
 
-    def _must_read(self, keep: int) -> bool:
-        return len(self._unread) > (keep if self._scheduler.running else 0)
+    def _read(self, keep: int) -> int:
+        """Read the oldest steps until `keep` are in flight, or none if the batch is empty; emits a report of each.
 
-    def _process_step(self, launched: _UnreadStep, report: StepReport) -> None:
-        report.batch, started = launched.batch, max(launched.at, self._read_at)
+        Returns their number.
+        """
+        count = 0
+        while len(self._engine.in_flight) > (keep if self._scheduler.running else 0):
+            report = StepReport()
+            self._process_step(self._engine.in_flight[0], report)
+            self._emit_report(report)
+            count += 1
+        return count
+
+    def _process_step(self, step: ForwardPass, report: StepReport) -> None:
+        report.batch, started = len(step.batch), max(step.launched_at, self._read_at)
         try:
-            results = launched.step.result().steps
+            results = step.result().steps
         except Exception as error:
-            _log.exception("a step over %d sequences failed", report.batch)
-            self._unread.clear()
-            self._engine.drop_cached()
-            self._fail_sequences(
-                self._scheduler.running_ids(), FailureKind.ENGINE, f"{type(error).__name__}: {error}", report
-            )
-            self._engine.audit()
+            self._fail_batch(error, report)
             return
         now = self._read_at = self._clock()
         report.seconds = now - started
-        lost = [(handle, found) for handle, found in results if isinstance(found, NoToken)]
+        lost = [(sequence, found) for sequence, found in results if isinstance(found, NoToken)]
         if len(lost) < len(results):
             self._faults.record_success()
-        for handle, reason in lost:
-            self._fail_without_token(handle, reason, report, counts=len(lost) == len(results))
-        for handle, tokens in results:
+        for sequence, reason in lost:
+            self._fail_without_token(sequence, reason, report, counts=len(lost) == len(results))
+        for sequence, tokens in results:
             if isinstance(tokens, NoToken):
                 continue
-            output = self._scheduler.advance(handle, tokens, now)
+            output = self._scheduler.advance(sequence, tokens, now)
             if output is not None:
                 report.outputs.append(output)
                 if output.finish is not None:
-                    self._engine.free(handle, output.digests)
+                    self._engine.free(sequence.handle, output.digests)
 
-    def _discard_unread(self) -> None:
-        """Wait for the unread steps, and drop their results."""
-        while self._unread:
+    def _fail_batch(self, error: Exception, report: StepReport) -> None:
+        """A step failed: nobody in the batch goes on, nothing cached is trusted, and all pages must add up."""
+        ids = [sequence.id for sequence in self._scheduler.batch]
+        _log.error("a step over %d sequences failed", len(ids), exc_info=error)
+        self._engine.drop_cached()
+        self._fail_sequences(ids, FailureKind.ENGINE, f"{type(error).__name__}: {error}", report)
+        self._engine.audit()
+
+    def _discard_in_flight(self) -> None:
+        """Wait for the steps in flight, and drop their results."""
+        while self._engine.in_flight:
             with contextlib.suppress(Exception):
-                self._unread.popleft().step.result()
+                self._engine.in_flight[0].result()
 
-    def _free_pages(self) -> int:
-        """Pages available to paused sequences; 0 if no sequence needs any."""
-        if not self.short_of_pages:
-            return 0
-        stats = self._engine.stats()
-        return stats.free + stats.cached
-
-    def _fail_sequence(self, sequence: Sequence, error: Exception, report: StepReport) -> None:
+    def _fail_sequence(self, sequence: DecodeSequence, error: Exception, report: StepReport) -> None:
         """Fail a sequence that the engine refused; if it was ended meanwhile, only drop it."""
         if not sequence.handle.alive:
             self._free([sequence.id])
@@ -352,15 +292,15 @@ class DecodeLoop:
         _log.error("%s can't continue", sequence.handle.owner, exc_info=error)
         self._fail_sequences([sequence.id], FailureKind.ENGINE, f"{type(error).__name__}: {error}", report)
 
-    def _fail_without_token(self, handle: KvHandle, error: NoToken, report: StepReport, counts: bool) -> None:
+    def _fail_without_token(self, found: Sequence, error: NoToken, report: StepReport, *, counts: bool) -> None:
         """Fail a sequence that got no token; `counts` if it speaks against the worker."""
-        sequence = self._scheduler.find(handle)
-        if sequence is None:
+        ours = self._scheduler.running_one(found)
+        if ours is None:
             return
-        self._engine.retract(handle)
-        self._fail_sequence(sequence, error, report)
+        self._engine.retract(ours.handle)
+        self._fail_sequence(ours, error, report)
         if counts:
-            self._faults.record_failure(sequence.request_id)
+            self._faults.record_failure(ours.request_id)
 
     def _fail_sequences(self, ids: abc.Iterable[int], kind: FailureKind, message: str, report: StepReport) -> None:
         report.failures += [FailedSequence(each, kind, message) for each in ids]

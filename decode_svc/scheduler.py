@@ -1,25 +1,25 @@
-"""The sequences that wait for a slot, run, or are paused, and the end of each. Pure; used by the engine thread
-alone.
+"""The sequences that wait for a slot and those that run, and the end of each. Pure; used by the engine thread alone.
 
     add ──▶ waiting ──admit──▶ running ──advance──▶ ended
-               │          pause ▼ ▲ resume            ▲
-               │                paused                │
-               └────────── drop ──┴───────────────────┘
+               └───────┬──────────┘
+                 drop, preempt
 
 Sequences get slots in the order in which they became ready. A waiting sequence already has its KV in its pages, so
 admitting it costs no transfer. Its pages have room for its first outputs. When it needs more, it gets one page before
-the step that needs it. If no page is left, the youngest running sequence is paused: it gives back its slot and its
-pages.
+the step that needs it. If no page is left, the youngest sequence is preempted: it ends here, and its router replays
+its request, with the tokens that it has, as a new attempt. A request counts as older with each attempt.
 
-Why every sequence ends. Paused sequences are resumed before waiting ones are admitted, the oldest first, as soon as
-there is a slot and enough free pages for the whole batch to run for RESUME_TOKENS steps or to its end. So every resume
-is followed by progress, and the oldest sequence is never paused while a younger one could be. While the oldest paused
-sequence can't be resumed, waiting sequences get the slots: they hold their pages anyway, and free them only by running.
-While any sequence is paused, no reservation is granted, and no choice is forked as long as any sequence makes progress.
-So the number of free pages only grows. If nothing makes progress any more, the used pages belong to contexts that are
-kept for pending choices. These choices are then forked one after the other, and run or are paused too, until no context
-is kept (`decode_svc.admission`). In the end the oldest sequence has the whole pool, which is large enough for it:
-admission has checked that.
+Why every request ends.
+
+- No request is replayed for ever: prefill samples a token of every choice in each attempt, and outputs are finite.
+- The oldest sequence goes on. It is preempted only if no other sequence is left. Then the other pages belong to
+  reservations, which become sequences or end at their deadlines, and to contexts that are kept for pending choices,
+  which are then forked one after the other (`decode_svc.admission`).
+- A replay comes back only when its pages are free beside those that the batch needs for ROOM_TOKENS more steps, or to
+  its end: until then nothing is granted or forked. So replays and the batch do not push each other out step by step.
+- Each request fits if it has the whole pool: admission has checked that.
+
+A sequence that is preempted takes the other choices of its attempt with it. They are replayed as attempts of their own.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass
 
-from baton.engine.contract import EngineSpec, KvHandle
+from baton.engine.contract import EngineSpec
+from baton.engine.sequence import Sequence
 from baton.request import DecodeTimings, FinishReason, TokenInfo, finish_reason
-from decode_svc.sequence import Sequence
+from decode_svc.sequence import DecodeSequence
 
-RESUME_TOKENS = 64
-"""Steps that each sequence of the batch must have room for before a paused sequence may join it."""
+ROOM_TOKENS = 64
+"""After a preemption, each sequence of the batch must have room for so many steps before anything is granted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +55,8 @@ class DecodeScheduler:
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
-        self._waiting: dict[int, Sequence] = {}
-        self._running: dict[int, Sequence] = {}
-        self._paused: dict[int, Sequence] = {}
-        self._by_handle: dict[int, Sequence] = {}
+        self._waiting: dict[DecodeSequence, None] = {}
+        self._running: dict[Sequence, DecodeSequence] = {}
 
     @property
     def waiting(self) -> int:
@@ -70,143 +69,105 @@ class DecodeScheduler:
         return len(self._running)
 
     @property
-    def paused(self) -> int:
-        """Number of paused sequences; may be called from any thread."""
-        return len(self._paused)
+    def idle(self) -> bool:
+        """Whether there is no sequence."""
+        return not (self._running or self._waiting)
 
-    def add(self, sequences: abc.Iterable[Sequence]) -> None:
+    @property
+    def batch(self) -> list[DecodeSequence]:
+        """The sequences with a slot."""
+        return list(self._running.values())
+
+    @property
+    def sequences(self) -> list[DecodeSequence]:
+        """All sequences."""
+        return [*self._waiting, *self._running.values()]
+
+    def add(self, sequences: abc.Iterable[DecodeSequence]) -> None:
         """Queue sequences for a slot."""
-        self._waiting.update((sequence.id, sequence) for sequence in sequences)
+        self._waiting.update(dict.fromkeys(sequences))
 
-    def is_idle(self, free_pages: int) -> bool:
-        """Whether nothing can be done before a sequence, a drop, or pages come."""
-        return not (self._running or self._waiting or self.next_to_resume(free_pages))
-
-    def admit(self, now: float) -> list[Sequence]:
+    def admit(self, now: float) -> list[DecodeSequence]:
         """Give the free slots to the sequences that have waited longest; the caller must insert them before the next
         step.
         """
         admitted = []
         while self._waiting and len(self._running) < self._spec.slots:
-            sequence = self._waiting.pop(next(iter(self._waiting)))
-            sequence.inserted_at = now
-            self._run(sequence)
-            admitted.append(sequence)
+            first = next(iter(self._waiting))
+            del self._waiting[first]
+            first.inserted_at = now
+            self._running[first] = first
+            admitted.append(first)
         return admitted
 
-    def sequences_to_extend(self) -> list[Sequence]:
+    def sequences_to_extend(self) -> list[DecodeSequence]:
         """Running sequences whose pages have no room for the next token, oldest first."""
-        short = [each for each in self._running.values() if each.handle.capacity < each.length + each.unread]
+        short = [each for each in self._running.values() if each.handle.capacity <= each.position]
         return sorted(short, key=lambda each: each.rank)
 
-    def is_running(self, sequence: Sequence) -> bool:
-        """Whether the sequence has a slot."""
-        return sequence.id in self._running
+    def running_one(self, found: Sequence) -> DecodeSequence | None:
+        """The engine's sequence as one of the batch; None if it has left."""
+        return self._running.get(found)
 
-    def pause(self) -> Sequence:
-        """Take the youngest sequence out of the batch, which must not be empty; the caller pauses its handle."""
-        sequence = max(self._running.values(), key=lambda each: each.rank)
-        self._leave(sequence)
-        sequence.paused_pages = self._spec.pages_for(sequence.handle.capacity)
-        self._paused[sequence.id] = sequence
-        return sequence
-
-    def next_to_resume(self, free_pages: int) -> Sequence | None:
-        """The oldest paused sequence, if a slot is free for it and pages suffice for all to make progress."""
-        if not self._paused or len(self._running) >= self._spec.slots:
-            return None
-        sequence = min(self._paused.values(), key=lambda each: each.rank)
-        return (
-            sequence
-            if self.missing_pages() + max(self._target_pages(sequence), sequence.paused_pages) <= free_pages
-            else None
-        )
+    def youngest(self) -> DecodeSequence:
+        """The youngest sequence; there must be one."""
+        return max(self.sequences, key=lambda each: each.rank)
 
     def missing_pages(self) -> int:
-        """Pages that the batch needs beyond its own, to run for RESUME_TOKENS steps or to its end."""
+        """Pages that the batch needs beyond its own, to run for ROOM_TOKENS steps or to its end."""
         has = self._spec.pages_for
         return sum(max(self._target_pages(each) - has(each.handle.capacity), 0) for each in self._running.values())
 
-    def resume(self, sequence: Sequence) -> None:
-        """Put a paused sequence back into the batch."""
-        del self._paused[sequence.id]
-        self._run(sequence)
+    def advance(self, found: Sequence, tokens: abc.Sequence[TokenInfo], now: float) -> StepOutput | None:
+        """What to report of a sequence that got these tokens in a step: those up to the one that ends it.
 
-    def mark_launched(self) -> int:
-        """Count a launched step as unread for each running sequence; returns the number of these sequences."""
-        for each in self._running.values():
-            each.unread += 1
-        return len(self._running)
-
-    def find(self, handle: KvHandle) -> Sequence | None:
-        """The running sequence with this handle, if there is one."""
-        return self._by_handle.get(id(handle))
-
-    def advance(self, handle: KvHandle, tokens: abc.Sequence[TokenInfo], now: float) -> StepOutput | None:
-        """Append the tokens of a step, up to the one that ends the sequence; None if there is nothing to report.
-
-        A sequence that ended has lost its slot; the caller must free its handle.
+        None if there is nothing to report. A sequence that ended has lost its slot; the caller must free its handle.
         """
-        sequence = self._by_handle.get(id(handle))
-        if sequence is None:
+        ours = self._running.get(found)
+        if ours is None or not tokens:
             return None
-        sequence.unread -= 1
-        if not tokens:
-            return None
-        first, finish, taken = len(sequence.output_ids), None, 0
-        while taken < len(tokens) and finish is None:
-            sequence.output_ids.append(tokens[taken].token_id)
-            taken += 1
-            finish = self._finish(sequence)
+        first = ours.reported
+        taken, finish = self._finish(ours, first, len(tokens))
+        ours.reported += taken
         timings = None
-        if sequence.timings is None:
-            timings = sequence.timings = DecodeTimings(
-                fetch_ms=sequence.fetch_ms,
-                slot_wait_ms=(sequence.inserted_at - sequence.ready_at) * 1e3,
-            )
-        if sequence.hasher is not None:
-            sequence.hasher.extend(token.token_id for token in tokens[:taken])
+        if ours.timings is None:
+            slot_wait_ms = (ours.inserted_at - ours.ready_at) * 1e3
+            timings = ours.timings = DecodeTimings(fetch_ms=ours.fetch_ms, slot_wait_ms=slot_wait_ms)
+        if ours.hasher is not None:
+            ours.hasher.extend(token.token_id for token in tokens[:taken])
         digests: abc.Sequence[bytes] = ()
         if finish is not None:
-            self._leave(sequence)
-            digests = sequence.digests
-        return StepOutput(sequence.id, first, tokens[:taken], finish, timings, digests)
+            del self._running[ours]
+            digests = ours.digests
+        return StepOutput(ours.id, first, tokens[:taken], finish, timings, digests)
 
-    def drop(self, ids: abc.Iterable[int]) -> list[Sequence]:
+    def drop(self, ids: abc.Iterable[int]) -> list[DecodeSequence]:
         """Remove sequences from wherever they are; returns those that had not ended yet."""
-        dropped = []
-        for each in ids:
-            sequence = self._waiting.pop(each, None) or self._paused.pop(each, None)
-            if sequence is None and (sequence := self._running.get(each)) is not None:
-                self._leave(sequence)
-            if sequence is not None:
-                dropped.append(sequence)
+        wanted = set(ids)
+        dropped = [each for each in self.sequences if each.id in wanted]
+        for each in dropped:
+            if each in self._running:
+                del self._running[each]
+            else:
+                del self._waiting[each]
         return dropped
 
-    def running_ids(self) -> list[int]:
-        """Ids of the running sequences."""
-        return list(self._running)
-
-    def all_ids(self) -> list[int]:
-        """Ids of all sequences."""
-        return [*self._waiting, *self._running, *self._paused]
-
-    def _run(self, sequence: Sequence) -> None:
-        self._running[sequence.id] = self._by_handle[id(sequence.handle)] = sequence
-
-    def _leave(self, sequence: Sequence) -> None:
-        del self._running[sequence.id]
-        del self._by_handle[id(sequence.handle)]
-
-    def _target_pages(self, sequence: Sequence) -> int:
-        """Pages that the sequence needs to run for RESUME_TOKENS steps or to its end."""
+    def _target_pages(self, ours: DecodeSequence) -> int:
+        """Pages that the sequence needs to run for ROOM_TOKENS steps or to its end."""
         most = self._spec.max_model_len
-        if sequence.state.params.max_tokens is not None:
-            most = min(most, len(sequence.state.prompt_ids) + sequence.state.params.max_tokens)
-        return self._spec.pages_for(min(sequence.length + RESUME_TOKENS, most))
+        if ours.state.params.max_tokens is not None:
+            most = min(most, len(ours.state.prompt_ids) + ours.state.params.max_tokens)
+        return self._spec.pages_for(min(ours.length + ROOM_TOKENS, most))
 
-    def _finish(self, sequence: Sequence) -> FinishReason | None:
-        reason = finish_reason(sequence.state.params, sequence.output_ids, self._spec.eos_token_ids)
-        if reason is None and sequence.length >= self._spec.max_model_len:
-            return FinishReason.LENGTH
-        return reason
+    def _finish(self, ours: DecodeSequence, first: int, count: int) -> tuple[int, FinishReason | None]:
+        """How many of its `count` outputs from `first` on are its own, and why it ends with the last, if it does."""
+        outputs, prompt = ours.output_ids, len(ours.state.prompt_ids)
+        for taken in range(1, count + 1):
+            end = first + taken
+            until = outputs if end == len(outputs) else outputs[:end]
+            reason = finish_reason(ours.state.params, until, self._spec.eos_token_ids)
+            if reason is not None:
+                return taken, reason
+            if prompt + end >= self._spec.max_model_len:
+                return taken, FinishReason.LENGTH
+        return count, None

@@ -1,6 +1,6 @@
 """The data of one attempt at a decode worker: reservation, choices, sequences. Pure.
 
-    Reserve ── ReservationSize ──▶ LocalAttempt ──(its KV is there)──▶ a RunningChoice with its Sequence
+    Reserve ── ReservationSize ──▶ LocalAttempt ──(its KV is there)──▶ a RunningChoice with its DecodeSequence
                                                                         and PendingChoices for the others
 
 `decode_svc.attempts` has the operations on all attempts of a worker; `decode_svc.worker` has the life of an attempt.
@@ -13,6 +13,7 @@ from collections import abc
 from dataclasses import dataclass, field
 
 from baton.engine.contract import Engine, EngineSpec, KvHandle
+from baton.engine.sequence import Sequence
 from baton.errors import IncompleteTransfer, InvalidRequest
 from baton.kv.hashing import DIGEST_BYTES, MAX_SALT_BYTES, PackedDigests, block_digests, chain_root
 from baton.ledger import LedgerEntry
@@ -143,33 +144,37 @@ class RollingBlockHasher:
                 self.digests.append(self._parent)
 
 
-@dataclass(eq=False, slots=True)
-class Sequence:
-    """One choice whose KV is in place; `output_ids` are all tokens chosen so far, times are in seconds.
+class DecodeSequence(Sequence):
+    """One choice whose KV is in place; times are in seconds.
 
-    `age` is that of its attempt; a smaller one is older. `paused_pages` is the number of pages that it gave back when
-    it was paused. `unread` counts the launched steps that include it and whose tokens are not known yet. `hasher`
-    hashes its blocks, if they may be published.
+    `age` is that of its attempt; a smaller one is older. `hasher` hashes its blocks, if they may be published.
+    `reported` counts the outputs that were reported: the first one by prefill.
     """
 
-    id: int
-    handle: KvHandle
-    state: SequenceState
-    output_ids: list[int]
-    fetch_ms: float
-    ready_at: float
-    age: tuple[int, int] = (0, 0)
-    hasher: RollingBlockHasher | None = None
-    inserted_at: float = 0.0
-    paused_pages: int = 0
-    unread: int = 0
-    timings: DecodeTimings | None = None
-    request_id: str = ""
+    __slots__ = ("age", "fetch_ms", "hasher", "id", "inserted_at", "ready_at", "reported", "request_id", "timings")
 
-    @property
-    def length(self) -> int:
-        """Number of tokens of prompt and output; the next step writes the KV of the last one."""
-        return len(self.state.prompt_ids) + len(self.output_ids)
+    def __init__(
+        self,
+        number: int,
+        handle: KvHandle,
+        state: SequenceState,
+        *,
+        fetch_ms: float = 0.0,
+        ready_at: float = 0.0,
+        age: tuple[int, int] = (0, 0),
+        hasher: RollingBlockHasher | None = None,
+        request_id: str = "",
+    ) -> None:
+        """`number` identifies it."""
+        super().__init__(handle, state)
+        self.id = number
+        self.fetch_ms, self.ready_at = fetch_ms, ready_at
+        self.age = age
+        self.hasher = hasher
+        self.request_id = request_id
+        self.inserted_at = 0.0
+        self.reported = len(state.output_ids)
+        self.timings: DecodeTimings | None = None
 
     @property
     def digests(self) -> abc.Sequence[bytes]:
@@ -254,7 +259,7 @@ class LocalAttempt:
     @property
     def committed(self) -> bool:
         """Whether its KV is complete, so that its handles belong to sequences."""
-        return self.life.state in (State.SLOT_WAIT, State.DECODING, State.PAUSED)
+        return self.life.state in (State.SLOT_WAIT, State.DECODING)
 
     @property
     def sequences(self) -> int:
@@ -268,8 +273,8 @@ class LocalAttempt:
 
     @property
     def makes_progress(self) -> bool:
-        """Whether it can go on by itself: its transfer goes on, or one of its choices is not paused."""
-        return not self.committed or any(choice.state is not State.PAUSED for choice in self.choices.values())
+        """Whether it can go on by itself: its transfer goes on, or one of its choices is a sequence."""
+        return not self.committed or bool(self.choices)
 
     @property
     def handles(self) -> list[KvHandle]:
@@ -294,20 +299,19 @@ class LocalAttempt:
 
 
 def ledger_entries(attempts: abc.Iterable[LocalAttempt], engine: Engine, now: float) -> list[LedgerEntry]:
-    """One entry for each handle; a paused one holds host memory in place of pages. `now` is on the attempts' clock."""
-    spec, host = engine.spec, engine.host_kv()
+    """One entry for each handle. `now` is on the attempts' clock."""
+    spec = engine.spec
     page_bytes = spec.page_size * spec.kv_format.token_bytes
 
     def entry(attempt: LocalAttempt, handle: KvHandle, state: State, since: float) -> LedgerEntry:
-        paused = host.get(handle.owner) if state is State.PAUSED else None
         pages = spec.pages_for(handle.capacity)
         deadline = attempt.life.deadline
         return LedgerEntry(
             owner=handle.owner,
-            kind="kv" if paused is None else "host_kv",
+            kind="kv",
             state=state.value,
             pages=pages,
-            bytes=pages * page_bytes if paused is None else paused,
+            bytes=pages * page_bytes,
             age_s=now - since,
             deadline_s=None if math.isinf(deadline) else deadline - now,
         )

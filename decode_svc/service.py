@@ -91,7 +91,7 @@ class DecodeService:
             worker.fail_all(FailureKind.DRAINING, f"the worker stops; {grace_s:g} s were given to finish")
 
     async def ledger(self) -> Ledger:
-        """The owners of pages and host memory, and whether the sums are right."""
+        """The owners of pages, and whether the sums are right."""
 
         def listed() -> list[LedgerEntry]:
             now = self._asyncio.time()
@@ -118,7 +118,6 @@ class DecodeService:
 
     def on_pages_returned(self) -> None:
         """Called when pages have returned to the pool, from any thread."""
-        self.worker.loop.wake()
         if not self._retry_scheduled:
             self._retry_scheduled = True
             self._asyncio.call_soon_threadsafe(self._retry_allocations)

@@ -4,7 +4,7 @@
     Start     `_start`      export its pinned prefix to prefill, and start to fetch its KV       TRANSFERRING
               `_transfer`   fetch ─▶ hash blocks ─▶ `_commit`                                    SLOT_WAIT
               `advance`     give sequences to the engine thread (`decode_svc.loop`), which decodes
-              `report`      send the results of each step to the routers                         DECODING ⇄ PAUSED
+              `report`      send the results of each step to the routers                         DECODING
     Cancel, deadline, fault, end of the session, last choice finished ──▶ `_end`                 ENDED
 
 Every attempt ends in `_end`, which frees all that the attempt holds, in any state. Its final KV stays in the pool,
@@ -36,13 +36,12 @@ from baton.telemetry import metrics
 from baton.transfer.export import ExportRegistry
 from baton.worker.health import Progress
 from baton.worker.prefix_cache import BlockCopier, CacheTiers
-from decode_svc.admission import Admission, SlotForecast
+from decode_svc.admission import RENEW_S, Admission, SlotForecast
 from decode_svc.attempts import Attempts
-from decode_svc.claims import RENEW_S
 from decode_svc.load import LoadMeter
 from decode_svc.loop import DecodeLoop, StepReport
 from decode_svc.messages import Cancel, Command, Ended, Failure, FailureKind, Heartbeat, Reserve, Start
-from decode_svc.sequence import InvalidReservation, LocalAttempt, Sequence, context_ids, pinnable_digests
+from decode_svc.sequence import DecodeSequence, InvalidReservation, LocalAttempt, context_ids, pinnable_digests
 from decode_svc.session import MAX_ANSWERS, RouterSession
 from decode_svc.write_backs import WriteBacks
 
@@ -261,7 +260,7 @@ class DecodeWorker:
         self.admission.forecast.record_ready(now - attempt.reserved_at)
         self.advance([sequence])
 
-    def advance(self, committed: abc.Sequence[Sequence] = ()) -> None:
+    def advance(self, committed: abc.Sequence[DecodeSequence] = ()) -> None:
         """Give these sequences to the engine thread, and the forks whose turn it is; called after every change."""
         self._changed()
         if self._timer is not None:
@@ -295,8 +294,8 @@ class DecodeWorker:
     def report(self, report: StepReport) -> None:
         """Send the results of one turn of the engine thread to the routers, as one message for each."""
         now = self._loop.time()
-        for sequence, state in report.states:
-            self.attempts.set_state(sequence, state, now)
+        for sequence in report.joined:
+            self.attempts.join(sequence, now)
         for output in report.outputs:
             owner = self.attempts.find_owner(output.id)
             if owner is None:

@@ -224,7 +224,7 @@ class Rig:
 
     async def until_decoding(self, router: SessionRouter, count: int) -> None:
         """Wait until so many attempts have their KV, a round trip at a time."""
-        ready = (State.SLOT_WAIT, State.DECODING, State.PAUSED)
+        ready = (State.SLOT_WAIT, State.DECODING)
         async with asyncio.timeout(WAIT_S):
             while [a.life.state in ready for a in self.app.service.worker.attempts] != [True] * count:
                 await router.reserve("barrier", 0, 1)

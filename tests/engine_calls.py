@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from typing import Any
 
-from baton.engine.contract import ChunkResult, Engine, KvHandle, PromptChunk, compute_chunk
+from baton.engine.contract import ChunkResult, Engine, KvHandle, PassResult, PromptChunk, compute_chunk
+from baton.engine.sequence import Sequence
+from baton.request import SequenceState
 
 
 def prefill_chunk(
-    engine: Engine, handle: KvHandle, token_ids: Sequence[int], start: int, end: int, **more: Any
+    engine: Engine, handle: KvHandle, token_ids: abc.Sequence[int], start: int, end: int, **more: Any
 ) -> ChunkResult:
     """Compute `token_ids[start:end]` in a pass of its own; `more` as in PromptChunk."""
     return compute_chunk(engine, PromptChunk(handle, token_ids, start, end, **more))
+
+
+def insert(engine: Engine, handle: KvHandle, state: SequenceState) -> Sequence:
+    """Give a new sequence a slot."""
+    sequence = Sequence(handle, state)
+    engine.insert(sequence)
+    return sequence
+
+
+def found(result: PassResult) -> list[tuple[KvHandle, Any]]:
+    """What each sequence got in a step, by its handle."""
+    return [(sequence.handle, tokens) for sequence, tokens in result.steps]

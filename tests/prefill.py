@@ -29,6 +29,7 @@ from baton.transfer.fetcher import fetch
 from baton.transfer.transport import GrpcSource
 from prefill_svc.app import PrefillApp, run
 from prefill_svc.job import PrefillJob
+from tests.engine_calls import insert
 from tests.metrics import sample
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
@@ -167,7 +168,7 @@ async def serving(engine: FakeEngine | None = None, **settings: Any) -> AsyncIte
     A store has all the time that it wants, unless `settings` say otherwise.
     """
     engine = engine or FakeEngine()
-    config = PrefillConfig(**{"fleet_secret": "secret", "cache_memory": 0, "cache_budget_s": WAIT_S, **settings})
+    config = PrefillConfig(**{"fleet_secret": "secret", "cache_budget_s": WAIT_S, **settings})
     try:
         async with run(config, engine=engine) as app:
             client = Client(app)
@@ -191,7 +192,7 @@ def decode(engine: FakeEngine, handle: Any, handoff: Handoff, steps: int) -> lis
     first = handoff.first_tokens[0]
     output = [*handoff.output_ids, first.token.token_id]
     state = SequenceState(handoff.params, list(handoff.prompt_ids), list(output), first.choice_index)
-    engine.insert(handle, state)
+    insert(engine, handle, state)
     for _ in range(steps):
         ((_, tokens),) = engine.launch().result().steps
         output += [token.token_id for token in tokens]

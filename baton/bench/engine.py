@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import abc
 from dataclasses import dataclass
 
 from baton.engine.config import EngineConfig
-from baton.engine.contract import Engine, ForwardPass, KvHandle, PromptChunk, compute_chunk
+from baton.engine.contract import Engine, KvHandle, PromptChunk, compute_chunk
 from baton.engine.factory import build
+from baton.engine.sequence import Sequence
 from baton.errors import ConfigError
 from baton.kv.format import DTYPE_BYTES, PartData
 from baton.model.checkpoint import resolve
@@ -125,16 +125,13 @@ class EngineRuns:
 
     def steps(self, count: int) -> None:
         """Run steps, with as many in flight as the engine allows, until the tokens of the last one are known."""
-        unread: deque[ForwardPass] = deque()
         for _ in range(count):
-            unread.append(self._engine.launch())
-            if len(unread) > self._engine.spec.steps_ahead:
-                unread.popleft().result()
-        for step in unread:
-            step.result()
+            self._engine.launch()
+        while self._engine.in_flight:
+            self._engine.in_flight[0].result()
 
     @contextlib.contextmanager
-    def batch(self, batch: int, context: int, steps: int) -> Iterator[None]:
+    def batch(self, batch: int, context: int, steps: int) -> abc.Iterator[None]:
         """A running batch of sequences of `context` tokens, with room for `steps` steps."""
         handles: list[KvHandle] = []
         try:
@@ -144,7 +141,7 @@ class EngineRuns:
                 handles.append(handle)
                 for layer, parts in enumerate(filled):
                     self._engine.write_kv(handle, layer, 0, 0, parts)
-                self._engine.insert(handle, SequenceState(_GREEDY, self._prompt(context + 1)))
+                self._engine.insert(Sequence(handle, SequenceState(_GREEDY, self._prompt(context + 1))))
             yield
         finally:
             for handle in handles:
@@ -166,7 +163,7 @@ class EngineRuns:
                 self._engine.free(handle)
         return self._contexts[context]
 
-    def _fill(self, handle: KvHandle, prompt: Sequence[int]) -> None:
+    def _fill(self, handle: KvHandle, prompt: abc.Sequence[int]) -> None:
         for start in range(0, len(prompt), self._chunk_size):
             end = min(start + self._chunk_size, len(prompt))
             sample = [SequenceState(_GREEDY, prompt)] if end == len(prompt) else []

@@ -49,10 +49,10 @@ class WorkerConfig(Settings):
         "memory for what does not fit there.",
         choices=KV_HOMES,
     )
-    host_pool_memory: int = option(
+    host_memory: int = option(
         0,
-        help="Memory of the pages in host memory with --kv-home auto; 0: automatic, on CUDA for one sequence of "
-        "--max-model-len where the device has no room for it, on CPU none.",
+        help="Host memory beside --kv-memory: with --kv-home auto for the pages there, else for the cached prefixes of "
+        "a prefill worker; 0: none, but on CUDA pages for one sequence of --max-model-len that the device can't hold.",
         unit="bytes",
     )
     segment_tokens: int = option(
@@ -135,7 +135,7 @@ class WorkerConfig(Settings):
             page_size=self.page_size,
             kv_memory=self.kv_memory,
             kv_home=self.kv_home,
-            host_pool_memory=self.host_pool_memory,
+            host_memory=self.host_memory if self.kv_home == "auto" else 0,
             segment_tokens=self.segment_tokens,
             num_kv_buffers=self.num_kv_buffers,
             block_size=self.block_size,
@@ -161,13 +161,17 @@ class PrefillConfig(WorkerConfig):
     max_waiting: int = option(
         64, help="Largest number of prompts that wait for their first chunk.", minimum=1, hidden=True
     )
-    cache_memory: int = option(256 << 20, help="Host memory for cached prefixes; 0: none.", unit="bytes")
     lease_s: float = option(
         10.0, help="Seconds for which finished KV is kept if nobody fetches it.", minimum=0.01, hidden=True
     )
     drain_s: float = option(
         30.0, help="Seconds that running prompts and fetches of finished KV get in a drain.", minimum=0
     )
+
+    @property
+    def cache_memory(self) -> int:
+        """Bytes of host memory for cached prefixes: --host-memory, unless the pool has it."""
+        return 0 if self.kv_home == "auto" else self.host_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,9 +187,6 @@ class DecodeConfig(WorkerConfig):
         256,
         help="New tokens of a choice that a reservation has pages for; longer outputs get more pages later.",
         minimum=1,
-    )
-    host_kv_memory: int = option(
-        512 << 20, help="Host memory for the KV of sequences that are paused because pages are missing.", unit="bytes"
     )
     convert_kv: bool = option(
         False, help="Accept KV of another element type and convert it; decode then caches none of it."
@@ -214,8 +215,4 @@ class DecodeConfig(WorkerConfig):
 
     def engine_config(self) -> EngineConfig:
         """The settings of the engine."""
-        return replace(
-            super().engine_config(),
-            slots=self.slots,
-            host_kv_memory=self.host_kv_memory,
-        )
+        return replace(super().engine_config(), slots=self.slots)

@@ -50,12 +50,11 @@ class EngineConfig:
     torch, or auto (native on CPUs with AVX2). `max_model_len`: tokens of prompt and output together, 0 for the
     model's. `page_size`: tokens, 0 for `default_page_size`. `kv_memory`: bytes of the page pool, 0 for
     automatic. `slots`: places in the generation batch, 0 on a prefill worker. `block_size`: tokens of a prefix
-    block, one for the fleet. `threads`: of torch on CPU, 0 for torch's choice. `host_kv_memory`: bytes for the KV
-    of paused sequences, 0 for none. `kv_home`: device (all pages of the pool there), host (all in host memory), or
-    auto (pages in host memory beside those on the device). `host_pool_memory`: bytes of these with auto, 0 for
-    automatic. `segment_tokens`: how much KV of host memory attention takes at once, in a ring of `num_kv_buffers`
-    device buffers; 0 for `default_segment_tokens`. `packed_weights`: a file through which workers of a host share the
-    weights of native kernels, "" for memory of its own.
+    block, one for the fleet. `threads`: of torch on CPU, 0 for torch's choice. `kv_home`: device (all pages of the pool
+    there), host (all in host memory), or auto (pages in host memory beside those on the device). `host_memory`:
+    bytes of these with auto, 0 for automatic. `segment_tokens`: how much KV of host memory attention takes at once, in
+    a ring of `num_kv_buffers` device buffers; 0 for `default_segment_tokens`. `packed_weights`: a file through which
+    workers of a host share the weights of native kernels, "" for memory of its own.
     """
 
     model: str
@@ -69,9 +68,8 @@ class EngineConfig:
     slots: int = 0
     block_size: int = 16
     threads: int = 0
-    host_kv_memory: int = 0
     kv_home: str = "auto"
-    host_pool_memory: int = 0
+    host_memory: int = 0
     segment_tokens: int = 0
     num_kv_buffers: int = 3
     packed_weights: str = ""
@@ -93,8 +91,7 @@ class EngineConfig:
             "kv_memory",
             "slots",
             "threads",
-            "host_kv_memory",
-            "host_pool_memory",
+            "host_memory",
             "segment_tokens",
         ):
             value = getattr(self, name)
@@ -105,5 +102,5 @@ class EngineConfig:
                 raise ConfigError(f"{name}: must be {least} or more, got {value}")
         if self.kv_home not in KV_HOMES:
             raise ConfigError(f"kv_home: must be {', '.join(KV_HOMES)}, got {self.kv_home!r}")
-        if self.host_pool_memory and self.kv_home != "auto":
-            raise ConfigError(f"host_pool_memory: is for kv_home auto, with {self.kv_home} kv_memory sizes the pool")
+        if self.host_memory and self.kv_home != "auto":
+            raise ConfigError(f"host_memory: is for kv_home auto, with {self.kv_home} kv_memory sizes the pool")

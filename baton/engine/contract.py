@@ -2,13 +2,12 @@
 
     reserve ── launch chunks × n ── read_kv ── free               on a prefill worker
     reserve ── write_kv × n ── insert ── launch × n ── free       on a decode worker
-                                  └ pause ── resume ┘
 
 A `KvHandle` is the right to the pages that hold one sequence's KV. Every page is free, cached, or its reference
-count equals the number of handles that list it. Only the engine thread may call `insert`, `launch`, the `result` of a
-pass, `pause` and `resume`; any thread may call all other methods. `free` may be called at any time: later calls with
-the handle fail at once, and its pages return to the pool when the reads, writes and forward passes that use them have
-ended. `watch_pages` reports each return, so waiting for pages needs no polling.
+count equals the number of handles that list it. Only the engine thread may call `insert`, `launch` and the `result` of
+a pass; any thread may call all other methods. `free` may be called at any time: later calls with the handle fail at
+once, and its pages return to the pool when the reads, writes and forward passes that use them have ended. `watch_pages`
+reports each return, so waiting for pages needs no polling.
 
 One forward pass computes chunks of prompts, a step of the generation batch, or both. Steps may be launched while the
 results of `spec.steps_ahead` passes before them are unread: a step takes each sequence's last token from device memory,
@@ -23,10 +22,12 @@ Implementation: `baton.engine.core`, over a model (`baton.engine.factory`) or ov
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from baton.engine.sequence import KvHandle as KvHandle
+from baton.engine.sequence import Sequence
 from baton.errors import NoToken
 from baton.kv.format import KvFormat, PartData
 from baton.request import SequenceState, TokenInfo
@@ -68,31 +69,7 @@ class EngineSpec:
         return -(-tokens // self.page_size)
 
 
-class KvHandle(Protocol):
-    """The right to the pages of one sequence."""
-
-    @property
-    def owner(self) -> str:
-        """Name of its owner, for the ledger: "request/attempt" or "request/attempt/choice"."""
-
-    @property
-    def capacity(self) -> int:
-        """Tokens for which it has pages."""
-
-    @property
-    def alive(self) -> bool:
-        """False from the moment `free` is called."""
-
-    @property
-    def cached(self) -> int:
-        """Leading tokens whose KV was cached when the pages were reserved."""
-
-    @property
-    def in_host(self) -> bool:
-        """Whether some of its pages are in host memory."""
-
-
-OnLayer = Callable[[int], None]
+OnLayer = abc.Callable[[int], None]
 """Called with a layer's index once a chunk's KV of it is final and readable; what it raises ends the chunk."""
 
 
@@ -107,11 +84,11 @@ class PromptChunk:
     """
 
     handle: KvHandle
-    token_ids: Sequence[int]
+    token_ids: abc.Sequence[int]
     start: int
     end: int
     on_layer: OnLayer | None = None
-    sample: Sequence[SequenceState] = ()
+    sample: abc.Sequence[SequenceState] = ()
     prompt_logprobs: int | None = None
 
 
@@ -137,12 +114,21 @@ class PassResult:
     An error of one does not affect the others.
     """
 
-    chunks: Sequence[ChunkResult | Exception] = ()
-    steps: Sequence[tuple[KvHandle, tuple[TokenInfo, ...] | NoToken]] = ()
+    chunks: abc.Sequence[ChunkResult | Exception] = ()
+    steps: abc.Sequence[tuple[Sequence, tuple[TokenInfo, ...] | NoToken]] = ()
 
 
 class ForwardPass(Protocol):
-    """A pass in flight; the pages of its sequences stay allocated until it is read, by `result` or by a later call."""
+    """A pass in flight; the pages of its sequences stay allocated until it is read, by `result` or by a later launch.
+
+    `launched_at` is for the caller: when it was launched, on the caller's clock. `batch`: the sequences of its step.
+    """
+
+    launched_at: float
+
+    @property
+    def batch(self) -> abc.Sequence[Sequence]:
+        """See above."""
 
     def result(self) -> PassResult:
         """Wait for the pass.
@@ -160,7 +146,7 @@ class Engine(Protocol):
         """Properties that do not change."""
 
     def reserve(
-        self, owner: str, tokens: int, prefix: Sequence[bytes] = (), max_cached_tokens: int | None = None
+        self, owner: str, tokens: int, prefix: abc.Sequence[bytes] = (), max_cached_tokens: int | None = None
     ) -> KvHandle:
         """Allocate pages for `tokens` tokens; raises OutOfPages, and then allocates nothing.
 
@@ -170,14 +156,14 @@ class Engine(Protocol):
         tokens after the cached ones can be written.
         """
 
-    def evict_for(self, tokens: int, prefix: Sequence[bytes] = (), max_cached_tokens: int | None = None) -> bool:
+    def evict_for(self, tokens: int, prefix: abc.Sequence[bytes] = (), max_cached_tokens: int | None = None) -> bool:
         """Evict a slice of the cached blocks that `reserve` would evict with these arguments, but none of `prefix`.
 
         True if `reserve` would evict more. If it would raise OutOfPages, nothing is evicted. A long sequence may
         replace those of thousands of others, in many milliseconds: a caller may let others run after each slice.
         """
 
-    def publish(self, handle: KvHandle, digests: Sequence[bytes]) -> None:
+    def publish(self, handle: KvHandle, digests: abc.Sequence[bytes]) -> None:
         """Cache the handle's leading full blocks, whose KV is final, under these digests, so that `reserve` finds them.
 
         Only blocks that fill whole pages together are cached, in units of lcm(page size, block size) tokens. They can't
@@ -185,7 +171,7 @@ class Engine(Protocol):
         used first, and the end of a chain before its beginning. Idempotent; a dead handle is ignored.
         """
 
-    def match_prefix(self, digests: Sequence[bytes]) -> int:
+    def match_prefix(self, digests: abc.Sequence[bytes]) -> int:
         """Tokens of the leading blocks that are cached now."""
 
     def watch_prefixes(self, changed: PrefixesChanged | None) -> None:
@@ -221,48 +207,43 @@ class Engine(Protocol):
         changes nothing, when these and the free pages are too few.
         """
 
-    def launch(self, chunks: Sequence[PromptChunk] = (), *, batch: bool = True) -> ForwardPass:
+    def launch(self, chunks: abc.Sequence[PromptChunk] = (), *, batch: bool = True) -> ForwardPass:
         """Launch one forward pass: over `chunks` of prompts, and with `batch` a step of the generation batch.
 
         A step samples the next tokens of all sequences that have slots. The handle of each must have room for one more
-        token (`extend` first), and for one of each unread step that it is in. The engine appends sampled tokens to its
-        own copy of the output ids; the caller ends a sequence (`free`).
+        token (`extend` first), and for one of each unread step that it is in. When the pass is read, the sampled
+        tokens are appended to the sequences; the caller ends a sequence (`free`).
 
         Errors of the pass are raised here or by its `result`; without steps ahead, here. A chunk's `on_layer` may
         launch passes of other handles, but not where the pass that calls it has a step. When it raises, the chunk
         ends: the pass ends too, unless it has other chunks or a step.
         """
 
+    @property
+    def in_flight(self) -> abc.Sequence[ForwardPass]:
+        """The passes whose result nobody has taken yet, oldest first; those that were undone are not among them."""
+
     def read_kv(self, handle: KvHandle, layer: int, tokens: range, heads: range) -> list[PartData]:
         """Copy out one layer's parts as contiguous `[tokens, heads, ...]`."""
 
     def write_kv(
-        self, handle: KvHandle, layer: int, token_start: int, head_start: int, parts: Sequence[PartData]
+        self, handle: KvHandle, layer: int, token_start: int, head_start: int, parts: abc.Sequence[PartData]
     ) -> None:
         """Copy one layer's parts into the handle's pages, converting element types where they differ."""
 
     def read_blocks(self, handle: KvHandle, token_start: int, count: int) -> list[bytes]:
         """Copy out the payloads (`baton.kv.format`) of `count` prefix blocks from token `token_start` on."""
 
-    def write_blocks(self, handle: KvHandle, token_start: int, payloads: Sequence[bytes | memoryview]) -> None:
+    def write_blocks(self, handle: KvHandle, token_start: int, payloads: abc.Sequence[bytes | memoryview]) -> None:
         """Copy the payloads of consecutive prefix blocks into the handle's pages, from token `token_start` on.
 
         Nothing is converted: a block's name contains the digest of `spec.kv_format`, so its element types are the same.
         """
 
-    def insert(self, handle: KvHandle, state: SequenceState) -> None:
+    def insert(self, sequence: Sequence) -> None:
         """Give the sequence a slot; KV must cover all but the last of its tokens. Raises Overloaded without a slot."""
 
-    def pause(self, handle: KvHandle) -> None:
-        """Move a running sequence's KV to host memory, and free its slot and pages.
-
-        Raises Overloaded, and then changes nothing, when host memory has no room.
-        """
-
-    def resume(self, handle: KvHandle) -> None:
-        """Undo `pause`; raises OutOfPages or Overloaded without pages or a slot, and then changes nothing."""
-
-    def free(self, handle: KvHandle, digests: Sequence[bytes] = ()) -> None:
+    def free(self, handle: KvHandle, digests: abc.Sequence[bytes] = ()) -> None:
         """Free the handle, in any state; idempotent.
 
         The blocks that `digests` name stay cached, as after `publish`. Blocks that don't fill a unit of pages stay too,
@@ -272,26 +253,20 @@ class Engine(Protocol):
     def stats(self) -> PoolStats:
         """Count pages."""
 
-    def host_kv(self) -> dict[str, int]:
-        """Bytes of host memory that paused sequences use, by owner."""
-
     def heartbeat(self) -> int:
         """A number that changes while the engine computes, within a layer too, where the kernels count their work.
 
         It stays the same while nothing is done: while there is no work, and while a kernel hangs.
         """
 
-    def watch_pages(self, returned: Callable[[], object] | None) -> None:
+    def watch_pages(self, returned: abc.Callable[[], object] | None) -> None:
         """Call `returned` when pages have returned to the pool, from any thread, with no lock held.
 
         It must be quick and not raise. There is one watcher; None removes it.
         """
 
     def audit(self) -> dict[str, int]:
-        """Check that pages and host memory are conserved, and return pages by owner (0 for a paused sequence).
-
-        Raises EngineError with the ledger.
-        """
+        """Check that pages are conserved, and return pages by owner. Raises EngineError with the ledger."""
 
     def close(self) -> None:
         """Free all."""

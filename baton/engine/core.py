@@ -1,6 +1,6 @@
 """The Engine: what services ask, turned into bookkeeping (KvManager) and plans (Executor).
 
-    services ──▶ EngineCore ──▶ KvManager    pages, handles, cached blocks, slots, pausing
+    services ──▶ EngineCore ──▶ KvManager    pages, handles, cached blocks, slots
                      │ ForwardPlan
                      ▼
                  Executor ──▶ ModelRunner
@@ -12,30 +12,31 @@ hand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
 from contextlib import ExitStack, contextmanager
 
 from baton.engine.checks import check_blocks, check_parts, check_range
 from baton.engine.contract import EngineSpec, KvHandle, PromptChunk
 from baton.engine.executor import Executor, PassEnded
 from baton.engine.inflight import ChunkErrors, InflightPasses, LaunchedPass
-from baton.engine.kv_manager import KvManager, RunningSequence
+from baton.engine.kv_manager import KvManager
 from baton.engine.plan import PlanResult, Prompt, Row, RowResult
+from baton.engine.sequence import Sequence
 from baton.errors import CorruptFrame, EngineError, JoinFailed, NoToken
 from baton.kv.cached_blocks import PrefixesChanged
 from baton.kv.format import PartData
 from baton.kv.pool import PageCopy, PageHandle, PoolStats
-from baton.request import SequenceState, check_token_ids
+from baton.request import check_token_ids
 
 
 class EngineCore:
     """Engine that runs on `executor` and `memory`."""
 
-    def __init__(self, spec: EngineSpec, executor: Executor, host_kv_memory: int) -> None:
+    def __init__(self, spec: EngineSpec, executor: Executor) -> None:
         self.executor = executor
         self.memory = executor.memory
         self._spec = spec
-        self._kv = KvManager(spec, host_kv_memory)
+        self._kv = KvManager(spec)
         self._inflight = InflightPasses()
         self._stepping = False
 
@@ -44,23 +45,25 @@ class EngineCore:
         return self._spec
 
     @property
-    def batch(self) -> list[RunningSequence]:
+    def batch(self) -> list[Sequence]:
         """The sequences that have slots and are alive; for the engine thread."""
         return self._kv.batch
 
     def reserve(
-        self, owner: str, tokens: int, prefix: Sequence[bytes] = (), max_cached_tokens: int | None = None
+        self, owner: str, tokens: int, prefix: abc.Sequence[bytes] = (), max_cached_tokens: int | None = None
     ) -> PageHandle:
         return self._kv.pool.reserve(owner, tokens, prefix, max_cached_tokens, self._copy)
 
-    def evict_for(self, tokens: int, prefix: Sequence[bytes] = (), max_cached_tokens: int | None = None) -> bool:
+    def evict_for(self, tokens: int, prefix: abc.Sequence[bytes] = (), max_cached_tokens: int | None = None) -> bool:
+        """See `Engine.evict_for`."""
         return self._kv.pool.evict_for(tokens, prefix, max_cached_tokens)
 
-    def publish(self, handle: KvHandle, digests: Sequence[bytes]) -> None:
-        """A paused sequence publishes nothing, until `resume` has put back all of its KV."""
-        self._kv.publish(_page_handle(handle), digests)
+    def publish(self, handle: KvHandle, digests: abc.Sequence[bytes]) -> None:
+        """See `Engine.publish`."""
+        self._kv.pool.publish(_page_handle(handle), digests)
 
-    def match_prefix(self, digests: Sequence[bytes]) -> int:
+    def match_prefix(self, digests: abc.Sequence[bytes]) -> int:
+        """See `Engine.match_prefix`."""
         return self._kv.pool.match_prefix(digests)
 
     def watch_prefixes(self, changed: PrefixesChanged | None) -> None:
@@ -89,8 +92,8 @@ class EngineCore:
                     raise
         return child
 
-    def launch(self, chunks: Sequence[PromptChunk] = (), *, batch: bool = True) -> LaunchedPass:
-        """Raises InvalidRequest for a token id outside the vocabulary.
+    def launch(self, chunks: abc.Sequence[PromptChunk] = (), *, batch: bool = True) -> LaunchedPass:
+        """See `Engine.launch`. Raises InvalidRequest for a token id outside the vocabulary.
 
         Raises EngineError naming a sequence without room; then no sequence has moved.
         """
@@ -98,7 +101,7 @@ class EngineCore:
             raise EngineError("a pass was launched while one that has a step was under way")
         for chunk in chunks:
             self._check_chunk(chunk)
-        ahead, refused = self._spec.steps_ahead, list[tuple[RunningSequence, NoToken]]()
+        ahead, refused = self._spec.steps_ahead, list[tuple[Sequence, NoToken]]()
         while True:
             self._read(0 if batch and self._kv.must_read_first else ahead)
             with ExitStack() as pins:
@@ -113,11 +116,16 @@ class EngineCore:
                     self._kv.remove(failed)
                     refused.append((failed, NoToken(f"{failed.handle.owner}: {error}")))
                     continue
-                launched = LaunchedPass(errors, sequences, wait, pins.pop_all(), self._read_up_to, refused)
+                launched = LaunchedPass(errors, sequences, wait, pins.pop_all(), self._take, refused)
             self._inflight.add(launched)
             if not ahead:
                 self._read(0)
             return launched
+
+    @property
+    def in_flight(self) -> abc.Sequence[LaunchedPass]:
+        """See `Engine.in_flight`."""
+        return self._inflight.passes
 
     def read_kv(self, handle: KvHandle, layer: int, tokens: range, heads: range) -> list[PartData]:
         """Raises InvalidRequest for a range that the handle does not have."""
@@ -129,7 +137,7 @@ class EngineCore:
             return self.memory.read(pages, layer, tokens, heads)
 
     def write_kv(
-        self, handle: KvHandle, layer: int, token_start: int, head_start: int, parts: Sequence[PartData]
+        self, handle: KvHandle, layer: int, token_start: int, head_start: int, parts: abc.Sequence[PartData]
     ) -> None:
         """Raises CorruptFrame for parts or ranges that don't fit the format or the handle."""
         count = check_parts(self._spec.kv_format, layer, head_start, parts)
@@ -144,48 +152,33 @@ class EngineCore:
             check_range("tokens", tokens, len(pages) * self._spec.page_size)
             return self.memory.read_blocks(pages, token_start, size, count)
 
-    def write_blocks(self, handle: KvHandle, token_start: int, payloads: Sequence[bytes | memoryview]) -> None:
-        """Raises CorruptFrame for payloads that don't fit the format or the handle."""
+    def write_blocks(self, handle: KvHandle, token_start: int, payloads: abc.Sequence[bytes | memoryview]) -> None:
+        """See `Engine.write_blocks`. Raises CorruptFrame for payloads that don't fit the format or the handle."""
         count = check_blocks(self._spec.kv_format, payloads)
         with self._written(handle, range(token_start, token_start + count)) as pages:
             self.memory.write_blocks(pages, token_start, self._spec.kv_format.block_size, payloads)
 
-    def insert(self, handle: KvHandle, state: SequenceState) -> None:
-        self._kv.insert(_page_handle(handle), state)
+    def insert(self, sequence: Sequence) -> None:
+        """See `Engine.insert`."""
+        self._kv.insert(sequence, _page_handle(sequence.handle))
 
-    def pause(self, handle: KvHandle) -> None:
-        own = _page_handle(handle)
-        self._read(0)
-        with self._kv.pool.pin(own) as pages:
-            sequence, size = self._kv.check_pause(own)
-            saved = self.memory.save(pages, sequence.position)
-            self._kv.pause(sequence, saved, size)
-
-    def resume(self, handle: KvHandle) -> None:
-        own = _page_handle(handle)
-        saved = self._kv.begin_resume(own)
-        with self._kv.pool.pin(own) as pages:
-            self.memory.restore(pages, saved)
-        self._kv.end_resume(own)
-
-    def free(self, handle: KvHandle, digests: Sequence[bytes] = ()) -> None:
-        """A paused sequence leaves nothing, until `resume` has put back all of its KV."""
-        self._kv.free(_page_handle(handle), digests)
+    def free(self, handle: KvHandle, digests: abc.Sequence[bytes] = ()) -> None:
+        """See `Engine.free`."""
+        self._kv.pool.free(_page_handle(handle), digests)
 
     def stats(self) -> PoolStats:
         return self._kv.pool.stats()
 
-    def host_kv(self) -> dict[str, int]:
-        return self._kv.host_kv()
-
     def heartbeat(self) -> int:
         return self.executor.heartbeat()
 
-    def watch_pages(self, returned: Callable[[], object] | None) -> None:
+    def watch_pages(self, returned: abc.Callable[[], object] | None) -> None:
+        """See `Engine.watch_pages`."""
         self._kv.pool.watch(returned)
 
     def audit(self) -> dict[str, int]:
-        return self._kv.audit()
+        """See `Engine.audit`."""
+        return self._kv.pool.audit()
 
     def close(self) -> None:
         self._inflight.undo(EngineError("the engine was closed"))
@@ -193,7 +186,7 @@ class EngineCore:
         self._kv.free_all()
 
     @contextmanager
-    def _written(self, handle: KvHandle, tokens: range) -> Iterator[Sequence[int]]:
+    def _written(self, handle: KvHandle, tokens: range) -> abc.Iterator[abc.Sequence[int]]:
         """The handle's pages, pinned to write `tokens`; raises CorruptFrame if it does not have them all."""
         own = _page_handle(handle)
         if tokens.start < 0 or (own.alive and tokens.stop > own.capacity):
@@ -226,8 +219,8 @@ class EngineCore:
         return Row(prompt, start, end - start, (end - start - 1,) if chunk.sample else ())
 
     def _launch(
-        self, rows: Sequence[Row], batch: Sequence[RunningSequence], errors: ChunkErrors
-    ) -> Callable[[], PlanResult]:
+        self, rows: abc.Sequence[Row], batch: abc.Sequence[Sequence], errors: ChunkErrors
+    ) -> abc.Callable[[], PlanResult]:
         if not rows and not batch:
             return PlanResult
         self._stepping = bool(batch)
@@ -244,7 +237,7 @@ class EngineCore:
 
     def _read(self, keep: int) -> None:
         """Read the oldest passes, until `keep` are in flight; if one raises, it and the later ones are undone."""
-        while len(self._inflight) > keep:
+        while len(self._inflight.unread) > keep:
             try:
                 oldest = self._inflight.complete()
             except BaseException:
@@ -254,9 +247,11 @@ class EngineCore:
                 if isinstance(found, NoToken):
                     self._kv.remove(sequence)
 
-    def _read_up_to(self, launched: LaunchedPass) -> None:
-        while launched in self._inflight:
-            self._read(len(self._inflight) - 1)
+    def _take(self, launched: LaunchedPass) -> None:
+        """Read passes up to this one, whose result is taken now."""
+        while launched in self._inflight.unread:
+            self._read(len(self._inflight.unread) - 1)
+        self._inflight.take(launched)
 
 
 def _page_handle(handle: KvHandle) -> PageHandle:

@@ -122,17 +122,6 @@ class CudaMemory:
                 values = data.view(part.dtype).unflatten(2, (block_size, *part.shape[3:]))
                 part.flatten(1, 2).index_copy_(1, slots, values.transpose(0, 1).flatten(1, 2))
 
-    def save(self, pages: Sequence[int], tokens: int) -> dict[str, Tensor]:
-        with self._copying(self._out):
-            slots = self._slots(pages, range(tokens))
-            return {name: part.flatten(1, 2).index_select(1, slots).cpu() for name, part in self._kv.parts.items()}
-
-    def restore(self, pages: Sequence[int], saved: dict[str, Tensor]) -> None:
-        with self._copying(self._in):
-            for name, rows in saved.items():
-                slots = self._slots(pages, range(rows.shape[1]))
-                self._kv.parts[name].flatten(1, 2).index_copy_(1, slots, rows.to(self._device))
-
     @contextmanager
     def _copying(self, stream: torch.cuda.Stream) -> Iterator[None]:
         """Queue copies on `stream`, and wait for them, also when one of several fails: the caller's pin ends then."""

@@ -45,12 +45,6 @@ class KvMemory(Protocol):
     ) -> None:
         """Store payloads of blocks, one after the other from `token_start` on."""
 
-    def save(self, pages: Sequence[int], tokens: int) -> Any:
-        """A copy in host memory of the first `tokens` tokens, all layers and parts."""
-
-    def restore(self, pages: Sequence[int], saved: Any) -> None:
-        """Undo `save`, into other pages."""
-
 
 class Runner(Protocol):
     """One rank: its share of the model and of the KV. `baton.engine.model_runner` and, by hand, `baton.engine.fake`."""

@@ -93,7 +93,7 @@ def assemble(model: LoadedModel, config: EngineConfig, steps_ahead: int | None =
     )
     kv = _kv_cache(config, model, spec, kv_dtype)
     runner = ModelRunner(model, kv, spec, _source(config, model, kv, spec))
-    return EngineCore(spec, InProcessExecutor(runner), config.host_kv_memory)
+    return EngineCore(spec, InProcessExecutor(runner))
 
 
 def _kv_cache(config: EngineConfig, model: LoadedModel, spec: EngineSpec, dtype: torch.dtype) -> KvCache:
@@ -102,7 +102,7 @@ def _kv_cache(config: EngineConfig, model: LoadedModel, spec: EngineSpec, dtype:
     try:
         return model.new_kv_cache(device_pages, spec.page_size, dtype, spec.host_pages)
     except RegistrationError as error:
-        name = "kv_memory" if config.kv_home == "host" else "host_pool_memory"
+        name = "kv_memory" if config.kv_home == "host" else "host_memory"
         given = getattr(config, name) or "automatic"
         raise ConfigError(f"{name}: {given}: {error}") from error
 
@@ -216,22 +216,22 @@ def _host_pages(config: EngineConfig, page_bytes: int, pages: int, longest: int,
     """
     if config.kv_home != "auto":
         return pages if config.kv_home == "host" else 0
-    if config.host_pool_memory:
+    if config.host_memory:
         # On a CPU both are host memory.
         beside = config.kv_memory if device.type == "cpu" else 0
-        name = "host_pool_memory with kv_memory" if beside else "host_pool_memory"
-        _check_room(name, config.host_pool_memory + beside, torch.device("cpu"))
-        if (more := config.host_pool_memory // page_bytes) < 1:
-            given = config.host_pool_memory
-            raise ConfigError(f"host_pool_memory: {given} bytes hold no page, which has {page_bytes} bytes")
+        name = "host_memory with kv_memory" if beside else "host_memory"
+        _check_room(name, config.host_memory + beside, torch.device("cpu"))
+        if (more := config.host_memory // page_bytes) < 1:
+            given = config.host_memory
+            raise ConfigError(f"host_memory: {given} bytes hold no page, which has {page_bytes} bytes")
         return more
     if device.type != "cuda" or pages >= longest:
         return 0
     more = min(longest, int(host_memory.available() * _HOST_SHARE) // page_bytes)
     if more < longest:
         _log.warning(
-            "the device can't hold a sequence of max_model_len, %d bytes of host memory hold %d of its %d pages: "
-            "raise --host-pool-memory",
+            "the device has no room for a sequence of max_model_len, %d bytes of host memory hold %d of its %d pages: "
+            "raise --host-memory",
             more * page_bytes,
             more,
             longest,

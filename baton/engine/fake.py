@@ -194,12 +194,6 @@ class FakeMemory:
                     low = layout.start(offset, layer, part, 0)
                     yield self._pages[pages[page]], slice(low, low + layout.row_bytes)
 
-    def save(self, pages: Sequence[int], tokens: int) -> bytes:
-        return self.get(pages, tokens)
-
-    def restore(self, pages: Sequence[int], saved: bytes) -> None:
-        self.put(pages, 0, saved)
-
 
 @dataclass(slots=True)
 class _FakeSlot:
@@ -352,7 +346,6 @@ class FakeEngine(EngineCore):
         head_dim: int = 2,
         kv_dtype: str = "float32",
         fingerprint: str = "fake",
-        host_kv_memory: int = 1 << 20,
         steps_ahead: int = 0,
         step_time: float = 0.0,
         chunk_time: float = 0.0,
@@ -376,7 +369,7 @@ class FakeEngine(EngineCore):
             host_pages,
             hiding_chunk,
         )
-        super().__init__(spec, InProcessExecutor(FakeRunner(spec, step_time, chunk_time, delay)), host_kv_memory)
+        super().__init__(spec, InProcessExecutor(FakeRunner(spec, step_time, chunk_time, delay)))
 
 
 def encode(numbers: Sequence[float], dtype: str) -> bytes:

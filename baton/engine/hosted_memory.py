@@ -68,18 +68,6 @@ class SpanMemory:
                     self._store(name, layer, pages, token_start + index * block_size, rows)
                     at += size
 
-    def save(self, pages: Sequence[int], tokens: int) -> dict[str, Tensor]:
-        layers = range(self.kv.num_layers)
-        return {
-            name: torch.stack([self._rows(name, layer, pages, range(tokens)) for layer in layers])
-            for name in self.kv.parts
-        }
-
-    def restore(self, pages: Sequence[int], saved: dict[str, Tensor]) -> None:
-        for name, rows in saved.items():
-            for layer, own in enumerate(rows):
-                self._store(name, layer, pages, 0, own)
-
     def _rows(self, name: str, layer: int, pages: Sequence[int], tokens: range) -> Tensor:
         """A copy in host memory, `[tokens, kv_heads, ...]`."""
         part = self.kv.parts[name]
@@ -132,14 +120,6 @@ class HostedMemory:
     ) -> None:
         with self._written(pages) as memory:
             memory.write_blocks(pages, token_start, block_size, payloads)
-
-    def save(self, pages: Sequence[int], tokens: int) -> dict[str, Tensor]:
-        with self._computed(pages, range(self._kv.num_layers)) as memory:
-            return memory.save(pages, tokens)
-
-    def restore(self, pages: Sequence[int], saved: dict[str, Tensor]) -> None:
-        with self._written(pages) as memory:
-            memory.restore(pages, saved)
 
     @contextmanager
     def _written(self, pages: Sequence[int]) -> Iterator[CudaMemory | SpanMemory]:

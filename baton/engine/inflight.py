@@ -1,6 +1,6 @@
-"""Forward passes in flight: launched, not read yet.
+"""Forward passes in flight: launched, and their results not taken yet.
 
-    launch ──▶ in flight (pages pinned) ──▶ read: tokens appended to the sequences, pages unpinned
+    launch ──▶ in flight (pages pinned) ──▶ read: tokens appended to the sequences, pages unpinned ──▶ result taken
                       └─ a pass fails: it and all after it are undone, and no sequence has moved since the one before
 
 A step is launched from what the host knows of a sequence (its length) and what the device has of it (its newest
@@ -13,14 +13,13 @@ Belongs to the engine thread.
 from __future__ import annotations
 
 import contextlib
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import abc, deque
 from contextlib import ExitStack
 
 from baton.engine.contract import ChunkResult, OnLayer, PassResult, PromptChunk
 from baton.engine.executor import PassEnded
-from baton.engine.kv_manager import RunningSequence
 from baton.engine.plan import PlanResult, RowResult
+from baton.engine.sequence import Sequence
 from baton.errors import EngineError, NoToken
 from baton.request import TokenInfo
 
@@ -28,7 +27,7 @@ from baton.request import TokenInfo
 class ChunkErrors:
     """The chunks of a pass and what their `on_layer` raised; a chunk that has failed is not called again."""
 
-    def __init__(self, chunks: Sequence[PromptChunk], *, step: bool) -> None:
+    def __init__(self, chunks: abc.Sequence[PromptChunk], *, step: bool) -> None:
         """`step`: whether the pass has a step too, for which it goes on without chunks."""
         self.chunks = chunks
         self.errors: list[Exception | None] = [None] * len(chunks)
@@ -50,7 +49,7 @@ class ChunkErrors:
         if not self._step and None not in self.errors:
             raise PassEnded
 
-    def results(self, rows: Sequence[RowResult]) -> list[ChunkResult | Exception]:
+    def results(self, rows: abc.Sequence[RowResult]) -> list[ChunkResult | Exception]:
         """The chunks' results, from those of their rows."""
         return [
             error or _chunk_result(chunk, row) for chunk, error, row in zip(self.chunks, self.errors, rows, strict=True)
@@ -67,33 +66,33 @@ class LaunchedPass:
     def __init__(
         self,
         chunks: ChunkErrors,
-        batch: Sequence[RunningSequence],
-        wait: Callable[[], PlanResult],
+        batch: abc.Sequence[Sequence],
+        wait: abc.Callable[[], PlanResult],
         pins: ExitStack,
-        read: Callable[[LaunchedPass], object],
-        refused: Sequence[tuple[RunningSequence, NoToken]] = (),
+        take: abc.Callable[[LaunchedPass], object],
+        refused: abc.Sequence[tuple[Sequence, NoToken]] = (),
     ) -> None:
-        """`wait` returns the plan's result once the device is done, or raises; `read` reads passes up to this one.
+        """`wait` returns the plan's result once the device is done, or raises; `take` reads passes up to this one.
 
         `refused` sequences are not in the batch, because they could not join it.
         """
+        self.launched_at = 0.0
         self.batch = batch
-        self.found: list[tuple[RunningSequence, tuple[TokenInfo, ...] | NoToken]] = [*refused]
+        self.read = False
+        self.found: list[tuple[Sequence, tuple[TokenInfo, ...] | NoToken]] = [*refused]
         self._chunks = chunks
         self._chunk_results: list[ChunkResult | Exception] = []
         self._wait = wait
         self._pins = pins
-        self._read = read
+        self._take = take
         self._error: BaseException | None = None
 
     def result(self) -> PassResult:
-        """Raises what the pass raised; EngineError if it was undone with one before it."""
-        self._read(self)
+        """See ForwardPass. Raises what the pass raised; EngineError if it was undone with one before it."""
+        self._take(self)
         if self._error is not None:
             raise self._error
-        return PassResult(
-            self._chunk_results, [(each.handle, found) for each, found in self.found if each.handle.alive]
-        )
+        return PassResult(self._chunk_results, [(each, found) for each, found in self.found if each.handle.alive])
 
     def complete(self) -> None:
         """Wait for the device, and give the tokens to the sequences; if this raises, pages stay pinned."""
@@ -109,6 +108,7 @@ class LaunchedPass:
             else:
                 each.output_ids.extend(info.token_id for info in row.tokens)
                 self.found.append((each, row.tokens))
+        self.read = True
         self._pins.close()
 
     def undo(self, error: BaseException) -> None:
@@ -122,39 +122,42 @@ class LaunchedPass:
 
 
 class InflightPasses:
-    """The passes in flight, oldest first."""
+    """The passes whose result nobody has taken, oldest first; those that are read come before the others."""
 
     def __init__(self) -> None:
-        self._passes: deque[LaunchedPass] = deque()
+        self.passes: deque[LaunchedPass] = deque()
 
-    def __len__(self) -> int:
-        return len(self._passes)
-
-    def __contains__(self, launched: LaunchedPass) -> bool:
-        return launched in self._passes
+    @property
+    def unread(self) -> list[LaunchedPass]:
+        """Those that are not read yet."""
+        return [launched for launched in self.passes if not launched.read]
 
     def add(self, launched: LaunchedPass) -> None:
         """`launched` is the newest."""
-        self._passes.append(launched)
+        self.passes.append(launched)
         for each in launched.batch:
             each.unread += 1
 
     def complete(self) -> LaunchedPass:
-        """Read the oldest; if that raises, all are undone."""
-        oldest = self._passes[0]
+        """Read the oldest unread one; if that raises, all unread ones are undone."""
+        oldest = self.unread[0]
         try:
             oldest.complete()
         except BaseException as error:
             self.undo(error)
             raise
-        self._passes.popleft()
         return oldest
 
+    def take(self, launched: LaunchedPass) -> None:
+        """Its result is taken."""
+        if launched in self.passes:
+            self.passes.remove(launched)
+
     def undo(self, error: BaseException) -> None:
-        """Undo all, the oldest for `error`."""
-        for index, launched in enumerate(self._passes):
+        """Undo the unread ones, the oldest for `error`."""
+        for index, launched in enumerate(self.unread):
             for each in launched.batch:
                 each.unread -= 1
             cause = EngineError(f"undone, because a pass before it failed: {error}")
             launched.undo(cause if index else error)
-        self._passes.clear()
+            self.take(launched)

@@ -1,127 +1,92 @@
-"""Pages, slots and paused sequences of one engine: pure bookkeeping, without tensors.
+"""Pages and slots of one engine: pure bookkeeping, without tensors.
 
     reserve ─▶ handle ─▶ insert ─▶ in a slot ─▶ remove
-                            resume ▲    │ pause
-                                 paused, its KV in host memory
 
 Pages, handles and cached blocks are the pool's (`baton.kv.pool`). This adds the sequences of the generation batch: each
 has a slot while it runs, and the ModelRunner keeps what it needs of it by that slot. So the KvManager also keeps what
 the ModelRunner was told, and says with each step what has changed since (`baton.engine.plan`).
 
-A freed handle may still have a slot, but no page. Sequences of dead handles leave when the next step, insert or resume
-begins. Locks: the pool has its own, `_host_lock` guards paused sequences and the host memory that they take; all else
-belongs to the engine thread.
+A freed handle may still have a slot, but no page. Sequences of dead handles leave when the next step or insert begins.
+The pool has a lock of its own; all else belongs to the engine thread.
 """
 
 from __future__ import annotations
 
 import heapq
-import threading
-from collections.abc import Iterator, Sequence
+from collections import abc
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from baton.engine.contract import EngineSpec
 from baton.engine.plan import ForwardPlan, Growth, Join, Row
+from baton.engine.sequence import Sequence
 from baton.errors import EngineError, Overloaded
 from baton.kv.pool import PageHandle, PagePool
-from baton.request import SequenceState
-
-
-@dataclass(eq=False, slots=True)
-class RunningSequence:
-    """A sequence in the batch, with its own copy of the output ids; `unread` steps that it is in are in flight.
-
-    `planned_pages`: how many of its pages plans have sent, None before its Join. One that has `failed` got no token in
-    a step: it has left, and its tokens of later steps mean nothing.
-    """
-
-    handle: PageHandle
-    state: SequenceState
-    output_ids: list[int]
-    slot: int = -1
-    planned_pages: int | None = None
-    unread: int = 0
-    failed: bool = False
-
-    @property
-    def position(self) -> int:
-        """The position at which the next step writes KV: that of the newest token, which may be on the device only."""
-        return self.state.length - 1 + self.unread
-
-
-@dataclass(frozen=True, slots=True)
-class _Paused:
-    sequence: RunningSequence
-    saved: Any
-    bytes: int
-    capacity: int
 
 
 class KvManager:
     """Manager of sequences and their KV; `pool` holds the pages."""
 
-    def __init__(self, spec: EngineSpec, host_kv_memory: int) -> None:
+    def __init__(self, spec: EngineSpec) -> None:
         self.pool = PagePool(spec.pages, spec.page_size, spec.kv_format.block_size, spec.host_pages)
         self._spec = spec
         self._free_slots = list(range(spec.slots))
-        self._running: dict[PageHandle, RunningSequence] = {}
+        self._running: dict[Sequence, PageHandle] = {}
         self._left: list[int] = []
         self._reset = False
-        self._host_lock = threading.Lock()
-        self._host_total = self._host_free = host_kv_memory
-        self._paused: dict[PageHandle, _Paused] = {}
 
     @property
-    def batch(self) -> list[RunningSequence]:
+    def batch(self) -> list[Sequence]:
         """The sequences that have slots and are alive."""
-        return [sequence for sequence in self._running.values() if sequence.handle.alive]
+        return [sequence for sequence in self._running if sequence.handle.alive]
 
     @property
     def must_read_first(self) -> bool:
         """Whether the next step must not be launched before the tokens of all others are known."""
-        return self._reset or any(sequence.state.params.penalizes for sequence in self._running.values())
+        return self._reset or any(sequence.state.params.penalizes for sequence in self._running)
 
-    def insert(self, handle: PageHandle, state: SequenceState) -> None:
-        """Give a sequence a slot. Raises EngineError, or Overloaded without a slot, changing nothing."""
+    def insert(self, sequence: Sequence, handle: PageHandle) -> None:
+        """Give a sequence, which has this handle, a slot. Raises EngineError, or Overloaded without one, changing
+        nothing.
+        """
         handle.check_alive()
         self._remove_dead()
-        if handle in self._running or handle in self._paused:
+        if handle in self._running.values():
             raise EngineError(f"{handle.owner}: was inserted before")
-        if not 0 < state.length <= handle.capacity + 1:
-            raise EngineError(f"{handle.owner}: {state.length} tokens in pages for {handle.capacity}")
-        self._check_length(handle, state)
-        output_ids = list(state.output_ids)
-        self._take_slot(RunningSequence(handle, replace(state, output_ids=output_ids), output_ids))
+        if not 0 < sequence.length <= handle.capacity + 1:
+            raise EngineError(f"{handle.owner}: {sequence.length} tokens in pages for {handle.capacity}")
+        self._check_length(sequence)
+        if not self._free_slots:
+            raise Overloaded(f"all {self._spec.slots} slots are taken")
+        sequence.slot = heapq.heappop(self._free_slots)
+        self._running[sequence] = handle
 
-    def remove(self, sequence: RunningSequence) -> None:
+    def remove(self, sequence: Sequence) -> None:
         """Take a sequence out of its slot, if it has one."""
-        if self._running.get(sequence.handle) is not sequence:
+        if self._running.pop(sequence, None) is None:
             return
-        del self._running[sequence.handle]
         heapq.heappush(self._free_slots, sequence.slot)
         if sequence.planned_pages is not None:
             self._left.append(sequence.slot)
             sequence.planned_pages = None
 
     @contextmanager
-    def pin_batch(self) -> Iterator[list[RunningSequence]]:
+    def pin_batch(self) -> abc.Iterator[list[Sequence]]:
         """The sequences of the next step, their pages pinned.
 
         Raises EngineError naming one that has no room for the step's token, or reached the model's length.
         """
         while True:
-            batch = list(self._running.values())
-            with self.pool.pin_batch([each.handle for each in batch], [each.position for each in batch]) as dead:
+            batch = list(self._running)
+            with self.pool.pin_batch(list(self._running.values()), [each.position for each in batch]) as dead:
                 if not dead:
                     for each in batch:
-                        self._check_length(each.handle, each.state)
+                        self._check_length(each)
                     yield batch
                     return
             self._remove_dead()
 
-    def plan(self, prompts: Sequence[Row], batch: Sequence[RunningSequence]) -> ForwardPlan:
+    def plan(self, prompts: abc.Sequence[Row], batch: abc.Sequence[Sequence]) -> ForwardPlan:
         """Rows of prompts, and a step of all of `batch` with what has changed since the last such plan.
 
         The caller launches it, or calls `forget_plans`.
@@ -130,7 +95,7 @@ class KvManager:
             return ForwardPlan(rows=tuple(prompts))
         joined, grew, rows = [], [], list(prompts)
         for each in batch:
-            pages = each.handle.pages
+            pages = self._running[each].pages
             count = len(pages)
             if each.planned_pages is None:
                 state = replace(each.state, output_ids=tuple(each.output_ids))
@@ -146,103 +111,18 @@ class KvManager:
     def forget_plans(self) -> None:
         """A plan failed: the next one resets the ModelRunner, and fills all slots again."""
         self._reset, self._left = True, []
-        for each in self._running.values():
+        for each in self._running:
             each.planned_pages = None
-
-    def check_pause(self, handle: PageHandle) -> tuple[RunningSequence, int]:
-        """A running sequence, and the bytes of its KV.
-
-        Raises EngineError if it does not run, Overloaded if host memory has no room for it.
-        """
-        sequence = self._running.get(handle)
-        if sequence is None:
-            raise EngineError(f"{handle.owner}: is not running")
-        size = sequence.position * self._spec.kv_format.token_bytes
-        with self._host_lock:
-            if size > self._host_free:
-                raise Overloaded(f"{handle.owner}: needs {size} bytes of host_kv_memory, {self._host_free} are free")
-        return sequence, size
-
-    def pause(self, sequence: RunningSequence, saved: Any, size: int) -> None:
-        """Take the slot and pages of a sequence whose KV was `saved`, in `size` bytes of host memory."""
-        handle = sequence.handle
-        with self._host_lock:
-            self._paused[handle] = _Paused(sequence, saved, size, handle.capacity)
-            self._host_free -= size
-        # Recorded first: a `free` that comes now finds what it has to forget.
-        if not self.pool.detach(handle):
-            self._forget_paused(handle)
-        self.remove(sequence)
-
-    def begin_resume(self, handle: PageHandle) -> Any:
-        """Give a paused sequence pages again; returns what was saved. Raises OutOfPages or Overloaded."""
-        handle.check_alive()
-        paused = self._paused.get(handle)
-        if paused is None:
-            raise EngineError(f"{handle.owner}: is not paused")
-        self._remove_dead()
-        self._check_slot()
-        self.pool.extend(handle, paused.capacity)
-        return paused.saved
-
-    def end_resume(self, handle: PageHandle) -> None:
-        """All KV is back in its pages: give the sequence a slot, and the host memory back."""
-        if (paused := self._paused.get(handle)) is not None:
-            self._take_slot(paused.sequence)
-            self._forget_paused(handle)
-
-    def publish(self, handle: PageHandle, digests: Sequence[bytes]) -> None:
-        """A paused sequence publishes nothing, until all of its KV is back."""
-        with self._host_lock:
-            if handle not in self._paused:
-                self.pool.publish(handle, digests)
-
-    def free(self, handle: PageHandle, digests: Sequence[bytes]) -> None:
-        """A paused sequence leaves nothing, until all of its KV is back."""
-        self.pool.free(handle, digests, but=self._paused)
-        self._forget_paused(handle)
 
     def free_all(self) -> None:
         """Free every handle, and forget all cached blocks."""
         self.pool.free_all()
         self._remove_dead()
-        for handle in list(self._paused):
-            self._forget_paused(handle)
-
-    def host_kv(self) -> dict[str, int]:
-        """Bytes of host memory by owner, of the paused sequences."""
-        with self._host_lock:
-            return {handle.owner: paused.bytes for handle, paused in self._paused.items()}
-
-    def audit(self) -> dict[str, int]:
-        with self._host_lock:
-            held, free = sum(paused.bytes for paused in self._paused.values()), self._host_free
-        if held + free != self._host_total:
-            raise EngineError(
-                f"host memory audit failed: {held} bytes are held and {free} free of {self._host_total}; "
-                f"ledger {self.host_kv()}"
-            )
-        return self.pool.audit()
 
     def _remove_dead(self) -> None:
-        for sequence in [each for each in self._running.values() if not each.handle.alive]:
+        for sequence in [each for each, handle in self._running.items() if not handle.alive]:
             self.remove(sequence)
 
-    def _take_slot(self, sequence: RunningSequence) -> None:
-        self._check_slot()
-        sequence.slot = heapq.heappop(self._free_slots)
-        self._running[sequence.handle] = sequence
-
-    def _check_slot(self) -> None:
-        if not self._free_slots:
-            raise Overloaded(f"all {self._spec.slots} slots are taken")
-
-    def _check_length(self, handle: PageHandle, state: SequenceState) -> None:
-        if state.length >= self._spec.max_model_len:
-            raise EngineError(f"{handle.owner}: has {state.length} tokens, max_model_len is {self._spec.max_model_len}")
-
-    def _forget_paused(self, handle: PageHandle) -> None:
-        with self._host_lock:
-            paused = self._paused.pop(handle, None)
-            if paused is not None:
-                self._host_free += paused.bytes
+    def _check_length(self, sequence: Sequence) -> None:
+        if sequence.length >= (most := self._spec.max_model_len):
+            raise EngineError(f"{sequence.handle.owner}: has {sequence.length} tokens, max_model_len is {most}")

@@ -1,4 +1,4 @@
-"""KV pages in host memory: in and out as canonical bytes, copied, and saved beside the pool.
+"""KV pages in host memory: in and out as canonical bytes, and copied.
 
 Safe from any thread beside a running step, because the pages that a transfer touches are not written by it.
 """
@@ -88,15 +88,6 @@ class TorchMemory:
             for view, rows in self._runs(views, pages, range(start, start + block_size), block):
                 view[:] = rows
 
-    def save(self, pages: Sequence[int], tokens: int) -> dict[str, Tensor]:
-        slots = self._slots(pages, range(tokens))
-        return {name: part.flatten(1, 2).index_select(1, slots).cpu() for name, part in self.kv.parts.items()}
-
-    def restore(self, pages: Sequence[int], saved: dict[str, Tensor]) -> None:
-        for name, rows in saved.items():
-            slots = self._slots(pages, range(rows.shape[1]))
-            self.kv.parts[name].flatten(1, 2).index_copy_(1, slots, rows.to(slots.device))
-
     def _part_views(self) -> list[tuple[NDArray[np.uint8], int]]:
         """Each part's pages as `[layers, bytes]`, and the bytes of one token in one layer."""
         slots = self.kv.num_pages * self.kv.page_size
@@ -132,15 +123,6 @@ class TorchMemory:
         if given != kept:
             data = _bytes(torch.frombuffer(part.data, dtype=given).to(kept))
         return data.reshape(*part.shape[:2], -1)
-
-    def _slots(self, pages: Sequence[int], tokens: range) -> Tensor:
-        """page * page_size + offset of each token, int64 on the pages' device."""
-        size = self.kv.page_size
-        first, last = tokens.start // size, -(-tokens.stop // size)
-        starts = torch.tensor(pages[first:last], dtype=torch.int64) * size
-        slots = (starts[:, None] + torch.arange(size)).flatten()
-        slots = slots[tokens.start - first * size : tokens.stop - first * size]
-        return slots.to(next(iter(self.kv.parts.values())).device)
 
 
 def _bytes(tensor: Tensor) -> NDArray[np.uint8]:

@@ -1,10 +1,9 @@
 """The page pool: who owns which page of a worker's KV memory.
 
     reserve ──▶ handle ──▶ free
-                  │  └ detach (paused: alive, without pages) ─ extend (resumed)
                   └ pin … unpin   around every read, write and forward pass on its pages
 
-A handle has a *lease* on a list of pages. `free` and `detach` end the lease at once for the handle, but the pages
+A handle has a *lease* on a list of pages. `free` ends the lease at once for the handle, but the pages
 return to the pool only when all pins on that lease have ended: a late frame or a running forward pass never touches
 pages that have a new owner. Leases share full pages: a fork shares those of its parent, and a handle reserved with a
 prefix shares its published pages (`baton.kv.cached_blocks`). So each page has a reference count
@@ -21,7 +20,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -289,23 +288,11 @@ class PagePool:
                 for lease in leases:
                     self._unpin(lease)
 
-    def detach(self, handle: PageHandle) -> bool:
-        """Free the handle's pages, but not the handle: its capacity is 0 until it is extended.
-
-        False if the handle was freed before.
-        """
-        with self._locked():
-            lease = handle._lease
-            if lease.active:
-                handle._lease = self._lease(lease.owner, NO_PAGES)
-                self._end_lease(lease)
-            return handle.alive
-
-    def free(self, handle: PageHandle, digests: Sequence[bytes] = (), but: Container[PageHandle] = ()) -> None:
-        """Free the handle; its pages return once unpinned. Caches `digests` (`Engine.free`) unless it is in `but`."""
+    def free(self, handle: PageHandle, digests: Sequence[bytes] = ()) -> None:
+        """Free the handle; its pages return once unpinned. Caches `digests` (`Engine.free`)."""
         with self._locked():
             if handle.alive:
-                self._block_index.insert(handle._lease.listed, () if handle in but else digests, ends=True)
+                self._block_index.insert(handle._lease.listed, digests, ends=True)
                 self._end_lease(handle._lease)
 
     def free_all(self) -> None:

@@ -34,10 +34,8 @@ STEP_SECONDS = Histogram("baton_decode_step_seconds", "Duration of a decode step
 BATCH_SIZE = Histogram(
     "baton_decode_batch_size", "Sequences in a decode step.", buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256)
 )
-SEQUENCES_PAUSED = Counter("baton_sequences_paused_total", "Sequences moved to host memory because no pages were free.")
-SEQUENCES_RESUMED = Counter("baton_sequences_resumed_total", "Paused sequences that run again.")
 SEQUENCES_PREEMPTED = Counter(
-    "baton_sequences_preempted_total", "Sequences returned to the router because host memory was full."
+    "baton_sequences_preempted_total", "Sequences given back to the router because no page was left."
 )
 PAGES = Gauge("baton_pages", "Pages of the KV pool, by state.", ["role", "state"])
 

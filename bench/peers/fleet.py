@@ -46,7 +46,7 @@ def baton_fleet(places: Places) -> Iterator[str]:
     """A fleet without a prefix cache in Redis, a core for each worker; yields the router's address."""
     settings: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 8192, "kv_memory": "1GiB"}
     with Services(model=str(places.model), **settings) as services:
-        prefill = services.worker("prefill", cache_memory="0MiB", **PINNED["prefill"])
+        prefill = services.worker("prefill", **PINNED["prefill"])
         decode = services.worker("decode", slots=64, **PINNED["decode"])
         yield services.router([prefill], [decode])
 

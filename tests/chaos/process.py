@@ -37,7 +37,6 @@ def main() -> int:
     parser.add_argument("--chunk-time", type=float, default=0.0)
     parser.add_argument("--pages", type=int, default=512)
     parser.add_argument("--slots", type=int, default=8)
-    parser.add_argument("--host-kv", type=int, default=1 << 20)
     parser.add_argument("--model-len", type=int, default=4096)
     own, rest = parser.parse_known_args()
     hangs, resolves = threading.Event(), threading.Event()
@@ -65,7 +64,6 @@ def main() -> int:
         head_dim=HEAD_DIM,
         pages=own.pages,
         slots=own.slots,
-        host_kv_memory=own.host_kv,
         step_time=own.step_time,
         chunk_time=own.chunk_time,
         delay=delay,

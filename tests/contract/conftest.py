@@ -18,7 +18,7 @@ from baton.engine.fake import FakeEngine
 from tests.contract.engines import Rig
 from tests.kernels import KERNELS
 
-SIZES = {"page_size": 16, "pages": 64, "slots": 6, "host_kv_memory": 1 << 22, "max_model_len": 512}
+SIZES = {"page_size": 16, "pages": 64, "slots": 6, "max_model_len": 512}
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +57,7 @@ def make_torch(
     token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * DTYPE_BYTES[chosen["kv_dtype"]]
     page_bytes, pages = token_bytes * chosen["page_size"], chosen.pop("pages")
     if home == "both" and (in_host := pages - max(1, pages * 2 // 3)):
-        chosen |= {"host_pool_memory": page_bytes * in_host}
+        chosen |= {"host_memory": page_bytes * in_host}
         pages -= in_host
     chosen |= {"kv_home": "auto" if home == "both" else home, "segment_tokens": 24}
     if chosen["kv_dtype"] == "float16":

@@ -14,7 +14,7 @@ from baton.engine.core import EngineCore
 from baton.engine.plan import PlanResult
 from baton.kv.format import PartData
 from baton.request import SamplingParams, SequenceState, TokenInfo
-from tests.engine_calls import prefill_chunk
+from tests.engine_calls import found, insert, prefill_chunk
 
 GREEDY = SamplingParams(temperature=0.0)
 MIXED = (
@@ -29,7 +29,7 @@ MIXED = (
 
 @dataclass
 class Rig:
-    """`make(page_size=, pages=, slots=, host_kv_memory=, kv_dtype=, max_model_len=)`; `vocab` bounds prompt ids."""
+    """`make(page_size=, pages=, slots=, kv_dtype=, max_model_len=)`; `vocab` bounds prompt ids."""
 
     name: str
     make: Callable[..., EngineCore]
@@ -105,13 +105,13 @@ def start(engine: Engine, owner: str, wanted: SequenceState, room: int = 40) -> 
     handle = engine.reserve(owner, wanted.length + room)
     first = prefill(engine, handle, wanted).token_id
     outputs = [*wanted.output_ids, first]
-    engine.insert(handle, SequenceState(wanted.params, wanted.prompt_ids, outputs, wanted.choice_index))
+    insert(engine, handle, SequenceState(wanted.params, wanted.prompt_ids, outputs, wanted.choice_index))
     return handle, outputs
 
 
 def step(engine: Engine) -> dict[KvHandle, int]:
     """One step: the new token of each sequence."""
-    return {handle: infos[0].token_id for handle, infos in engine.launch().result().steps}  # type: ignore[index]
+    return {handle: infos[0].token_id for handle, infos in found(engine.launch().result())}
 
 
 def generate(engine: Engine, wanted: SequenceState, count: int) -> list[int]:

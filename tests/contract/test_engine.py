@@ -1,4 +1,4 @@
-"""Contract of every engine when it computes: chunks, batches, refills, forks, pauses, transfers."""
+"""What every engine does when it computes: chunks, batches, refills, forks, transfers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.contract.engines import (
     step,
     whole_kv,
 )
-from tests.engine_calls import prefill_chunk
+from tests.engine_calls import insert, prefill_chunk
 
 
 def test_on_layer_is_called_in_order_with_final_kv(rig: Rig) -> None:
@@ -153,7 +153,7 @@ def test_decode_goes_on_after_a_transfer_between_page_sizes(
     first = prefill(source, origin, wanted, 10).token_id
     move(source, origin, target, home, 37)
     source.free(origin)
-    target.insert(home, state(wanted.prompt_ids, wanted.params, [first]))
+    insert(target, home, state(wanted.prompt_ids, wanted.params, [first]))
     assert [first, *(step(target)[home] for _ in range(9))] == expected
 
 
@@ -167,7 +167,7 @@ def test_element_types_are_converted_on_write(rig: Rig, there: str, here: str) -
     assert all(part.dtype == here for part in whole_kv(target, home, 20))
     back = source.reserve("a/2", 20)
     move(target, home, source, back, 20)
-    target.insert(home, state(prompt, outputs=[first]))
+    insert(target, home, state(prompt, outputs=[first]))
     tokens = [first, *(step(target)[home] for _ in range(3))]
     if rig.exact:
         assert tokens == generate(source, state(prompt), 4)
@@ -202,7 +202,7 @@ def test_a_freed_slot_is_refilled_at_the_next_step(rig: Rig) -> None:
         if waiting:
             extra = engine.reserve("extra", 20)
             with pytest.raises(Overloaded, match="2 slots"):
-                engine.insert(extra, state(rig.prompt(3), outputs=[1]))
+                insert(engine, extra, state(rig.prompt(3), outputs=[1]))
             engine.free(extra)
         tokens = step(engine)
         assert set(tokens) == set(running)
@@ -242,7 +242,7 @@ def test_forks_share_full_pages_and_go_their_own_ways(rig: Rig) -> None:
     children = []
     for one, first in zip(wanted, firsts, strict=True):
         child = engine.fork(parent, f"a/1/{one.choice_index}", 37, 50)
-        engine.insert(child, dataclasses.replace(one, output_ids=[first.token_id]))
+        insert(engine, child, dataclasses.replace(one, output_ids=[first.token_id]))
         children.append((child, [first.token_id]))
     assert engine.stats().used == 3 + 3 * 2
     engine.free(parent)
@@ -252,63 +252,6 @@ def test_forks_share_full_pages_and_go_their_own_ways(rig: Rig) -> None:
         for child, outputs in children:
             outputs.append(tokens[child])
     assert [outputs for _, outputs in children] == expected
-
-
-def test_pause_and_resume_lose_no_token(rig: Rig) -> None:
-    engine = rig.engine(pages=14, slots=3)
-    wanted = [state(rig.prompt(20, seed=i), MIXED[1 + i]) for i in range(2)]
-    expected = [generate(engine, one, 12) for one in wanted]
-    (first, first_outputs), (second, second_outputs) = (
-        start(engine, f"a/{i}", one, 20) for i, one in enumerate(wanted)
-    )
-    tokens = step(engine)
-    first_outputs.append(tokens[first])
-    second_outputs.append(tokens[second])
-    engine.pause(first)
-    assert engine.audit() == {"a/0": 0, "a/1": 3}
-    assert first.alive
-    # Others use the pages meanwhile.
-    other = engine.reserve("other", 160)
-    prefill(engine, other, state(rig.prompt(100, seed=9)))
-    for _ in range(4):
-        tokens = step(engine)
-        assert set(tokens) == {second}
-        second_outputs.append(tokens[second])
-    engine.free(other)
-    engine.resume(first)
-    while len(first_outputs) < 12:
-        tokens = step(engine)
-        first_outputs.append(tokens[first])
-        second_outputs.append(tokens[second])
-    assert first_outputs == expected[0]
-    assert second_outputs[:12] == expected[1][:12]
-
-
-def test_pause_and_resume_change_nothing_when_refused(rig: Rig) -> None:
-    engine = rig.engine(pages=4, slots=1, host_kv_memory=0)
-    handle, _ = start(engine, "a/1", state(rig.prompt(10)), 4)
-    with pytest.raises(Overloaded, match="host_kv_memory"):
-        engine.pause(handle)
-    assert set(step(engine)) == {handle}
-    with pytest.raises(EngineError, match="not paused"):
-        engine.resume(handle)
-
-    roomy = rig.engine(pages=4, slots=1)
-    handle, outputs = start(roomy, "a/1", state(rig.prompt(20)), 4)
-    roomy.pause(handle)
-    with pytest.raises(EngineError, match="not running"):
-        roomy.pause(handle)
-    greedy_one = roomy.reserve("b/1", 48)
-    with pytest.raises(Overloaded, match="pages"):
-        roomy.resume(handle)
-    assert roomy.audit() == {"a/1": 0, "b/1": 3}
-    roomy.free(greedy_one)
-    taken, _ = start(roomy, "c/1", state(rig.prompt(4)), 2)
-    with pytest.raises(Overloaded, match="slots"):
-        roomy.resume(handle)
-    roomy.free(taken)
-    roomy.resume(handle)
-    assert [*outputs, step(roomy)[handle]] == generate(rig.engine(), state(rig.prompt(20)), 2)
 
 
 def test_a_step_needs_room_for_a_token(rig: Rig) -> None:
@@ -337,7 +280,7 @@ def test_sequences_end_at_max_model_len(rig: Rig) -> None:
         prefill_chunk(engine, engine.reserve("b/1", 25), rig.prompt(25), 0, 25, on_layer=ignore)
     full = engine.reserve("c/1", 24)
     with pytest.raises(EngineError, match="max_model_len"):
-        engine.insert(full, state(rig.prompt(20), outputs=[1, 2, 3, 4]))
+        insert(engine, full, state(rig.prompt(20), outputs=[1, 2, 3, 4]))
 
 
 def test_token_ids_outside_the_vocabulary_are_named(rig: Rig) -> None:
@@ -359,6 +302,6 @@ def test_the_engine_keeps_its_own_output_ids(rig: Rig) -> None:
     handle = engine.reserve("a/1", 30)
     prompt = rig.prompt(8)
     prefill(engine, handle, state(prompt))
-    engine.insert(handle, SequenceState(GREEDY, prompt, outputs))
+    insert(engine, handle, SequenceState(GREEDY, prompt, outputs))
     step(engine)
     assert outputs == [5]

@@ -11,6 +11,7 @@ from baton.engine.contract import Engine, KvHandle
 from baton.errors import EngineError
 from baton.request import SamplingParams, SequenceState
 from tests.contract.engines import MIXED, ExecutorStub, Rig, generate, prefill, start, state, step
+from tests.engine_calls import found, insert
 
 # Four tokens far above all others take turns by what was counted: a step that missed one would take another turn.
 IN_TURNS = SamplingParams(
@@ -42,7 +43,7 @@ class Driver:
         self.unread.append(self.engine.launch())
 
     def read(self) -> set[KvHandle]:
-        results = self.unread.pop(0).result().steps
+        results = found(self.unread.pop(0).result())
         for handle, infos in results:
             self.tokens.setdefault(handle, []).extend(info.token_id for info in infos)
         return {handle for handle, _ in results}
@@ -96,6 +97,23 @@ def test_results_may_be_read_in_any_order_and_again(rig: Rig, ahead: Callable[..
     assert [sooner[0][1][0].token_id, later[0][1][0].token_id] == generate(rig.engine(), state(rig.prompt(10)), 3)[1:]
 
 
+def test_passes_in_flight_are_listed_until_their_results_are_taken(rig: Rig, ahead: Callable[..., Any]) -> None:
+    engine = ahead()
+    handle, _ = start(engine, "a/1", state(rig.prompt(10)))
+    passes = [engine.launch() for _ in range(3)]
+    # The first was read when the third was launched.
+    assert list(engine.in_flight) == passes
+    assert [[each.handle for each in one.batch] for one in passes] == [[handle]] * 3
+    passes[1].result()
+    assert list(engine.in_flight) == [passes[0], passes[2]]
+    for one in (passes[0], passes[2]):
+        assert engine.in_flight[0] is one
+        one.result()
+    assert not engine.in_flight
+    ((sequence, _),) = passes[2].result().steps
+    assert sequence.output_ids == generate(rig.engine(), state(rig.prompt(10)), 4)
+
+
 def test_who_ended_with_an_unread_step_is_in_the_next_and_keeps_its_pages_till_then(
     rig: Rig, ahead: Callable[..., Any]
 ) -> None:
@@ -112,7 +130,7 @@ def test_who_ended_with_an_unread_step_is_in_the_next_and_keeps_its_pages_till_t
     engine.free(ending)
     assert engine.audit() == {"a/0 (draining)": 2, "a/1": 2, "a/2": 2}
     # Its slot is free at once, its pages are not.
-    engine.insert(waiting, SequenceState(wanted[2].params, wanted[2].prompt_ids, [first]))
+    insert(engine, waiting, SequenceState(wanted[2].params, wanted[2].prompt_ids, [first]))
     driver.launch()
     assert driver.read() == {going}
     assert engine.audit() == {"a/1": 2, "a/2": 2}
@@ -142,26 +160,6 @@ def test_a_sequence_at_its_length_may_be_in_one_more_step(rig: Rig, ahead: Calla
     assert len(last.result().steps) == 1
     engine.free(handle)
     assert beyond.result().steps == []
-
-
-def test_pause_reads_what_is_in_flight_and_loses_nothing(rig: Rig, ahead: Callable[..., Any]) -> None:
-    engine = ahead()
-    wanted = [state(rig.prompt(12 + i, seed=i), MIXED[i]) for i in range(2)]
-    expected = [generate(rig.engine(), one, 8) for one in wanted]
-    driver = Driver(engine)
-    (paused, first), (going, second) = (start(engine, f"a/{i}", one) for i, one in enumerate(wanted))
-    driver.turn()
-    driver.launch()
-    engine.pause(paused)
-    assert driver.read() == {paused, going}
-    assert driver.read() == {paused, going}
-    driver.turn()
-    driver.turn()
-    engine.resume(paused)
-    for _ in range(6):
-        driver.turn()
-    assert [*first, *driver.tokens[paused]][:8] == expected[0]
-    assert [*second, *driver.tokens[going]][:8] == expected[1]
 
 
 def test_a_step_that_fails_when_it_is_read_undoes_the_later_ones(rig: Rig, ahead: Callable[..., Any]) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from baton.errors import CorruptFrame, InvalidRequest
 from tests.contract.engines import Rig, generate, ignore, payload_of, prefill, state, step, whole_kv
-from tests.engine_calls import prefill_chunk
+from tests.engine_calls import insert, prefill_chunk
 
 
 @pytest.mark.parametrize(("there", "here"), [(16, 16), (32, 16), (16, 48), (256, 16), (12, 20)])
@@ -27,7 +27,7 @@ def test_blocks_move_kv_between_pages_of_any_size(rig: Rig, there: int, here: in
     assert target.read_blocks(home, 16, 3) == payloads
     result = prefill_chunk(target, home, wanted.prompt_ids, 64, 70, on_layer=ignore, sample=[wanted])
     assert result.tokens[0].token_id == first
-    target.insert(home, state(wanted.prompt_ids, outputs=[first]))
+    insert(target, home, state(wanted.prompt_ids, outputs=[first]))
     assert [first, *(step(target)[home] for _ in range(5))] == generate(source, wanted, 6)
 
 

@@ -12,7 +12,7 @@ from baton.errors import NoToken
 from baton.request import SequenceState
 from tests.contract.engines import MIXED, Rig, generate, ignore, prefill, spoil, start, state, step
 from tests.decoding import digests
-from tests.engine_calls import prefill_chunk
+from tests.engine_calls import found, insert, prefill_chunk
 
 ROOM = 40
 
@@ -22,7 +22,7 @@ def spoiled(engine: Engine, owner: str, wanted: SequenceState) -> KvHandle:
     handle = engine.reserve(owner, wanted.length + ROOM)
     first = prefill(engine, handle, wanted).token_id
     spoil(engine, handle, 1)
-    engine.insert(handle, SequenceState(wanted.params, wanted.prompt_ids, [first], wanted.choice_index))
+    insert(engine, handle, SequenceState(wanted.params, wanted.prompt_ids, [first], wanted.choice_index))
     return handle
 
 
@@ -37,11 +37,11 @@ def test_a_sequence_without_a_token_fails_alone(rig: Rig, ahead: int) -> None:
     outcomes: list[object] = []
     steps = [engine.launch() for _ in range(7)]
     for each in steps:
-        for handle, found in each.result().steps:
-            if isinstance(found, NoToken):
-                outcomes.append((handle, str(found)))
+        for handle, got in found(each.result()):
+            if isinstance(got, NoToken):
+                outcomes.append((handle, str(got)))
             else:
-                next(outputs for one, outputs in running if one is handle).extend(info.token_id for info in found)
+                next(outputs for one, outputs in running if one is handle).extend(info.token_id for info in got)
     assert [outputs for _, outputs in running] == expected
     assert outcomes == [(bad, "bad/1: logits are not finite")], "once, and it has left"
     # Its slot is free, its pages are not.
@@ -64,16 +64,16 @@ def test_a_sequence_that_cant_join_fails_alone(rig: Rig, ahead: int) -> None:
     running += [start(engine, f"a/{i}", one) for i, one in enumerate(wanted[2:], 2)]
     bad = engine.reserve("bad/1", 40)
     # No prompt that was checked has such tokens: they stand for all that may go wrong while a sequence joins.
-    engine.insert(bad, SequenceState(MIXED[3], cast(list[int], [None] * 12), [1]))
+    insert(engine, bad, SequenceState(MIXED[3], cast(list[int], [None] * 12), [1]))
     steps += [engine.launch() for _ in range(4)]
     lost: list[str] = []
     for each in steps:
-        for handle, found in each.result().steps:
-            if isinstance(found, NoToken):
+        for handle, got in found(each.result()):
+            if isinstance(got, NoToken):
                 assert handle is bad
-                lost.append(str(found))
+                lost.append(str(got))
             else:
-                next(outputs for one, outputs in running if one is handle).extend(info.token_id for info in found)
+                next(outputs for one, outputs in running if one is handle).extend(info.token_id for info in got)
     assert [outputs[:5] for _, outputs in running] == expected
     ((message),) = lost
     assert message.startswith("bad/1: can't join the batch: TypeError")
@@ -84,8 +84,8 @@ def test_a_sequence_that_cant_join_fails_alone(rig: Rig, ahead: int) -> None:
 def test_the_next_owner_of_its_pages_sees_nothing_of_it(rig: Rig) -> None:
     engine: EngineCore = rig.engine(pages=4, slots=2)
     bad = spoiled(engine, "bad/1", state(rig.prompt(20, seed=9)))
-    ((_, found),) = engine.launch().result().steps
-    assert isinstance(found, NoToken)
+    ((_, got),) = engine.launch().result().steps
+    assert isinstance(got, NoToken)
     engine.free(bad)
     wanted = state(rig.prompt(20, seed=3))
     assert generate(engine, wanted, 10) == generate(rig.engine(), wanted, 10)

@@ -11,7 +11,7 @@ from baton.engine.contract import ChunkResult, Engine, KvHandle, PassResult, Pro
 from baton.errors import EngineError, NoToken
 from baton.request import SequenceState
 from tests.contract.engines import MIXED, Rig, generate, ignore, prefill, spoil, start, state, step, whole_kv
-from tests.engine_calls import prefill_chunk
+from tests.engine_calls import found, insert, prefill_chunk
 
 
 class Stop(Exception):
@@ -20,7 +20,7 @@ class Stop(Exception):
 
 def tokens_of(result: PassResult) -> dict[KvHandle, int]:
     """The new tokens of a step."""
-    return {handle: infos[0].token_id for handle, infos in result.steps if not isinstance(infos, NoToken)}
+    return {handle: infos[0].token_id for handle, infos in found(result) if not isinstance(infos, NoToken)}
 
 
 def running(rig: Rig, engine: Engine) -> tuple[list[tuple[KvHandle, list[int]]], list[list[int]]]:
@@ -50,10 +50,10 @@ def test_chunks_and_a_step_in_one_pass_are_as_each_alone(rig: Rig, ahead: int, o
             if begin < (end := min(begin + 20, each.length))
         ]
         result = engine.launch(chunks).result()
-        for chunk, found in zip(chunks, result.chunks, strict=True):
-            assert isinstance(found, ChunkResult)
+        for chunk, computed in zip(chunks, result.chunks, strict=True):
+            assert isinstance(computed, ChunkResult)
             if chunk.sample:
-                firsts[chunk.handle] = found
+                firsts[chunk.handle] = computed
         for handle, outputs in sequences:
             outputs.append(tokens_of(result)[handle])
     for _ in range(4):
@@ -134,15 +134,15 @@ def test_a_sequence_that_cant_join_leaves_the_chunks_of_its_pass_alone(rig: Rig)
     engine = rig.engine(slots=6)
     sequences, expected = running(rig, engine)
     bad = engine.reserve("bad/1", 40)
-    engine.insert(bad, SequenceState(MIXED[3], cast(list[int], [None] * 12), [1]))
+    insert(engine, bad, SequenceState(MIXED[3], cast(list[int], [None] * 12), [1]))
     prompt, calls = state(rig.prompt(40, seed=61)), list[int]()
     chunk = PromptChunk(engine.reserve("new/1", 40), prompt.prompt_ids, 0, 40, calls.append, [prompt])
     result = engine.launch([chunk]).result()
     assert calls == list(range(engine.spec.kv_format.layers)), "computed once"
-    assert [handle for handle, found in result.steps if isinstance(found, NoToken)] == [bad]
-    (found,) = result.chunks
-    assert isinstance(found, ChunkResult)
-    assert [info.token_id for info in found.tokens] == generate(rig.engine(), prompt, 1)
+    assert [handle for handle, got in found(result) if isinstance(got, NoToken)] == [bad]
+    (computed,) = result.chunks
+    assert isinstance(computed, ChunkResult)
+    assert [info.token_id for info in computed.tokens] == generate(rig.engine(), prompt, 1)
     assert [tokens_of(result)[handle] for handle, _ in sequences] == [each[1] for each in expected]
 
 

@@ -15,7 +15,7 @@ from baton.errors import EngineError, OutOfPages
 from baton.request import SequenceState
 from tests.contract.engines import MIXED, Rig, chunks, generate, ignore, state, step, whole_kv
 from tests.decoding import digests
-from tests.engine_calls import prefill_chunk
+from tests.engine_calls import insert, prefill_chunk
 
 SIZES = [
     pytest.param({"page_size": 16, "block_size": 16}, id="page=block"),
@@ -70,7 +70,7 @@ def test_output_with_a_prefix_equals_the_output_without(rig: Rig, sizes: dict[st
             assert handle.cached == min(most, full)
             result = compute(engine, handle, one)
             assert result.tokens[0].token_id == first.tokens[0].token_id
-            engine.insert(handle, state(prompt, one.params, [result.tokens[0].token_id]))
+            insert(engine, handle, state(prompt, one.params, [result.tokens[0].token_id]))
             tokens = [result.tokens[0].token_id, *(step(engine)[handle] for _ in range(5))]
             assert tokens == outputs
             engine.free(handle)
@@ -89,7 +89,7 @@ def test_a_prompt_that_goes_on_differently_finds_the_blocks_in_common(rig: Rig, 
         assert handle.cached <= common
         expected = generate(rig.engine(**sizes, pages=96), state(prompt), 4)
         result = compute(engine, handle, state(prompt))
-        engine.insert(handle, state(prompt, outputs=[result.tokens[0].token_id]))
+        insert(engine, handle, state(prompt, outputs=[result.tokens[0].token_id]))
         assert [result.tokens[0].token_id, *(step(engine)[handle] for _ in range(3))] == expected
         engine.publish(handle, digests(engine, prompt))
         engine.free(handle)
@@ -105,14 +105,14 @@ def test_pages_are_shared_with_a_sequence_that_still_runs(rig: Rig) -> None:
     expected = generate(rig.engine(), state(prompt), 5)
     first = engine.reserve("a/1", 80)
     token = compute(engine, first, state(prompt)).tokens[0].token_id
-    engine.insert(first, state(prompt, outputs=[token]))
+    insert(engine, first, state(prompt, outputs=[token]))
     engine.publish(first, digests(engine, prompt))
     second = engine.reserve("b/1", 80, digests(engine, prompt), 69)
     assert second.cached == 64
     assert engine.audit() == {"a/1": 5, "b/1": 5}
     assert engine.stats().used == 6
     assert compute(engine, second, state(prompt)).tokens[0].token_id == token
-    engine.insert(second, state(prompt, outputs=[token]))
+    insert(engine, second, state(prompt, outputs=[token]))
     outputs = {first: [token], second: [token]}
     for _ in range(2):
         for handle, each in step(engine).items():
@@ -149,35 +149,24 @@ def test_published_pages_refuse_writes(rig: Rig) -> None:
     assert whole_kv(engine, handle, 32) == kv
 
 
-def test_a_paused_sequence_leaves_its_published_pages_cached(rig: Rig) -> None:
+def test_a_sequence_that_is_freed_leaves_its_published_pages_cached_for_its_replay(rig: Rig) -> None:
     engine = rig.engine(page_size=16, pages=10)
     prompt = rig.prompt(50)
-    expected = generate(rig.engine(), state(prompt), 6)
-    names = digests(engine, prompt)
-    handle = engine.reserve("a/1", 60)
+    expected = generate(rig.engine(), state(prompt), 18)
+    handle = engine.reserve("a/1", 68)
     outputs = [compute(engine, handle, state(prompt)).tokens[0].token_id]
-    engine.insert(handle, state(prompt, outputs=outputs))
-    engine.publish(handle, names)
-    outputs.append(step(engine)[handle])
-    engine.pause(handle)
+    insert(engine, handle, state(prompt, outputs=outputs))
+    outputs += [step(engine)[handle] for _ in range(15)]
+    # All but the last token have KV: 65 tokens.
+    names = digests(engine, [*prompt, *outputs[:-1]])
+    engine.free(handle, names)
     stats = engine.stats()
-    assert (stats.used, stats.free, stats.cached) == (0, 7, 3)
-    # Nothing of it can be published while it has no pages.
-    engine.publish(handle, digests(engine, rig.prompt(50, seed=3)))
-    assert engine.match_prefix(names) == 48
-    other = engine.reserve("b/1", 60, names, 49)
-    assert other.cached == 48
-    engine.resume(handle)
-    assert engine.audit() == {"a/1": 4, "b/1": 4}
-    outputs += [step(engine)[handle] for _ in range(2)]
-    # Its copies have no names: the first to publish a block is whom others share it with.
-    engine.publish(handle, names)
-    engine.free(other)
-    assert engine.stats().cached == 3
-    assert engine.drop_cached() == 3
-    engine.publish(handle, names)
-    assert engine.match_prefix(names) == 48
-    outputs += [step(engine)[handle] for _ in range(2)]
+    assert (stats.used, stats.free, stats.cached) == (0, 6, 4)
+    replay = engine.reserve("a/2", 68, names, 65)
+    assert replay.cached == 64
+    outputs.append(compute(engine, replay, state(prompt, outputs=outputs)).tokens[0].token_id)
+    insert(engine, replay, state(prompt, outputs=outputs))
+    outputs.append(step(engine)[replay])
     assert outputs == expected
 
 
@@ -195,7 +184,7 @@ def test_a_fork_of_a_shared_prefix_and_its_spare(rig: Rig) -> None:
         engine.fork(parent, "a/1/1", 50, 60, engine.reserve("shared", 16, names))
     expected = generate(rig.engine(), state(prompt), 4)
     for handle in (parent, child):
-        engine.insert(handle, state(prompt, outputs=[first]))
+        insert(engine, handle, state(prompt, outputs=[first]))
     tokens = [step(engine) for _ in range(3)]
     assert [[first, *(each[handle] for each in tokens)] for handle in (parent, child)] == [expected] * 2
 

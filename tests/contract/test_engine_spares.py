@@ -1,4 +1,4 @@
-"""Contract of engines for callers that wait for pages: spares of forks, notice of returns, host memory by owner."""
+"""What every engine does for those who wait for pages: spares of forks, word of returns."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from baton.engine.contract import KvHandle
 from baton.errors import OutOfPages
 from baton.request import SamplingParams
 from tests.contract.engines import ExecutorStub, Rig, generate, prefill, start, state, step, whole_kv
+from tests.engine_calls import insert
 
 
 def test_a_fork_takes_over_the_pages_of_its_spare_and_nobody_gets_in_between(rig: Rig) -> None:
@@ -29,7 +29,7 @@ def test_a_fork_takes_over_the_pages_of_its_spare_and_nobody_gets_in_between(rig
     assert not spare.alive
     assert engine.audit() == {"a/1": 3, "a/1/1": 4, "other": 1}
     assert whole_kv(engine, child, 37) == kv
-    engine.insert(child, state(prompt, params, [first], 1))
+    insert(engine, child, state(prompt, params, [first], 1))
     assert [first, *(step(engine)[child] for _ in range(5))] == expected
     engine.free(rest)
 
@@ -45,7 +45,7 @@ def test_every_return_of_pages_is_told_once_they_can_be_had(rig: Rig, monkeypatc
     assert seen == []
     engine.extend(handle, 40)
     step(engine)
-    engine.pause(other)
+    engine.free(other)
     assert seen == [13]
 
     def freed_meanwhile(*plan: Any) -> Any:
@@ -63,28 +63,3 @@ def test_every_return_of_pages_is_told_once_they_can_be_had(rig: Rig, monkeypatc
     engine.watch_pages(None)
     engine.close()
     assert seen == [13, 16, 12]
-
-
-class FreesWhileSaving:
-    """An engine's memory during whose `save` the handle is freed."""
-
-    def __init__(self, engine: Any, handle: KvHandle) -> None:
-        self._engine, self._handle, self._memory = engine, handle, engine.memory
-
-    def save(self, *args: Any) -> Any:
-        self._engine.free(self._handle)
-        return self._memory.save(*args)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._memory, name)
-
-
-def test_free_in_the_midst_of_a_pause_leaves_nothing_behind(rig: Rig) -> None:
-    engine: Any = rig.engine()
-    handle, _ = start(engine, "a/1", state(rig.prompt(20)))
-    other, _ = start(engine, "b/1", state(rig.prompt(9)))
-    engine.memory = FreesWhileSaving(engine, handle)
-    engine.pause(handle)
-    assert engine.host_kv() == {}
-    assert set(engine.audit()) == {"b/1"}
-    assert set(step(engine)) == {other}

@@ -21,7 +21,7 @@ from baton.model.attention import flash_backend
 from tests.checkpoints import make_checkpoint
 from tests.contract.conftest import make_torch
 from tests.contract.engines import MIXED, Rig, copy_kv, generate, prefill, start, state, whole_kv
-from tests.engine_calls import prefill_chunk
+from tests.engine_calls import found, prefill_chunk
 
 CONTRACT = ("test_engine", "test_engine_ahead", "test_engine_pages", "test_engine_prefix", "test_engine_spares")
 
@@ -71,21 +71,21 @@ def test_graphs_yield_the_tokens_of_eager_steps(
     monkeypatch.setattr(eager.executor.runner._graphs, "_capture", lambda rows, width: None)
     prompts = [[(i + position) % 256 for position in range(20 + 90 * i)] for i in range(len(MIXED))]
     wanted = [state(prompt, params) for prompt, params in zip(prompts, MIXED, strict=True)]
-    found: dict[str, list[list[int]]] = {}
+    outcomes: dict[str, list[list[int]]] = {}
     with caplog.at_level(logging.INFO):
         for name, each in (("graphs", engine), ("eager", eager)):
             running = [start(each, f"{i}", one, 30) for i, one in enumerate(wanted)]
             for turn in range(24):
-                results = each.launch().result().steps
+                results = found(each.launch().result())
                 for handle, outputs in running:
                     outputs += [info.token_id for own, infos in results if own is handle for info in infos]
                 if turn == 9:
                     each.free(running[1][0])
-            found[name] = [outputs for _, outputs in running]
+            outcomes[name] = [outputs for _, outputs in running]
     if graphs.rows:
         assert "captured the decode graph of 8 rows" in caplog.text
         assert "captured the decode graph of 4 rows" in caplog.text
-    assert found["graphs"] == found["eager"]
+    assert outcomes["graphs"] == outcomes["eager"]
 
 
 @flash
@@ -103,7 +103,7 @@ def test_copies_beside_a_running_batch_change_nothing(tmp_path: Path) -> None:
         unread = engine.launch()
         while len(outputs) < 40:
             following = engine.launch()
-            outputs += [info.token_id for own, infos in unread.result().steps if own is handle for info in infos]
+            outputs += [info.token_id for own, infos in found(unread.result()) if own is handle for info in infos]
             unread = following
         unread.result()
         assert all(copy.result(60) == before for copy in copies)
@@ -134,7 +134,7 @@ def test_log_probabilities_come_with_a_step_ahead(tmp_path: Path) -> None:
     handle, _ = start(engine, "a", wanted)
     first, second = engine.launch(), engine.launch()
     for one in (first, second):
-        ((own, (info,)),) = one.result().steps
+        ((own, (info,)),) = found(one.result())
         assert own is handle
         assert len(info.top) == 2
         assert info.logprob == info.top[0][1]

@@ -27,7 +27,7 @@ from baton.model.dtypes import dtype_name
 from tests.checkpoints import make_checkpoint
 from tests.contract.conftest import make_torch
 from tests.contract.engines import MIXED, chunks, copy_kv, generate, ignore, prefill, start, state, whole_kv
-from tests.engine_calls import prefill_chunk
+from tests.engine_calls import found, prefill_chunk
 from tests.unit.model.attention_contract import dense
 
 DEVICE = torch.device("cuda")
@@ -118,8 +118,8 @@ def test_a_batch_has_sequences_of_both_homes(make: Make, quick: None) -> None:
     unread = engine.launch()
     for _ in range(20):
         following = engine.launch()
-        for own, infos in unread.result().steps:
-            next(outputs for handle, outputs in running if handle is own).append(infos[0].token_id)  # type: ignore[index]
+        for own, infos in found(unread.result()):
+            next(outputs for handle, outputs in running if handle is own).append(infos[0].token_id)
         unread = following
     unread.result()
     assert [outputs[:20] for _, outputs in running] == expected

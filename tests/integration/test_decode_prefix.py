@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import abc
 from pathlib import Path
 
 import pytest
 
-from baton.engine.contract import KvHandle
+from baton.engine.sequence import Sequence
 from baton.errors import EngineError
 from baton.kv.prefix import Payload
 from baton.kv.prefix.redis import RedisPrefixCache
 from baton.pb import decode_pb2
-from baton.request import SamplingParams, SequenceState
+from baton.request import SamplingParams
 from baton.telemetry import metrics
 from tests.decode_rig import WAIT_S, rig
 from tests.decoding import digests, greedy
@@ -69,10 +69,10 @@ async def test_a_fault_with_one_choice_leaves_no_output_of_the_others() -> None:
     async with rig(slots=2, admits=9, pages=1024, max_model_len=1600, step_time=0.03) as all_:
         router, insert = await all_.router(), all_.engine.insert
 
-        def inserted(handle: KvHandle, state: SequenceState) -> None:
-            if handle.owner.startswith("b/") and state.choice_index == 1:
+        def inserted(sequence: Sequence) -> None:
+            if sequence.handle.owner.startswith("b/") and sequence.state.choice_index == 1:
                 raise EngineError("told so by the test")
-            insert(handle, state)
+            insert(sequence)
 
         all_.engine.insert = inserted  # type: ignore[method-assign]
         await router.request("a", [1, 2], greedy(1500))
@@ -114,7 +114,7 @@ async def test_a_drain_waits_until_blocks_are_stored(tmp_path: Path, monkeypatch
     writing, gate = asyncio.Event(), asyncio.Event()
     store = RedisPrefixCache._write
 
-    async def held_back(cache: RedisPrefixCache, blocks: Sequence[tuple[bytes, Payload]]) -> list[bool]:
+    async def held_back(cache: RedisPrefixCache, blocks: abc.Sequence[tuple[bytes, Payload]]) -> list[bool]:
         writing.set()
         await gate.wait()
         return await store(cache, blocks)

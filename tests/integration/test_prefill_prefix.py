@@ -35,7 +35,7 @@ from tests.prefill import (
 from tests.prefix_cache import MemoryPrefixCache
 from tests.redis_server import Server
 
-HOST = {"cache_memory": 64 << 20}
+HOST = {"kv_home": "device", "host_memory": 64 << 20}
 
 
 @pytest.fixture(autouse=True)

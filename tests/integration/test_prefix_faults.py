@@ -108,7 +108,7 @@ async def test_no_request_fails_when_redis_does(fault: Fault, reasons: set[str],
         async with Fleet(bundled.path(), **settings) as fleet:
             # Chunks take their time, or nothing would be worth fetching; pages are few, or Redis would not be asked.
             engine = FakeEngine(pages=32, chunk_time=0.01)
-            prefill = await fleet.prefill(engine=engine, redis=server.url, chunk_size=16, cache_memory=0)
+            prefill = await fleet.prefill(engine=engine, redis=server.url, chunk_size=16)
             decode = await fleet.decode(engine=FakeEngine(pages=64))
             load = Load(await fleet.router([prefill], [decode]))
             await load.until(lambda: len(load.seen) >= ENOUGH and bool(load.seen[-1].redis))

@@ -47,7 +47,7 @@ async def test_what_others_have_cached_takes_all_the_work_of_what_nobody_ever_as
     file, chosen = tmp_path / "keys.json", random.Random(1)
     secrets = {tenant: keys.add(file, tenant=tenant) for tenant in ("victim", "attacker")}
     async with Fleet(make_checkpoint("llama", tmp_path / "model"), redis=valkey.url, fleet_secret=SECRET) as fleet:
-        prefill, decode = await fleet.prefill(cache_memory=0), await fleet.decode()
+        prefill, decode = await fleet.prefill(), await fleet.decode()
         router = await fleet.start_router([prefill], [decode], api_keys=str(file), fleet_secret=SECRET)
         await serving(router.address)
         async with (
@@ -125,7 +125,7 @@ async def test_a_writer_to_redis_without_the_secret_can_not_plant_an_answer(valk
     prompt = prompt_ids(128)
     async with Fleet(make_checkpoint("llama", tmp_path / "model"), dtype="float32") as fleet:
         decode = await fleet.decode()
-        first = await fleet.prefill(redis=valkey.url, cache_memory=0)
+        first = await fleet.prefill(redis=valkey.url)
         writer = await fleet.router([first], [decode])
         expected = (await writer.complete(prompt, **SETTINGS, cache="write")).token_ids
         await first.worker.wait_finished()
@@ -133,7 +133,7 @@ async def test_a_writer_to_redis_without_the_secret_can_not_plant_an_answer(valk
 
         async def asked_anew() -> Completion:
             # A worker without pages and rates, so that Redis is asked for certain.
-            reader = await fleet.router([await fleet.prefill(redis=valkey.url, cache_memory=0)], [decode])
+            reader = await fleet.router([await fleet.prefill(redis=valkey.url)], [decode])
             return await reader.complete(prompt, **SETTINGS, cache="read")
 
         genuine = await asked_anew()

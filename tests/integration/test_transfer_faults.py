@@ -147,7 +147,7 @@ async def test_after_a_cancel_no_write_is_in_flight_and_the_export_is_gone(pair:
     gate.open()
     with pytest.raises(asyncio.CancelledError):
         await fetching
-    assert pair.engine.in_flight == 0
+    assert pair.engine.copies == 0
     pair.engine.free(pair.handle)
     assert pair.engine.stats().used == 0
     await pair.exports.wait_closed()

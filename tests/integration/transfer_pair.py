@@ -120,7 +120,7 @@ async def running(**sizes: Any) -> AsyncIterator[Pair]:
             pair.exports.close()
             await pair.exports.wait_closed()
         assert count(EXPORTS_OPEN) == exports_open
-    assert pair.exporter.in_flight == pair.engine.in_flight == 0
+    assert pair.exporter.copies == pair.engine.copies == 0
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ from baton.engine.factory import build
 from baton.pb import inference_pb2
 from baton.request import SamplingParams
 from baton.rpc.server import listen
-from baton.telemetry.metrics import REUSED_TOKENS, SEQUENCES_PAUSED, TRANSFER_BYTES
+from baton.telemetry.metrics import REUSED_TOKENS, TRANSFER_BYTES
 from baton.transfer.transport import SERVICE, KvServicer
 from decode_svc.app import run
 from tests.checkpoints import make_checkpoint, prompt_ids
@@ -99,24 +99,3 @@ async def test_choices_of_a_pinned_prompt_keep_their_tokens_and_leave_them(check
             (found,), cached, moved = await ask(rig, router, f"next{choice}", ids, GREEDY)
             assert found == plain
             assert (cached, moved) == (80, 11)
-
-
-async def test_sequences_that_share_and_are_paused_keep_their_tokens(checkpoint: Path) -> None:
-    """In a pool that can't hold them all, with the same beginning."""
-    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-    prompts = [[*prompt_ids(48), *range(5 * number, 5 * number + 7)] for number in range(4)]
-    async with worker(checkpoint) as (rig, router):
-        expected = [
-            (await ask(rig, router, f"r{number}", prompt, params, off=True))[0] for number, prompt in enumerate(prompts)
-        ]
-    async with worker(checkpoint, kv_memory=18 * 18432, max_model_len=160, reserve_tokens=8) as (rig, router):
-        assert rig.app.engine.spec.pages == 18
-        paused = count(SEQUENCES_PAUSED)
-        names = [f"r{number}" for number in range(len(prompts))]
-        asked = [ask(rig, router, name, prompt, params) for name, prompt in zip(names, prompts, strict=True)]
-        found = [tokens for tokens, _, _ in await asyncio.gather(*asked)]
-        assert found == expected
-        again = [await ask(rig, router, f"s{number}", prompt, params) for number, prompt in enumerate(prompts)]
-        assert [tokens for tokens, _, _ in again] == expected
-        assert all(cached >= 48 for _, cached, _ in again)
-        assert count(SEQUENCES_PAUSED) > paused

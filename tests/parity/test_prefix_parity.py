@@ -19,6 +19,7 @@ from baton.pb import prefill_pb2
 from baton.request import CachePolicy, SamplingParams, SequenceState
 from prefill_svc.app import run
 from tests.checkpoints import make_checkpoint, prompt_ids
+from tests.engine_calls import insert
 from tests.peers import Peer, peer
 from tests.prefill import Client, fetch_all
 from tests.redis_server import running
@@ -68,7 +69,7 @@ async def worker(models: Models, page_size: int, **settings: Any) -> AsyncIterat
     """A prefill worker, with nothing cached in its pages."""
     engine = models.engines[page_size]
     engine.drop_cached()
-    config = PrefillConfig(model=str(models.checkpoint), fleet_secret="secret", **{"cache_memory": 0, **settings})
+    config = PrefillConfig(model=str(models.checkpoint), fleet_secret="secret", **settings)
     async with run(config, engine=engine) as app:
         client = Client(app)
         yield client
@@ -90,7 +91,7 @@ async def completed(
     done = await client.done(prompt, params=PARAMS, transfer_id=name, **how)
     handoff = await pulling
     infos = [handoff.first_tokens[0].token]
-    engine.insert(handle, SequenceState(PARAMS, prompt, [infos[0].token_id], 0))
+    insert(engine, handle, SequenceState(PARAMS, prompt, [infos[0].token_id], 0))
     for _ in range(STEPS):
         ((_, tokens),) = engine.launch().result().steps
         infos += tokens
@@ -150,7 +151,7 @@ async def test_hits_of_any_length_from_any_tier_keep_the_tokens(
     settings: dict[str, Any] = {"chunk_size": chunk_size}
     async with contextlib.AsyncExitStack() as stack:
         if tier in ("host", "all"):
-            settings["cache_memory"] = 64 << 20
+            settings |= {"kv_home": "device", "host_memory": 64 << 20}
         if tier in ("redis", "all"):
             settings["redis"] = stack.enter_context(running("valkey", tmp_path)).url
         if tier in ("peer", "all"):

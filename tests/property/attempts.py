@@ -17,7 +17,7 @@ from baton.transfer.export import ExportRegistry
 from baton.transfer.wire import Box, Commit, Manifest
 from decode_svc.messages import AttemptKey, FailureKind, SessionDown
 from decode_svc.session import RouterSession
-from tests.decoding import LoggingEngine, Prefilled, alone, digests, prefill
+from tests.decoding import Prefilled, alone, digests, prefill
 from tests.engine_calls import prefill_chunk
 from tests.prefix_cache import MemoryPrefixCache
 from tests.property.virtual import VirtualLoop
@@ -187,15 +187,3 @@ async def read_prefix(exports: ExportRegistry, engine: Engine, ours: Try) -> boo
         whole = expected.layers[frame.layer]
         assert [bytes(part.data) for part in frame.parts] == [bytes(part.data) for part in whole]
     return True
-
-
-class PausingEngine(LoggingEngine):
-    """Notes the owner of each sequence that is paused, and those of the batch that it leaves."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.paused: list[tuple[str, list[str]]] = []
-
-    def pause(self, handle: KvHandle) -> None:
-        self.paused.append((handle.owner, [each.handle.owner for each in self.batch]))
-        super().pause(handle)

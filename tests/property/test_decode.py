@@ -2,7 +2,7 @@
 
 There are requests with one choice and with more than there are slots, fetches that end well, badly or late, deadlines,
 cancels, heartbeats that leave attempts out, faults of steps, lost sessions, and a pool so small that sequences are
-paused and preempted. Prompts share beginnings, one is the next turn of another, and routers name the blocks of their
+preempted. Prompts share beginnings, one is the next turn of another, and routers name the blocks of their
 prompts, of another's, or none.
 
 Whatever happens: each attempt ends once and in time, its tokens are those of its prompt, nothing is told of what has
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 from hypothesis import strategies as st
@@ -30,12 +31,13 @@ from baton.worker.status import WorkerRole, new_identity
 from decode_svc.admission import OFFER_S
 from decode_svc.loop import StepReport
 from decode_svc.messages import AttemptKey, Cancel, Heartbeat, Reserve, Start
+from decode_svc.scheduler import DecodeScheduler
 from decode_svc.service import DecodeService
 from decode_svc.session import RouterSession
 from tests.decoding import LoggingEngine, alone, digests, prefill
 from tests.effort import machine_test
 from tests.prefix_cache import MemoryPrefixCache
-from tests.property.attempts import Book, PausingEngine, Try, check_left, check_tokens, goes_on, read_prefix
+from tests.property.attempts import Book, Try, check_left, check_tokens, goes_on, read_prefix
 from tests.property.virtual import Hung, VirtualLoop
 
 SEED = 5
@@ -43,7 +45,6 @@ FIRST_TURN = tuple(range(3, 7))
 NEXT_TURN = (*FIRST_TURN, *alone(FIRST_TURN, SamplingParams(max_tokens=17, seed=SEED))[:10], 8, 9)
 PROMPTS = [*(tuple(range(3, 3 + length)) for length in (1, 4, 7, 9)), tuple(range(53, 62)), NEXT_TURN]
 PAGES, PAGE, BLOCK = 9, 4, 2
-HOST_PAGES = 4
 RESERVE_TOKENS = 2
 START_S, FETCH_S, COPY_S = 10.0, 20.0, 0.3
 PROMPT = st.sampled_from(PROMPTS)
@@ -64,14 +65,12 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.loop = VirtualLoop(lambda: COPY_S)
-        token_bytes = LoggingEngine(pages=1).spec.kv_format.token_bytes
-        self.engine = PausingEngine(
+        self.engine = LoggingEngine(
             page_size=PAGE,
             pages=PAGES,
             block_size=BLOCK,
             slots=self.slots,
             max_model_len=64,
-            host_kv_memory=HOST_PAGES * PAGE * token_bytes,
         )
         self.cache = MemoryPrefixCache()
         self.book = Book(self.loop)
@@ -88,9 +87,24 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         config = DecodeConfig(start_timeout_s=START_S, fetch_timeout_s=FETCH_S, reserve_tokens=RESERVE_TOKENS)
         self.exports = ExportRegistry(self.engine, "ours", unknown_wait_s=0.0)
         service = DecodeService(config, self.engine, identity, self._fetch, self.exports, self.cache)
-        service.worker.loop._emit = self.reports.append
+        loop = service.worker.loop
+        loop._emit, loop._preempt = self.reports.append, self._preempt_with(loop._preempt, loop._scheduler)
         self.engine.watch_pages(service.on_pages_returned)
         return service
+
+    def _preempt_with(
+        self, preempt: Callable[[StepReport], None], scheduler: DecodeScheduler
+    ) -> Callable[[StepReport], None]:
+        """Note which sequence is preempted, and the ranks of those that stay."""
+
+        def noted(report: StepReport) -> None:
+            before = {each.id: each.rank for each in scheduler.sequences}
+            preempt(report)
+            left = {each.id for each in scheduler.sequences}
+            (gone,) = before.keys() - left
+            assert all(before[gone] > before[each] for each in left)
+
+        return noted
 
     async def _fetch(self, source: RemoteExport, handle: KvHandle, *, tokens: int, first: int) -> Handoff:
         ours, engine = self.tries_of[source.transfer_id], self.engine
@@ -163,13 +177,13 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
             if first.finish is not None:
                 ours.finished[first.choice_index] = first.finish
         self.tries_of[key.request_id] = ours
-        paused = self.service.worker.loop.paused
+        short = self.service.worker.loop.short_of_pages
         names = b"".join(digests(self.engine, ours.named, ours.salt))
         request = Reserve(key, len(prompt), max_tokens, choices, patience, names, ours.salt, cache)
         self.loop.call(self.service.worker.handle, session, request)
         assert cache.reads or not ours.cached
         assert ours.granted or ours.refused
-        assert not (ours.granted and paused)
+        assert not (ours.granted and short)
         return ours if ours.granted else None
 
     def _picked(self, pick: int, *, started: bool | None = None) -> list[Try]:
@@ -286,7 +300,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         self.engine.fail_next = ""
 
     def _idle(self) -> bool:
-        return self.service.worker.loop._scheduler.is_idle(self.service.worker.loop._free_pages())
+        return self.service.worker.loop._scheduler.idle
 
     @rule(count=st.integers(2, 12))
     def turns(self, count: int) -> None:
@@ -327,14 +341,6 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
                 attempt.life.state is not State.TRANSFERRING
                 or now <= (ours.started_at or 0.0) + FETCH_S + PREFILL_TOKEN_S * attempt.request.context_tokens
             )
-
-    @invariant()
-    def the_youngest_is_paused(self) -> None:
-        for owner, batch in self.engine.paused:
-            # Requests are numbered in the order of their reservations.
-            numbers = {each: int(each.removeprefix("r").partition("/")[0]) for each in (owner, *batch)}
-            assert numbers[owner] == max(numbers.values())
-        self.engine.paused.clear()
 
     @invariant()
     def tokens_are_those_of_the_prompt(self) -> None:

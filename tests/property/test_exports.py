@@ -292,7 +292,7 @@ class ExportsMachine(RuleBasedStateMachine):
         for ours in self.all:
             assert ours.closed == (ours.export.ended and not ours.export._reading)
             assert ours.handle.alive == (not ours.closed)
-        assert self.engine.in_flight == 0
+        assert self.engine.copies == 0
         self.engine.audit()
         self.consumer.audit()
 

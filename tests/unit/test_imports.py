@@ -39,7 +39,6 @@ PURE = (
     "baton.request",
     "decode_svc.admission",
     "decode_svc.attempts",
-    "decode_svc.claims",
     "decode_svc.scheduler",
     "decode_svc.sequence",
     "prefill_svc.scheduler",

@@ -88,7 +88,7 @@ def test_a_client_only_install_says_what_is_missing(redis: str, missing: str, mo
 def test_services_get_what_was_asked_for_and_they_know(started: list[UpOptions], tmp_path: Path) -> None:
     # Listeners elsewhere in a fleet of many machines do not concern the services of `up`.
     environ = {"BATON_SLOTS": "9", "BATON_PAGE_SIZE": "32", "BATON_PREFILL": "host:1", "BATON_CONTROL": "nowhere"}
-    result = invoke("--slots=4", "--threads=1", "--cache-memory=2MiB", "--processes=3", **environ)
+    result = invoke("--slots=4", "--threads=1", "--host-memory=2MiB", "--processes=3", **environ)
     assert (result.exit_code, result.stderr, started[0].prefill) == (0, "", 1)
     flags = {role: set(started[0].flags(role, f"{role}-0", None)) for role in ("prefill", "decode", "router")}
     shared = {
@@ -97,9 +97,9 @@ def test_services_get_what_was_asked_for_and_they_know(started: list[UpOptions],
         "--log-level=info",
         "--drain-s=30.0",
     }
-    worker = {*shared, "--threads=1", "--page-size=32"}
+    worker = {*shared, "--threads=1", "--page-size=32", "--host-memory=2097152"}
     assert flags == {
-        "prefill": {*worker, "--worker-id=prefill-0", "--cache-memory=2097152"},
+        "prefill": {*worker, "--worker-id=prefill-0"},
         "decode": {*worker, "--worker-id=decode-0", "--slots=4"},
         "router": {*shared, "--grpc=127.0.0.1:0", "--ops=127.0.0.1:0", "--insecure=False", "--processes=3"},
     }

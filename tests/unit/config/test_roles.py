@@ -22,8 +22,8 @@ WORKERS = ["--prefill=p:1", "--decode=d:1"]
 
 def test_defaults_flags_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load(DecodeConfig, []) == DecodeConfig()
-    flags = ["--model=m", "--host-kv-memory", "1.5GiB", "--slots=7", "--stall-s", "2.5", "--kv-advertise=h:1"]
-    expected = DecodeConfig(model="m", host_kv_memory=3 << 29, slots=7, stall_s=2.5, kv_advertise="h:1")
+    flags = ["--model=m", "--kv-memory", "1.5GiB", "--slots=7", "--stall-s", "2.5", "--kv-advertise=h:1"]
+    expected = DecodeConfig(model="m", kv_memory=3 << 29, slots=7, stall_s=2.5, kv_advertise="h:1")
     assert load(DecodeConfig, flags) == expected
     monkeypatch.setenv("BATON_SLOTS", "")
     monkeypatch.setenv("BATON_LOG_LEVEL", "")
@@ -34,6 +34,12 @@ def test_defaults_flags_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load(DecodeConfig, []) == DecodeConfig(slots=9, convert_kv=True, fleet_secret="s")
     assert load(DecodeConfig, ["--slots=4"]).slots == 4
     assert load(RouterConfig, ["--prefill", "p:1, p:2", "--decode=d:1"]).prefill == ("p:1", "p:2")
+
+
+@pytest.mark.parametrize(("home", "pool", "cache"), [("auto", 7, 0), ("device", 0, 7), ("host", 0, 7)])
+def test_host_memory_is_for_the_pool_or_for_cached_prefixes(home: str, pool: int, cache: int) -> None:
+    config = load(PrefillConfig, ["--model=m", f"--kv-home={home}", "--host-memory=7"])
+    assert (config.engine_config().host_memory, config.cache_memory) == (pool, cache)
 
 
 def test_booleans_with_and_without_value() -> None:

@@ -12,7 +12,7 @@ from baton.lifecycle import State
 from baton.request import FinishReason, Handoff, SamplingParams
 from decode_svc.attempts import Attempts
 from decode_svc.messages import AttemptKey, Reserve
-from decode_svc.sequence import InvalidReservation, LocalAttempt, Sequence, ledger_entries, size_reservation
+from decode_svc.sequence import DecodeSequence, InvalidReservation, LocalAttempt, ledger_entries, size_reservation
 from tests.decoding import greedy, prefill
 
 KEY = AttemptKey("r", 0)
@@ -32,7 +32,7 @@ def committed(attempts: Attempts, ours: LocalAttempt, **handoff: object) -> int:
     return (first is not None) + attempts.pending_choices
 
 
-def forked(attempts: Attempts, ours: LocalAttempt, ready: Handoff, now: float = 0.0) -> list[Sequence]:
+def forked(attempts: Attempts, ours: LocalAttempt, ready: Handoff, now: float = 0.0) -> list[DecodeSequence]:
     """All sequences of an attempt, begun at once."""
     first = attempts.commit(ours, ready, 1.0, now)
     return [] if first is None else [first, *(attempts.fork(ours) for _ in range(attempts.pending_choices))]
@@ -185,7 +185,7 @@ def test_a_pending_choice_that_is_cancelled_never_runs_and_the_last_gives_the_co
     ready = prefill([1, 2, 3, 4, 5], SamplingParams(max_tokens=4, seed=1, n=3), choices=range(3)).handoff
     first = attempts.commit(attempt, ready, 0.0, 0.0)
     assert first is not None
-    attempts.set_state(first.id, State.DECODING, 0.0)
+    attempts.join(first.id, 0.0)
     fake.free(first.handle)
     attempts.end_sequence(first.id, 1.0)
     assert (attempts.is_finished(attempt), attempt.life.state) == (False, State.SLOT_WAIT)
@@ -272,12 +272,11 @@ def test_every_state_has_the_deadline_of_the_request_or_its_own_if_that_comes_fi
     attempts.start(attempt, 105.0, 60.0)
     assert (attempt.life.state, attempt.life.deadline) == (State.TRANSFERRING, 130.0)
     (sequence,) = forked(attempts, attempt, prefill([1, 2, 3, 4, 5]).handoff, 107.0)
-    for state in (State.SLOT_WAIT, State.DECODING, State.PAUSED, State.DECODING):
-        if state is not State.SLOT_WAIT:
-            attempts.set_state(sequence.id, state, 108.0)
-        assert (attempt.life.state, attempt.life.deadline) == (state, 130.0)
+    assert (attempt.life.state, attempt.life.deadline) == (State.SLOT_WAIT, 130.0)
+    attempts.join(sequence.id, 108.0)
+    assert (attempt.life.state, attempt.life.deadline) == (State.DECODING, 130.0)
     attempts.end(attempt, 109.0)
-    attempts.set_state(sequence.id, State.PAUSED, 110.0)
+    attempts.join(sequence.id, 110.0)
     assert attempt.life.ended
     sooner = attempts.reserve(1, Reserve(KEY, 5, 4, 1, deadline_s=30.0), 100.0, 10.0)
     attempts.start(sooner, 105.0, 60.0, deadline_s=3.0)
@@ -291,19 +290,13 @@ def test_an_attempt_is_where_the_foremost_of_its_choices_is() -> None:
     attempts.start(attempt, 0.0)
     ready = prefill([1, 2, 3, 4, 5], SamplingParams(max_tokens=4, seed=1, n=3), choices=range(3))
     one, two, three = (each.id for each in forked(attempts, attempt, ready.handoff))
-    for sequence, state, expected in (
-        (one, State.DECODING, State.DECODING),
-        (two, State.DECODING, State.DECODING),
-        (two, State.PAUSED, State.DECODING),
-        (one, State.PAUSED, State.PAUSED),
-        (two, State.DECODING, State.DECODING),
-        (two, State.PAUSED, State.PAUSED),
-    ):
-        attempts.set_state(sequence, state, 1.0)
-        assert attempt.life.state is expected
+    assert attempt.life.state is State.SLOT_WAIT
+    for sequence in (two, one):
+        attempts.join(sequence, 1.0)
+        assert attempt.life.state is State.DECODING
     assert attempts.sequences == 3
     attempts.cancel_choice(attempt, 1, 2.0)
-    assert attempt.life.state is State.PAUSED
+    assert attempt.life.state is State.DECODING
     attempts.cancel_choice(attempt, 0, 2.0)
     assert attempt.life.state is State.SLOT_WAIT
     assert attempts.sequences == 1
@@ -339,14 +332,10 @@ def test_the_ledger_names_every_handle_and_where_its_bytes_are() -> None:
     assert (first.age_s, first.deadline_s) == (3.0, 47.0)
     assert (spare.owner, spare.kind, spare.pages) == ("w/0/spare", "kv", 1)
     assert (ours.owner, ours.state, ours.age_s, ours.deadline_s) == ("r/0", "slot_wait", 1.0, None)
-    fake.insert(sequence.handle, sequence.state)
-    fake.pause(sequence.handle)
-    attempts.set_state(sequence.id, State.DECODING, 14.0)
-    attempts.set_state(sequence.id, State.PAUSED, 15.0)
-    paused = ledger_entries(attempts, fake, 16.0)[-1]
-    assert (paused.kind, paused.state, paused.pages) == ("host_kv", "paused", 0)
-    assert paused.bytes == 5 * fake.spec.kv_format.token_bytes
+    attempts.join(sequence.id, 14.0)
+    decoding = ledger_entries(attempts, fake, 16.0)[-1]
+    assert (decoding.kind, decoding.state, decoding.age_s) == ("kv", "decoding", 2.0)
     attempts.end(waiting, 17.0)
     attempts.end(running, 17.0)
     assert ledger_entries(attempts, fake, 17.0) == []
-    assert (fake.audit(), fake.host_kv()) == ({}, {})
+    assert fake.audit() == {}

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from decode_svc.claims import CLAIM_S, FORKS, NOBODY, Claimant, Claims
+from decode_svc.admission import CLAIM_S, FORKS, NOBODY, Claimant, Claims
 from decode_svc.messages import AttemptKey
 
 

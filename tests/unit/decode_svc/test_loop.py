@@ -7,14 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from baton.engine.contract import KvHandle
+from baton.engine.sequence import Sequence
 from baton.errors import EngineError
-from baton.lifecycle import State
 from baton.request import FinishReason, SequenceState
 from baton.worker.health import Progress
 from decode_svc.loop import DecodeLoop, FailedSequence, StepReport
 from decode_svc.messages import FailureKind
-from decode_svc.sequence import Sequence
+from decode_svc.sequence import DecodeSequence
 from tests.contract.engines import spoil
 from tests.decoding import LoggingEngine, alone, digests, greedy, prefill
 
@@ -30,7 +29,7 @@ class Turns:
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, FinishReason] = {}
 
-    def add(self, number: int, prompt: list[int], max_tokens: int) -> Sequence:
+    def add(self, number: int, prompt: list[int], max_tokens: int) -> DecodeSequence:
         """Give the loop a sequence whose KV is there."""
         ready = prefill(prompt, greedy(max_tokens))
         handle = self.engine.reserve(f"s{number}", len(prompt) + max_tokens)
@@ -38,7 +37,7 @@ class Turns:
         first = ready.handoff.first_tokens[0].token.token_id
         state = SequenceState(ready.handoff.params, prompt, (first,))
         self.tokens[number] = [first]
-        sequence = Sequence(number, handle, state, [first], 0.0, 0.0)
+        sequence = DecodeSequence(number, handle, state)
         self.loop.add([sequence])
         return sequence
 
@@ -58,9 +57,8 @@ class Turns:
         *changes, report = self.reports[told:]
         assert not [each for each in changes if each.outputs or each.batch]
         for each in changes:
-            report.states += each.states
+            report.joined += each.joined
             report.failures = each.failures + report.failures
-            report.resumed += each.resumed
         for output in report.outputs:
             assert output.output_index == len(self.tokens[output.id])
             self.tokens[output.id] += [token.token_id for token in output.tokens]
@@ -96,7 +94,7 @@ def test_each_turn_reports_the_changes_of_the_batch_then_its_step_and_the_load_a
     turns.add(3, [4], 3)
     report = turns.turn()
     assert [each.running for each in turns.reports] == [2, 1]
-    assert report.states == [(1, State.DECODING), (2, State.DECODING)]
+    assert report.joined == [1, 2]
     assert [output.id for output in report.outputs] == [1, 2]
     assert report.batch == 2
     turns.turn()
@@ -175,9 +173,9 @@ def test_requests_without_tokens_are_no_fault_of_a_worker_that_computes_its_own_
 def test_a_worker_that_computes_tokens_for_nobody_ends(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     turns, insert = Turns(steps_ahead=ahead), LoggingEngine.insert
 
-    def spoiled(engine: LoggingEngine, handle: KvHandle, state: SequenceState) -> None:
-        insert(engine, handle, state)
-        spoil(engine, handle, 1)
+    def spoiled(engine: LoggingEngine, sequence: Sequence) -> None:
+        insert(engine, sequence)
+        spoil(engine, sequence.handle, 1)
 
     monkeypatch.setattr(LoggingEngine, "insert", spoiled)
 

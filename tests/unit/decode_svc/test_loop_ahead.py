@@ -27,7 +27,7 @@ class Ahead(Turns):
         assert self.loop.turn()
         whole = StepReport()
         for each in self.reports[told:]:
-            whole.states += each.states
+            whole.joined += each.joined
             whole.failures += each.failures
             whole.outputs += each.outputs
             whole.batch = max(whole.batch, each.batch)
@@ -155,4 +155,17 @@ def test_stopping_waits_for_what_is_in_flight() -> None:
     turns.turn()
     turns.loop.stop()
     turns.loop.run()
+    assert turns.engine.audit() == {}
+
+
+def test_what_the_engine_has_read_by_itself_is_reported_in_order() -> None:
+    turns = Ahead()
+    turns.engine._spec = replace(turns.engine.spec, steps_ahead=2)
+    turns.add(1, [3, 1, 4], 9)
+    assert [len(turns.turn().outputs) for _ in range(3)] == [0, 0, 1]
+    # Its steps depend on all tokens before them, so the engine reads two steps before it launches the next one.
+    penalised = turns.add(2, [1, 5], 4)
+    penalised.state = replace(penalised.state, params=replace(greedy(4), presence_penalty=0.5))
+    turns.until_finished(1, 2)
+    assert turns.tokens == {1: alone([3, 1, 4], greedy(9)), 2: alone([1, 5], greedy(4))}
     assert turns.engine.audit() == {}

@@ -55,11 +55,10 @@ class Worker:
 
     def run(self, sequence: Any, tokens: int) -> None:
         """Decode so many tokens, as the engine thread does."""
-        self.engine.insert(sequence.handle, sequence.state)
+        self.engine.insert(sequence)
         for _ in range(tokens):
-            for handle, infos in self.engine.launch().result().steps:
-                assert handle is sequence.handle
-                sequence.output_ids += [info.token_id for info in infos]
+            for own, infos in self.engine.launch().result().steps:
+                assert own is sequence
                 sequence.hasher.extend([info.token_id for info in infos])
 
     def held(self, ids: Sequence[int]) -> int:
@@ -135,10 +134,9 @@ def test_choices_share_what_was_pinned_and_write_only_their_own_pages() -> None:
     sequences = worker.commit(attempt, params=params)
     assert worker.engine.stats().used == 2 + 3 * 3
     for each in sequences:
-        worker.engine.insert(each.handle, each.state)
+        worker.engine.insert(each)
     for _ in range(7):
         for (_, (token,)), sequence in zip(worker.engine.launch().result().steps, sequences, strict=True):
-            sequence.output_ids.append(token.token_id)
             sequence.hasher.extend([token.token_id])
     for choice, each in enumerate(sequences):
         assert each.output_ids == alone(PROMPT, params, choice)

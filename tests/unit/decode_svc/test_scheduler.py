@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from baton.engine.contract import EngineSpec
 from baton.kv.format import KvFormat, KvPart
 from baton.request import FinishReason, SamplingParams, SequenceState, TokenInfo
-from decode_svc.scheduler import DecodeScheduler
-from decode_svc.sequence import Sequence
+from decode_svc.scheduler import DecodeScheduler, StepOutput
+from decode_svc.sequence import DecodeSequence
 
 FORMAT = KvFormat((KvPart("k", "float32", (2, 4)),), layers=3, block_size=16)
 SPEC = EngineSpec("print", FORMAT, 100, 64, frozenset({1}), 16, 8, slots=2)
@@ -25,27 +25,19 @@ class Handle:
 
 def sequence(
     number: int, *, max_tokens: int = 4, ready_at: float = 0.0, first: int = 50, age: int = 0, capacity: int = 64
-) -> Sequence:
+) -> DecodeSequence:
     state = SequenceState(SamplingParams(max_tokens=max_tokens), (10, 11, 12), (first,))
-    return Sequence(number, Handle(capacity=capacity), state, [first], fetch_ms=7.0, ready_at=ready_at, age=(0, age))
+    return DecodeSequence(number, Handle(capacity=capacity), state, fetch_ms=7.0, ready_at=ready_at, age=(0, age))
 
 
-def paused(scheduler: DecodeScheduler, count: int) -> list[int]:
-    """Pause so many, as the loop does."""
-    found = []
-    for _ in range(count):
-        each = scheduler.pause()
-        each.handle.capacity = 0  # type: ignore[misc]
-        found.append(each.id)
-    return found
-
-
-def ids(sequences: list[Sequence]) -> list[int]:
+def ids(sequences: list[DecodeSequence]) -> list[int]:
     return [each.id for each in sequences]
 
 
-def infos(*tokens: int) -> list[TokenInfo]:
-    return [TokenInfo(token) for token in tokens]
+def advance(scheduler: DecodeScheduler, one: DecodeSequence, *tokens: int, now: float = 0.0) -> StepOutput | None:
+    """A step with these tokens is read: the engine has appended them, and the scheduler takes them over."""
+    one.output_ids += tokens
+    return scheduler.advance(one, [TokenInfo(token) for token in tokens], now)
 
 
 def test_slots_go_to_those_that_were_ready_first() -> None:
@@ -62,7 +54,7 @@ def test_a_slot_is_free_for_the_next_as_soon_as_a_sequence_ends() -> None:
     last = sequence(1, max_tokens=2)
     scheduler.add([last, sequence(2), sequence(3)])
     scheduler.admit(0.0)
-    output = scheduler.advance(last.handle, infos(60), 0.0)
+    output = advance(scheduler, last, 60)
     assert output is not None
     assert (output.output_index, output.finish) == (1, FinishReason.LENGTH)
     assert ids(scheduler.admit(0.0)) == [3]
@@ -73,11 +65,23 @@ def test_tokens_after_the_one_that_ends_a_sequence_are_left_out() -> None:
     one = sequence(1, max_tokens=9)
     scheduler.add([one])
     scheduler.admit(0.0)
-    output = scheduler.advance(one.handle, infos(60, 1, 61), 0.0)
+    output = advance(scheduler, one, 60, 1, 61)
     assert output is not None
     assert [token.token_id for token in output.tokens] == [60, 1]
     assert output.finish is FinishReason.STOP
     assert scheduler.running == 0
+
+
+def test_steps_that_were_read_together_are_taken_over_one_after_the_other() -> None:
+    scheduler = DecodeScheduler(SPEC)
+    one = sequence(1, max_tokens=4)
+    scheduler.add([one])
+    scheduler.admit(0.0)
+    one.output_ids += [60, 61, 62, 63]
+    outputs = [scheduler.advance(one, [TokenInfo(token)], 0.0) for token in (60, 61, 62, 63)]
+    assert outputs[3] is None, "it had ended"
+    found = [(output.output_index, output.finish) for output in outputs if output is not None]
+    assert found == [(1, None), (2, None), (3, FinishReason.LENGTH)]
 
 
 def test_a_sequence_ends_at_the_models_length_whatever_it_may_generate() -> None:
@@ -85,8 +89,8 @@ def test_a_sequence_ends_at_the_models_length_whatever_it_may_generate() -> None
     one = sequence(1, max_tokens=50)
     scheduler.add([one])
     scheduler.admit(0.0)
-    first = scheduler.advance(one.handle, infos(60), 0.0)
-    second = scheduler.advance(one.handle, infos(61), 0.0)
+    first = advance(scheduler, one, 60)
+    second = advance(scheduler, one, 61)
     assert first is not None
     assert second is not None
     assert (first.finish, second.finish) == (None, FinishReason.LENGTH)
@@ -97,8 +101,8 @@ def test_timings_come_once_and_are_durations() -> None:
     one = sequence(1, ready_at=100.0)
     scheduler.add([one])
     scheduler.admit(100.25)
-    first = scheduler.advance(one.handle, infos(60), 100.75)
-    second = scheduler.advance(one.handle, infos(61), 101.0)
+    first = advance(scheduler, one, 60, now=100.75)
+    second = advance(scheduler, one, 61, now=101.0)
     assert first is not None
     assert second is not None
     assert first.timings is not None
@@ -115,7 +119,7 @@ def test_dropping_takes_a_sequence_out_wherever_it_is_and_only_once() -> None:
     assert ids(scheduler.drop([3, 1, 77])) == [3, 1]
     assert scheduler.drop([3, 1]) == []
     assert (scheduler.running, scheduler.waiting) == (1, 0)
-    assert scheduler.advance(running.handle, infos(60), 0.0) is None
+    assert advance(scheduler, running, 60) is None
 
 
 def test_no_tokens_are_nothing_to_tell() -> None:
@@ -123,7 +127,7 @@ def test_no_tokens_are_nothing_to_tell() -> None:
     one = sequence(1)
     scheduler.add([one])
     scheduler.admit(0.0)
-    assert scheduler.advance(one.handle, (), 0.0) is None
+    assert advance(scheduler, one) is None
     assert scheduler.running == 1
 
 
@@ -140,81 +144,27 @@ def test_those_without_room_for_the_next_token_are_told_oldest_first() -> None:
     assert ids(scheduler.sequences_to_extend()) == [3, 1]
 
 
-def test_the_youngest_by_reservation_is_paused_first_and_the_oldest_comes_back_first() -> None:
-    scheduler = DecodeScheduler(LONG)
+def test_the_youngest_by_reservation_is_named_wherever_it_is() -> None:
+    scheduler = DecodeScheduler(replace(LONG, slots=2))
     scheduler.add([sequence(1, age=7), sequence(2, age=5), sequence(3, age=6)])
     scheduler.admit(0.0)
-    assert paused(scheduler, 3) == [1, 3, 2]
-    assert (scheduler.running, scheduler.paused) == (0, 3)
-    came_back = []
-    while (each := scheduler.next_to_resume(99)) is not None:
-        scheduler.resume(each)
-        came_back.append(each.id)
-    assert came_back == [2, 3, 1]
-    assert scheduler.paused == 0
+    found = []
+    while not scheduler.idle:
+        youngest = scheduler.youngest()
+        found += ids(scheduler.drop([youngest.id]))
+    assert found == [1, 3, 2]
+    assert scheduler.sequences == []
 
 
-def test_a_paused_sequence_comes_back_before_one_that_waits_but_only_into_a_slot() -> None:
-    scheduler = DecodeScheduler(replace(LONG, slots=1))
-    old, waiting = sequence(1, age=1), sequence(2, age=2)
-    scheduler.add([old])
-    scheduler.admit(0.0)
-    scheduler.add([waiting])
-    paused(scheduler, 1)
-    assert scheduler.next_to_resume(99) is old
-    scheduler.resume(old)
-    assert scheduler.admit(0.0) == []
-    paused(scheduler, 1)
-    # While there is no room for it, the slot goes to the one that holds its pages anyhow.
-    assert scheduler.next_to_resume(0) is None
-    assert ids(scheduler.admit(0.0)) == [2]
-    assert scheduler.next_to_resume(99) is None
-
-
-def test_room_is_what_the_whole_batch_needs_to_go_on_for_a_while() -> None:
+def test_missing_pages_are_what_the_batch_needs_to_go_on_for_a_while_or_to_its_end() -> None:
     # Pages of 16 tokens. A sequence has 4 tokens and goes on for 64: 68 tokens are 5 pages.
     scheduler = DecodeScheduler(LONG)
-    scheduler.add([sequence(1, age=1, max_tokens=500, capacity=16), sequence(2, age=2, max_tokens=500, capacity=16)])
+    scheduler.add([sequence(1, max_tokens=500, capacity=16), sequence(2, max_tokens=500, capacity=16 * 9)])
+    scheduler.add([sequence(3, max_tokens=20, capacity=16), sequence(4, max_tokens=500, capacity=0)])
     scheduler.admit(0.0)
-    paused(scheduler, 1)
-    # 5 for the one that returns, and 4 more for the one that runs with 1.
-    assert scheduler.next_to_resume(8) is None
-    assert scheduler.next_to_resume(9) is not None
-
-
-def test_no_more_room_is_asked_for_than_there_is_left_to_generate() -> None:
-    scheduler = DecodeScheduler(LONG)
-    scheduler.add([sequence(1, max_tokens=20, capacity=16)])
-    scheduler.admit(0.0)
-    paused(scheduler, 1)
-    assert scheduler.next_to_resume(1) is None
-    assert scheduler.next_to_resume(2) is not None
+    # 4 for the first, none for the second, 1 to the end of the third; the fourth waits.
+    assert scheduler.missing_pages() == 5
     short = DecodeScheduler(replace(LONG, max_model_len=30))
     short.add([sequence(1, max_tokens=500, capacity=16)])
     short.admit(0.0)
-    paused(short, 1)
-    assert short.next_to_resume(2) is not None
-
-
-def test_a_sequence_comes_back_to_as_many_pages_as_it_had() -> None:
-    scheduler = DecodeScheduler(LONG)
-    scheduler.add([sequence(1, max_tokens=500, capacity=16 * 9)])
-    scheduler.admit(0.0)
-    paused(scheduler, 1)
-    assert scheduler.next_to_resume(8) is None
-    assert scheduler.next_to_resume(9) is not None
-
-
-def test_there_is_nothing_to_do_while_what_is_paused_lacks_room() -> None:
-    scheduler = DecodeScheduler(LONG)
-    assert scheduler.is_idle(99)
-    scheduler.add([sequence(1)])
-    assert not scheduler.is_idle(0)
-    scheduler.admit(0.0)
-    assert not scheduler.is_idle(0)
-    paused(scheduler, 1)
-    assert scheduler.is_idle(0)
-    assert not scheduler.is_idle(9)
-    assert ids(scheduler.drop([1])) == [1]
-    assert scheduler.is_idle(9)
-    assert scheduler.all_ids() == []
+    assert short.missing_pages() == 1

@@ -29,7 +29,6 @@ from baton.errors import ConfigError
         ("slots", -1),
         ("block_size", 0),
         ("threads", -2),
-        ("host_kv_memory", -1),
     ],
 )
 def test_a_bad_field_is_named_with_its_value(field: str, value: Any) -> None:

@@ -21,6 +21,7 @@ from baton.model import decoder
 from baton.model.attention.flash_backend import FlashKernels
 from tests.checkpoints import make_checkpoint
 from tests.contract.engines import MIXED, generate, start, state
+from tests.engine_calls import found
 from tests.unit.engine.cuda_standin import FLASH, Cuda, cuda
 
 __all__ = ["cuda"]
@@ -54,7 +55,7 @@ def make(model: LoadedModel, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Mak
         slots=6,
         steps_ahead=1,
     )
-    return lambda: EngineCore(spec, InProcessExecutor(ModelRunner(model, model.new_kv_cache(61, 16), spec)), 0)
+    return lambda: EngineCore(spec, InProcessExecutor(ModelRunner(model, model.new_kv_cache(61, 16), spec)))
 
 
 def batch(engine: EngineCore) -> list[list[int]]:
@@ -68,7 +69,7 @@ def batch(engine: EngineCore) -> list[list[int]]:
         if turn == 8:
             engine.free(running[1][0])
         if len(unread) > 1:
-            for own, infos in unread.pop(0).result().steps:
+            for own, infos in found(unread.pop(0).result()):
                 outputs = next(outputs for handle, outputs in running if handle is own)
                 outputs += [info.token_id for info in infos]
     unread.pop().result()

@@ -17,7 +17,7 @@ from baton.errors import EngineError
 from baton.kv.format import PartData
 from baton.request import SamplingParams, SequenceState, TokenInfo
 from tests.contract.engines import chunks, generate, ignore, move, prefill, start, state, step
-from tests.engine_calls import prefill_chunk
+from tests.engine_calls import found, insert, prefill_chunk
 
 
 def test_tokens_by_hand() -> None:
@@ -43,8 +43,8 @@ def test_log_probabilities_tell_prefill_from_decode() -> None:
     )
     assert result.tokens == (TokenInfo(20, -1.0, ((20, -1.0), (21, -2.0))),)
     assert result.prompt_logprobs == (TokenInfo(7, -3.0),)
-    engine.insert(handle, state([5, 7], params, [20]))
-    assert engine.launch().result().steps == [(handle, (TokenInfo(81, -2.0, ((81, -2.0), (82, -3.0))),))]
+    insert(engine, handle, state([5, 7], params, [20]))
+    assert found(engine.launch().result()) == [(handle, (TokenInfo(81, -2.0, ((81, -2.0), (82, -3.0))),))]
 
 
 def test_time_is_spent_through_the_delay() -> None:
@@ -91,7 +91,7 @@ def _decode_after(
     home = target.reserve("a/1", len(prompt) + 8)
     move(engine, origin, target, home, len(prompt))
     tamper(target, origin, home)
-    target.insert(home, state(prompt, outputs=[first]))
+    insert(target, home, state(prompt, outputs=[first]))
     return [step(target)[home], step(target)[home]]
 
 

@@ -61,7 +61,6 @@ def test_all_calls_equal_those_of_one_tensor(cuda: Cuda, pages: tuple[int, ...])
     for memory in (one, two):
         memory.write_blocks(pages, 9, 7, blocks)
         memory.copy_page(pages[0], pages[1], 3)
-        memory.restore(pages[::-1], memory.save(pages, 21))
     check_equal(whole, parted)
 
 
@@ -94,7 +93,6 @@ def test_writes_wait_for_nothing_that_is_being_computed(cuda: Cuda, monkeypatch:
     memory, waited = HostedMemory(device, kv, source), list[Event]()
     k = v = torch.randn(4, HEADS, WIDTH)
     read, blocks = memory.read((6,), 0, range(4), range(HEADS)), memory.read_blocks((6,), 0, 4, 1)
-    saved = memory.save((6,), 4)
     monkeypatch.setattr(Event, "synchronize", lambda event: waited.append(event))
     monkeypatch.setattr(Stream, "wait_event", lambda stream, event: waited.append(event))
     for layer in range(LAYERS):
@@ -105,6 +103,5 @@ def test_writes_wait_for_nothing_that_is_being_computed(cuda: Cuda, monkeypatch:
     memory.copy_page(7, 8, 4)
     memory.write((7, 2), 0, 0, 0, read)
     memory.write_blocks((7, 2), 0, 4, blocks)
-    memory.restore((7, 2), saved)
-    assert len(waited) >= 4
+    assert len(waited) >= 3
     assert computed.isdisjoint(waited)

@@ -1,31 +1,35 @@
-"""Slots, pausing, and what plans tell of them; no tensor anywhere."""
+"""Slots, and what plans tell of them; no tensor anywhere."""
 
 from __future__ import annotations
 
 import pytest
 
 from baton.engine.contract import EngineSpec
-from baton.engine.kv_manager import KvManager, RunningSequence
+from baton.engine.kv_manager import KvManager
 from baton.engine.plan import ForwardPlan, Growth, Row
-from baton.errors import EngineError, OutOfPages, Overloaded
+from baton.engine.sequence import Sequence
+from baton.errors import EngineError, Overloaded
 from baton.kv.format import KvFormat, KvPart
 from baton.kv.pool import PageHandle
 from baton.request import SamplingParams, SequenceState
 
 KV_FORMAT = KvFormat((KvPart("k", "float32", (1, 2)),), layers=1, block_size=4)
-HOST = 10 * KV_FORMAT.token_bytes
 GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.fixture
 def kv() -> KvManager:
-    """Pages of 4 tokens, three slots, host memory for ten tokens."""
-    return KvManager(EngineSpec("f", KV_FORMAT, 100, 32, frozenset(), page_size=4, pages=12, slots=3), HOST)
+    """Pages of 4 tokens, three slots."""
+    return KvManager(EngineSpec("f", KV_FORMAT, 100, 32, frozenset(), page_size=4, pages=12, slots=3))
+
+
+def insert(kv: KvManager, handle: PageHandle, ids: list[int], params: SamplingParams = GREEDY) -> None:
+    kv.insert(Sequence(handle, SequenceState(params, ids)), handle)
 
 
 def join(kv: KvManager, owner: str, tokens: int, params: SamplingParams = GREEDY) -> PageHandle:
     handle = kv.pool.reserve(owner, tokens)
-    kv.insert(handle, SequenceState(params, list(range(tokens))))
+    insert(kv, handle, list(range(tokens)), params)
     return handle
 
 
@@ -34,17 +38,12 @@ def plan(kv: KvManager) -> ForwardPlan:
         return kv.plan((), batch)
 
 
-def grow(kv: KvManager) -> list[RunningSequence]:
+def grow(kv: KvManager) -> list[Sequence]:
     """Each sequence of the batch got a token."""
     for sequence in kv.batch:
         sequence.output_ids.append(7)
-        kv.pool.extend(sequence.handle, sequence.state.length)
+        kv.pool.extend(kv._running[sequence], sequence.length)
     return kv.batch
-
-
-def pause(kv: KvManager, handle: PageHandle) -> None:
-    sequence, size = kv.check_pause(handle)
-    kv.pause(sequence, "saved", size)
 
 
 def slots(found: ForwardPlan) -> tuple[list[int], list[int], list[int]]:
@@ -64,16 +63,16 @@ def test_a_plan_tells_what_has_changed_since_the_one_before(kv: KvManager) -> No
     told = plan(kv)
     assert (slots(told), told.reset) == (([], [], [0, 1]), False)
     assert told.grew == (Growth(1, second.pages[1:]),)
-    kv.free(first, ())
+    kv.pool.free(first)
     third = join(kv, "c", 2)
     told = plan(kv)
     assert slots(told) == ([0], [0], [1, 0]), "the free slot is taken again, once it was left"
-    kv.free(third, ())
+    kv.pool.free(third)
     assert slots(plan(kv)) == ([], [0], [1])
 
 
 def test_a_sequence_that_no_plan_told_of_leaves_without_a_word(kv: KvManager) -> None:
-    kv.free(join(kv, "a", 3), ())
+    kv.pool.free(join(kv, "a", 3))
     join(kv, "b", 3)
     assert slots(plan(kv)) == ([0], [], [0])
 
@@ -82,7 +81,7 @@ def test_after_a_failed_plan_the_next_one_fills_every_slot_again(kv: KvManager) 
     first, _ = join(kv, "a", 3), join(kv, "b", 4)
     plan(kv)
     grow(kv)
-    kv.free(first, ())
+    kv.pool.free(first)
     plan(kv)
     kv.forget_plans()
     assert kv.must_read_first
@@ -98,7 +97,7 @@ def test_a_sequence_with_penalties_is_never_launched_ahead(kv: KvManager) -> Non
     assert not kv.must_read_first
     penalised = join(kv, "b", 3, SamplingParams(temperature=0.0, presence_penalty=0.5))
     assert kv.must_read_first
-    kv.free(penalised, ())
+    kv.pool.free(penalised)
     plan(kv)
     assert not kv.must_read_first
 
@@ -108,12 +107,12 @@ def test_slots_and_lengths_are_checked_before_anything_changes(kv: KvManager) ->
         join(kv, owner, 3)
     waiting = kv.pool.reserve("d", 4)
     with pytest.raises(Overloaded, match="all 3 slots"):
-        kv.insert(waiting, SequenceState(GREEDY, [1, 2]))
+        insert(kv, waiting, [1, 2])
     with pytest.raises(EngineError, match="d: 6 tokens in pages for 4"):
-        kv.insert(waiting, SequenceState(GREEDY, [1] * 6))
+        insert(kv, waiting, [1] * 6)
     long = kv.pool.reserve("e", 32)
     with pytest.raises(EngineError, match="max_model_len is 32"):
-        kv.insert(long, SequenceState(GREEDY, [1] * 32))
+        insert(kv, long, [1] * 32)
     assert slots(plan(kv))[0] == [0, 1, 2]
     # The step of a sequence without room is refused, and nobody's was planned.
     for _ in range(2):
@@ -121,45 +120,3 @@ def test_slots_and_lengths_are_checked_before_anything_changes(kv: KvManager) ->
             sequence.output_ids.append(7)
     with pytest.raises(EngineError, match="lies beyond"), kv.pin_batch():
         pytest.fail("it has no room")
-
-
-def test_pausing_gives_pages_and_slot_back_and_takes_host_memory(kv: KvManager) -> None:
-    first, second = join(kv, "a", 9), join(kv, "b", 4)
-    plan(kv)
-    pause(kv, first)
-    assert kv.host_kv() == {"a": 8 * KV_FORMAT.token_bytes}
-    assert kv.audit() == {"a": 0, "b": 1}
-    with pytest.raises(Overloaded, match="of host_kv_memory"):
-        pause(kv, second)
-    with pytest.raises(EngineError, match="is not running"):
-        pause(kv, first)
-    assert slots(plan(kv)) == ([], [0], [1])
-    full = kv.pool.reserve("full", 4 * kv.pool.stats().free)
-    with pytest.raises(OutOfPages):
-        kv.begin_resume(first)
-    kv.free(full, ())
-    assert kv.begin_resume(first) == "saved"
-    kv.end_resume(first)
-    assert kv.host_kv() == {}
-    assert kv.audit() == {"a": 3, "b": 1}
-    assert slots(plan(kv)) == ([0], [], [1, 0])
-
-
-def test_what_is_paused_publishes_nothing_and_is_forgotten_when_freed(kv: KvManager) -> None:
-    handle = join(kv, "a", 9)
-    names = [b"1" * 32, b"2" * 32]
-    pause(kv, handle)
-    kv.begin_resume(handle)
-    kv.publish(handle, names)
-    assert kv.pool.match_prefix(names) == 0
-    kv.free(handle, names)
-    assert (kv.pool.match_prefix(names), kv.host_kv(), kv.audit()) == (0, {}, {})
-    kv.end_resume(handle)
-    assert kv.batch == []
-
-
-def test_the_audit_finds_host_memory_that_nobody_has(kv: KvManager) -> None:
-    pause(kv, join(kv, "a", 4))
-    kv._host_free -= 1
-    with pytest.raises(EngineError, match="host memory audit failed: 24 bytes are held and 55 free of 80"):
-        kv.audit()

@@ -84,7 +84,7 @@ def test_another_runner_chooses_the_same_tokens_from_the_same_plans(
     runner: Callable[[], ModelRunner], spec: EngineSpec
 ) -> None:
     """Sequences join, grow, leave and fail meanwhile; the second runner is told nothing but the plans."""
-    engine, second = EngineCore(spec, InProcessExecutor(runner()), 0), InProcessExecutor(runner())
+    engine, second = EngineCore(spec, InProcessExecutor(runner())), InProcessExecutor(runner())
     results: list[tuple[PlanResult, PlanResult]] = []
     kinds = set()
 

@@ -304,18 +304,16 @@ def test_pages_lie_where_kv_home_says(checkpoint: Path, monkeypatch: pytest.Monk
 
     assert homes() == homes(kv_home="device") == (5, 0)
     assert homes(kv_home="host") == (0, 5)
-    assert homes(host_pool_memory=3 * page_bytes + 1) == (5, 3)
-    with pytest.raises(ConfigError, match=r"host_pool_memory: 100 bytes hold no page, which has 18432 bytes"):
-        homes(host_pool_memory=100)
-    with pytest.raises(ConfigError, match="host_pool_memory: is for kv_home auto, with host kv_memory sizes the pool"):
-        homes(kv_home="host", host_pool_memory=page_bytes)
+    assert homes(host_memory=3 * page_bytes + 1) == (5, 3)
+    with pytest.raises(ConfigError, match=r"host_memory: 100 bytes hold no page, which has 18432 bytes"):
+        homes(host_memory=100)
+    with pytest.raises(ConfigError, match="host_memory: is for kv_home auto, with host kv_memory sizes the pool"):
+        homes(kv_home="host", host_memory=page_bytes)
     with pytest.raises(ConfigError, match="kv_home: must be auto, device, host, got 'disk'"):
         homes(kv_home="disk")
     monkeypatch.setattr(factory.host_memory, "available", lambda: 50 << 20)
-    with pytest.raises(
-        ConfigError, match=r"host_pool_memory with kv_memory: \d+ bytes are asked for, 52428800 bytes are"
-    ):
-        homes(host_pool_memory=900 << 30)
+    with pytest.raises(ConfigError, match=r"host_memory with kv_memory: \d+ bytes are asked for, 52428800 bytes are"):
+        homes(host_memory=900 << 30)
 
 
 def test_a_device_without_room_for_the_longest_sequence_gets_host_pages_for_it(
@@ -330,14 +328,14 @@ def test_a_device_without_room_for_the_longest_sequence_gets_host_pages_for_it(
     assert not caplog.messages
     monkeypatch.setattr(factory.host_memory, "available", lambda: 100 << 20)
     assert factory._host_pages(config, 1 << 20, 99, 100, cuda) == 15
-    assert "hold 15 of its 100 pages: raise --host-pool-memory" in caplog.text
+    assert "hold 15 of its 100 pages: raise --host-memory" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"host_pool_memory": 5 << 30}, f"host_pool_memory: {5 << 30}: refused"),
-        ({}, "host_pool_memory: automatic: refused"),
+        ({"host_memory": 5 << 30}, f"host_memory: {5 << 30}: refused"),
+        ({}, "host_memory: automatic: refused"),
         ({"kv_home": "host", "kv_memory": 3 << 30}, f"kv_memory: {3 << 30}: refused"),
     ],
 )
@@ -354,6 +352,6 @@ def test_host_memory_that_cuda_does_not_register_names_the_field(settings: Any, 
 def test_both_pools_of_a_cpu_must_fit_its_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factory.host_memory, "available", lambda: 50 << 20)
     with pytest.raises(
-        ConfigError, match=f"host_pool_memory with kv_memory: {60 << 20} bytes are asked for, {50 << 20} bytes are"
+        ConfigError, match=f"host_memory with kv_memory: {60 << 20} bytes are asked for, {50 << 20} bytes are"
     ):
-        engine_of(checkpoint, kv_memory=30 << 20, host_pool_memory=30 << 20)
+        engine_of(checkpoint, kv_memory=30 << 20, host_memory=30 << 20)

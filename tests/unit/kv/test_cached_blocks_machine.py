@@ -172,7 +172,7 @@ class CachedBlocksMachine(RuleBasedStateMachine):
             self.write(before, tokens or 1)
             self.publish(before, tokens)
             if not keep:
-                self.give_up(before, keep=False, leaves=leaves)
+                self.give_up(before, leaves=leaves)
 
     @rule(chain=CHAIN, tokens=TOKENS, more=st.integers(0, 4), most=st.none() | TOKENS, slices=st.booleans())
     def reserve(self, chain: list[int], tokens: int, more: int, most: int | None, slices: bool = False) -> None:
@@ -349,24 +349,20 @@ class CachedBlocksMachine(RuleBasedStateMachine):
             ):
                 self.leave(lease.pages)
 
-    @rule(index=INDEX, keep=st.booleans(), leaves=st.booleans())
-    def give_up(self, index: int, keep: bool, leaves: bool = False) -> None:
-        """Pause or free a sequence, which leaves all that was written."""
+    @rule(index=INDEX, leaves=st.booleans())
+    def give_up(self, index: int, leaves: bool = False) -> None:
+        """Free a sequence, which leaves all that was written."""
         sequence = self.pick(index)
         if sequence is None:
             return
         lease, before = sequence.handle._lease, self.pool.stats()
         told = self.returns
-        if keep:
-            assert self.pool.detach(sequence.handle)
-            sequence.written = 0
-        else:
-            digests = self.digests(sequence.ids[: sequence.written]) if leaves else []
-            self.name(sequence, digests, ends=True)
-            self.pool.free(sequence.handle, digests)
-            self.pool.free(sequence.handle, self.digests(self.ids([1], 40)))
-            self.sequences.remove(sequence)
-            self.dead.append(sequence.handle)
+        digests = self.digests(sequence.ids[: sequence.written]) if leaves else []
+        self.name(sequence, digests, ends=True)
+        self.pool.free(sequence.handle, digests)
+        self.pool.free(sequence.handle, self.digests(self.ids([1], 40)))
+        self.sequences.remove(sequence)
+        self.dead.append(sequence.handle)
         if all(lease is not each for each, _ in self.pins):
             self.leave(lease.pages)
         after = self.pool.stats()

@@ -31,7 +31,7 @@ PAGES, PAGE, HOLD_S, LATENCY_S = 100, 4, 1.0, 0.001
 
 
 class Batch:
-    short_of_pages, paused = False, 0
+    short_of_pages = False
 
 
 class SharedWorker:

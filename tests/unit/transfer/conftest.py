@@ -25,4 +25,4 @@ async def exports(engine: Engine) -> AsyncIterator[ExportRegistry]:
     exports.close()
     await exports.wait_closed()
     assert count(EXPORTS_OPEN) == 0
-    assert engine.in_flight == 0
+    assert engine.copies == 0

@@ -31,7 +31,7 @@ class Engine(FakeEngine):
         super().__init__(layers=LAYERS, heads=HEADS, page_size=page_size, pages=4096 // page_size, kv_dtype=kv_dtype)
         self.before_read: Callable[[], object] = lambda: None
         self.before_write: Callable[[], object] = lambda: None
-        self.in_flight = 0
+        self.copies = 0
         self.most_in_flight = 0
         self._counting = threading.Lock()
 
@@ -55,8 +55,8 @@ class Engine(FakeEngine):
 
     def _count(self, change: int) -> None:
         with self._counting:
-            self.in_flight += change
-            self.most_in_flight = max(self.most_in_flight, self.in_flight)
+            self.copies += change
+            self.most_in_flight = max(self.most_in_flight, self.copies)
 
 
 class Gate:
