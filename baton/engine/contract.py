@@ -79,8 +79,8 @@ class PromptChunk:
 
     KV of `[0, start)` must be in the handle's pages already. With `on_layer`, the pass stops after each layer to call
     it. For each state of `sample` one token is sampled after position `end - 1`. With `prompt_logprobs`, the
-    log-probability of each successor is computed with that many alternatives, in parts; `on_layer` is called with the
-    last layer after each part, since they may take longer than the layers.
+    log-probability of each successor is computed with that many alternatives, in parts; after each part the
+    `on_layer` of each chunk of the pass is called with the last layer, since parts may take longer than layers.
     """
 
     handle: KvHandle
@@ -127,7 +127,8 @@ class ForwardPass(Protocol):
     launched_at: float
 
     @property
-    def batch(self) -> abc.Sequence[Sequence]: ...
+    def batch(self) -> abc.Sequence[Sequence]:
+        """See above."""
 
     def result(self) -> PassResult:
         """Wait for the pass.
@@ -213,7 +214,9 @@ class Engine(Protocol):
         token (`extend` first), and for one of each unread step that it is in. When the pass is read, the sampled
         tokens are appended to the sequences; the caller ends a sequence (`free`).
 
-        Errors of the pass are raised here or by its `result`; without steps ahead, here. A chunk's `on_layer` may
+        Errors of the pass are raised here or by its `result`; without steps ahead, here. If a pass before this one
+        fails when it is read here, its error is raised, and nothing is launched. A chunk that can't be computed, since
+        its handle was freed or an id is outside the vocabulary, fails alone, in its result. A chunk's `on_layer` may
         launch passes of other handles, but not where the pass that calls it has a step. When it raises, the chunk
         ends: the pass ends too, unless it has other chunks or a step.
         """
@@ -274,6 +277,10 @@ class Engine(Protocol):
 def compute_chunk(engine: Engine, chunk: PromptChunk) -> ChunkResult:
     """Compute one chunk in a pass of its own. Raises what the chunk or the pass raised."""
     (result,) = engine.launch((chunk,), batch=False).result().chunks
-    if isinstance(result, Exception):
+    if not isinstance(result, Exception):
+        return result
+    try:
         raise result
-    return result
+    finally:
+        # Its traceback has this frame, which would hold it until garbage is collected.
+        del result

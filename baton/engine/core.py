@@ -16,11 +16,11 @@ from collections import abc
 from contextlib import ExitStack, contextmanager
 
 from baton.engine.checks import check_blocks, check_parts, check_range
-from baton.engine.contract import EngineSpec, KvHandle, PromptChunk
+from baton.engine.contract import EngineSpec, KvHandle, OnLayer, PromptChunk
 from baton.engine.executor import Executor, PassEnded
-from baton.engine.inflight import ChunkErrors, InflightPasses, LaunchedPass
+from baton.engine.inflight import InflightPasses, LaunchedPass, PassChunks
 from baton.engine.kv_manager import KvManager
-from baton.engine.plan import PlanResult, PromptInput, Row, RowResult
+from baton.engine.plan import PlanResult, Prompt, Row, RowResult
 from baton.engine.sequence import Sequence
 from baton.errors import CorruptFrame, EngineError, JoinFailed, NoToken
 from baton.kv.cached_blocks import PrefixesChanged
@@ -39,6 +39,8 @@ class EngineCore:
         self._kv = KvManager(spec)
         self._inflight = InflightPasses()
         self._stepping = False
+        self._refused: list[tuple[Sequence, NoToken]] = []
+        """Sequences that could not join, until a pass reports them."""
 
     @property
     def spec(self) -> EngineSpec:
@@ -55,12 +57,15 @@ class EngineCore:
         return self._kv.pool.reserve(owner, tokens, prefix, max_cached_tokens, self._copy)
 
     def evict_for(self, tokens: int, prefix: abc.Sequence[bytes] = (), max_cached_tokens: int | None = None) -> bool:
+        """See `Engine.evict_for`."""
         return self._kv.pool.evict_for(tokens, prefix, max_cached_tokens)
 
     def publish(self, handle: KvHandle, digests: abc.Sequence[bytes]) -> None:
+        """See `Engine.publish`."""
         self._kv.pool.publish(_page_handle(handle), digests)
 
     def match_prefix(self, digests: abc.Sequence[bytes]) -> int:
+        """See `Engine.match_prefix`."""
         return self._kv.pool.match_prefix(digests)
 
     def watch_prefixes(self, changed: PrefixesChanged | None) -> None:
@@ -90,30 +95,27 @@ class EngineCore:
         return child
 
     def launch(self, chunks: abc.Sequence[PromptChunk] = (), *, batch: bool = True) -> LaunchedPass:
-        """Raises InvalidRequest for a token id outside the vocabulary.
-
-        Raises EngineError naming a sequence without room; then no sequence has moved.
-        """
+        """Raises EngineError naming a sequence without room; then no sequence has moved."""
         if self._stepping:
             raise EngineError("a pass was launched while one that has a step was under way")
-        for chunk in chunks:
-            self._check_chunk(chunk)
-        ahead, refused = self._spec.steps_ahead, list[tuple[Sequence, NoToken]]()
+        ahead = self._spec.steps_ahead
         while True:
             self._read(0 if batch and self._kv.must_read_first else ahead)
             with ExitStack() as pins:
-                rows = [self._prompt_row(chunk, pins) for chunk in chunks]
+                own = PassChunks(chunks)
+                rows = own.plan(lambda chunk, pins=pins: self._prompt_row(chunk, pins))  # type: ignore[misc]
                 sequences = pins.enter_context(self._kv.pin_batch()) if batch else []
-                errors = ChunkErrors(chunks, step=bool(sequences))
+                own.step = bool(sequences)
                 try:
-                    wait = self._launch(rows, sequences, errors)
+                    wait = self._launch(rows, sequences, own.on_layer)
                 except JoinFailed as error:
                     # No KV has changed, and the next plan resets what runs it: the others don't notice.
                     failed = next(each for each in sequences if each.slot == error.slot)
                     self._kv.remove(failed)
-                    refused.append((failed, NoToken(f"{failed.handle.owner}: {error}")))
+                    self._refused.append((failed, NoToken(f"{failed.handle.owner}: {error}")))
                     continue
-                launched = LaunchedPass(errors, sequences, wait, pins.pop_all(), self._take, refused)
+                launched = LaunchedPass(own, sequences, wait, pins.pop_all(), self._take, self._refused)
+                self._refused = []
             self._inflight.add(launched)
             if not ahead:
                 self._read(0)
@@ -121,6 +123,7 @@ class EngineCore:
 
     @property
     def in_flight(self) -> abc.Sequence[LaunchedPass]:
+        """See `Engine.in_flight`."""
         return self._inflight.passes
 
     def read_kv(self, handle: KvHandle, layer: int, tokens: range, heads: range) -> list[PartData]:
@@ -149,15 +152,17 @@ class EngineCore:
             return self.memory.read_blocks(pages, token_start, size, count)
 
     def write_blocks(self, handle: KvHandle, token_start: int, payloads: abc.Sequence[bytes | memoryview]) -> None:
-        """Raises CorruptFrame for payloads that don't fit the format or the handle."""
+        """See `Engine.write_blocks`. Raises CorruptFrame for payloads that don't fit the format or the handle."""
         count = check_blocks(self._spec.kv_format, payloads)
         with self._written(handle, range(token_start, token_start + count)) as pages:
             self.memory.write_blocks(pages, token_start, self._spec.kv_format.block_size, payloads)
 
     def insert(self, sequence: Sequence) -> None:
+        """See `Engine.insert`."""
         self._kv.insert(sequence, _page_handle(sequence.handle))
 
     def free(self, handle: KvHandle, digests: abc.Sequence[bytes] = ()) -> None:
+        """See `Engine.free`."""
         self._kv.pool.free(_page_handle(handle), digests)
 
     def stats(self) -> PoolStats:
@@ -167,9 +172,11 @@ class EngineCore:
         return self.executor.heartbeat()
 
     def watch_pages(self, returned: abc.Callable[[], object] | None) -> None:
+        """See `Engine.watch_pages`."""
         self._kv.pool.watch(returned)
 
     def audit(self) -> dict[str, int]:
+        """See `Engine.audit`."""
         return self._kv.pool.audit()
 
     def close(self) -> None:
@@ -189,7 +196,11 @@ class EngineCore:
     def _copy(self, copy: PageCopy) -> None:
         self.memory.copy_page(copy.source, copy.target, copy.tokens)
 
-    def _check_chunk(self, chunk: PromptChunk) -> None:
+    def _prompt_row(self, chunk: PromptChunk, pins: ExitStack) -> Row:
+        """The row of a chunk, its pages pinned.
+
+        Raises EngineError for a range that the handle does not have, InvalidRequest for an id outside the vocabulary.
+        """
         start, end, ids = chunk.start, chunk.end, chunk.token_ids
         if not 0 <= start < end <= min(len(ids), self._spec.max_model_len):
             raise EngineError(
@@ -197,11 +208,8 @@ class EngineCore:
                 f"max_model_len is {self._spec.max_model_len}"
             )
         check_token_ids("token_ids", ids[start : end + 1], self._spec.vocab_size, start)
-
-    def _prompt_row(self, chunk: PromptChunk, pins: ExitStack) -> Row:
-        start, end, ids = chunk.start, chunk.end, chunk.token_ids
         pages = pins.enter_context(self._kv.pool.pin(_page_handle(chunk.handle), writes=range(start, end)))
-        prompt = PromptInput(
+        prompt = Prompt(
             tuple(ids[start:end]),
             pages[: self._spec.pages_for(end)],
             tuple(chunk.sample),
@@ -211,18 +219,19 @@ class EngineCore:
         return Row(prompt, start, end - start, (end - start - 1,) if chunk.sample else ())
 
     def _launch(
-        self, rows: abc.Sequence[Row], batch: abc.Sequence[Sequence], errors: ChunkErrors
+        self, rows: abc.Sequence[Row], batch: abc.Sequence[Sequence], on_layer: OnLayer | None
     ) -> abc.Callable[[], PlanResult]:
         if not rows and not batch:
-            return PlanResult
+            return lambda: PlanResult()
         self._stepping = bool(batch)
         try:
-            return self.executor.launch(self._kv.plan(rows, batch), errors.on_layer)
+            return self.executor.launch(self._kv.plan(rows, batch), on_layer)
         except PassEnded:
             # It had no step, so it has changed nothing that the next plan builds upon.
             return lambda: PlanResult((RowResult(),) * len(rows))
         except BaseException:
-            self._kv.forget_plans()
+            if batch:
+                self._kv.forget_plans()
             raise
         finally:
             self._stepping = False

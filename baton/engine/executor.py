@@ -77,7 +77,7 @@ class Executor(Protocol):
     def launch(self, plan: ForwardPlan, on_layer: OnLayer | None = None) -> Callable[[], PlanResult]:
         """Begin the plan; what is returned waits for its result.
 
-        Either raises PassEnded if `on_layer` did, and EngineError for all else that goes wrong.
+        Raises PassEnded if `on_layer` did. Both calls raise EngineError for all else that goes wrong.
         """
 
 

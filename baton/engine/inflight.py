@@ -13,47 +13,74 @@ Belongs to the engine thread.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import abc, deque
 from contextlib import ExitStack
 
 from baton.engine.contract import ChunkResult, OnLayer, PassResult, PromptChunk
 from baton.engine.executor import PassEnded
-from baton.engine.plan import PlanResult, RowResult
+from baton.engine.plan import PlanResult, Row, RowResult
 from baton.engine.sequence import Sequence
-from baton.errors import EngineError, NoToken
+from baton.errors import BatonError, EngineError, NoToken
 from baton.request import TokenInfo
 
+_log = logging.getLogger(__name__)
 
-class ChunkErrors:
-    """The chunks of a pass and what their `on_layer` raised; a chunk that has failed is not called again."""
 
-    def __init__(self, chunks: abc.Sequence[PromptChunk], *, step: bool) -> None:
-        """`step`: whether the pass has a step too, for which it goes on without chunks."""
+class PassChunks:
+    """The chunks of a pass, with the error of each: one that has failed is not called again, and has no result."""
+
+    def __init__(self, chunks: abc.Sequence[PromptChunk]) -> None:
         self.chunks = chunks
-        self.errors: list[Exception | None] = [None] * len(chunks)
-        self._step = step
+        self.step = False
+        """Whether the pass has a step too, for which it goes on without chunks."""
+        self._errors: list[Exception | None] = [None] * len(chunks)
+        self._planned: list[int] = []
+
+    def plan(self, row_of: abc.Callable[[PromptChunk], Row]) -> list[Row]:
+        """The rows of the chunks for which `row_of` raises nothing."""
+        rows = []
+        for index, chunk in enumerate(self.chunks):
+            try:
+                rows.append(row_of(chunk))
+            except Exception as error:
+                self._errors[index] = _without_frames(error)
+            else:
+                self._planned.append(index)
+        return rows
 
     @property
     def on_layer(self) -> OnLayer | None:
-        """The `on_layer` of the pass; None if no chunk has one."""
-        return None if all(chunk.on_layer is None for chunk in self.chunks) else self._call
+        """The `on_layer` of the pass; None if no planned chunk has one."""
+        return None if all(self.chunks[index].on_layer is None for index in self._planned) else self._call
 
     def _call(self, layer: int) -> None:
-        for index, chunk in enumerate(self.chunks):
-            if chunk.on_layer is None or self.errors[index] is not None:
+        for index in self._planned:
+            on_layer = self.chunks[index].on_layer
+            if on_layer is None or self._errors[index] is not None:
                 continue
             try:
-                chunk.on_layer(layer)
+                on_layer(layer)
             except Exception as error:
-                self.errors[index] = error
-        if not self._step and None not in self.errors:
+                self._errors[index] = _without_frames(error)
+        if not self.step and all(self._errors[index] is not None for index in self._planned):
             raise PassEnded
 
-    def results(self, rows: abc.Sequence[RowResult]) -> list[ChunkResult | Exception]:
-        """The chunks' results, from those of their rows."""
-        return [
-            error or _chunk_result(chunk, row) for chunk, error, row in zip(self.chunks, self.errors, rows, strict=True)
+    def results(self, rows: abc.Sequence[RowResult]) -> tuple[list[ChunkResult | Exception], abc.Sequence[RowResult]]:
+        """The chunks' results, from those of the pass's rows; and the rows that are not theirs."""
+        own = dict(zip(self._planned, rows[: len(self._planned)], strict=True))
+        results = [
+            error or _chunk_result(chunk, own[index])
+            for index, (chunk, error) in enumerate(zip(self.chunks, self._errors, strict=True))
         ]
+        return results, rows[len(own) :]
+
+
+def _without_frames(error: Exception) -> Exception:
+    """An error to keep. Its frames hold the pass that keeps it: both would stay until garbage is collected."""
+    if not isinstance(error, BatonError):
+        _log.error("a chunk ends with an unexpected error", exc_info=error)
+    return error.with_traceback(None)
 
 
 def _chunk_result(chunk: PromptChunk, row: RowResult) -> ChunkResult | NoToken:
@@ -65,7 +92,7 @@ def _chunk_result(chunk: PromptChunk, row: RowResult) -> ChunkResult | NoToken:
 class LaunchedPass:
     def __init__(
         self,
-        chunks: ChunkErrors,
+        chunks: PassChunks,
         batch: abc.Sequence[Sequence],
         wait: abc.Callable[[], PlanResult],
         pins: ExitStack,
@@ -82,13 +109,13 @@ class LaunchedPass:
         self.found: list[tuple[Sequence, tuple[TokenInfo, ...] | NoToken]] = [*refused]
         self._chunks = chunks
         self._chunk_results: list[ChunkResult | Exception] = []
-        self._wait = wait
+        self._wait, self._waited = wait, False
         self._pins = pins
         self._take = take
         self._error: BaseException | None = None
 
     def result(self) -> PassResult:
-        """Raises what the pass raised; EngineError if it was undone with one before it."""
+        """See ForwardPass. Raises what the pass raised; EngineError if it was undone with one before it."""
         self._take(self)
         if self._error is not None:
             raise self._error
@@ -96,9 +123,9 @@ class LaunchedPass:
 
     def complete(self) -> None:
         """Wait for the device, and give the tokens to the sequences; if this raises, pages stay pinned."""
-        rows, chunks = self._wait().rows, len(self._chunks.chunks)
-        self._chunk_results = self._chunks.results(rows[:chunks])
-        for each, row in zip(self.batch, rows[chunks:], strict=True):
+        self._waited = True
+        self._chunk_results, steps = self._chunks.results(self._wait().rows)
+        for each, row in zip(self.batch, steps, strict=True):
             each.unread -= 1
             if each.failed:
                 continue
@@ -115,9 +142,10 @@ class LaunchedPass:
         """Let nothing come of it: `error` is its result."""
         if self._error is None:
             self._error = error
-            # The device may still be at it.
-            with contextlib.suppress(Exception):
-                self._wait()
+            if not self._waited:
+                # The device may still be at it.
+                with contextlib.suppress(Exception):
+                    self._wait()
             self._pins.close()
 
 

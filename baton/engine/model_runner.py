@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -25,7 +25,7 @@ from baton.engine.cuda_memory import CudaMemory
 from baton.engine.executor import KvMemory
 from baton.engine.hosted_memory import HostedMemory
 from baton.engine.load import LoadedModel
-from baton.engine.plan import ForwardPlan, Join, PlanResult, PromptInput, Row, RowResult
+from baton.engine.plan import ForwardPlan, Join, PlanResult, Prompt, Row, RowResult
 from baton.engine.step_inputs import StepInputs
 from baton.engine.torch_memory import TorchMemory
 from baton.errors import EngineError, JoinFailed, NoToken
@@ -54,12 +54,16 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class _PromptRow:
-    """A prompt's row, and the sampler of its states; `begin`: its first token in the pass."""
+    """A prompt's row, and the sampler of its states; `begin`: its first token in the pass.
+
+    `problem`: why nothing can be sampled of it.
+    """
 
     row: Row
-    prompt: PromptInput
+    prompt: Prompt
     begin: int
     sampler: SamplerBatch
+    problem: str = ""
 
     @property
     def read(self) -> list[int]:
@@ -138,14 +142,14 @@ class ModelRunner:
                 count, end = len(each.prompt.sample), at + len(each.row.sampled)
                 sampled.append(self._choose(each.sampler, best, logits, range(at, end), count) if count else None)
                 at = end
-            steps = [row for row in plan.rows if not isinstance(row.source, PromptInput)]
+            steps = [row for row in plan.rows if not isinstance(row.source, Prompt)]
             choose = self._choose(self._sampler, best, logits, range(at, at + len(steps))) if steps else None
             wait_steps = None if choose is None else self._finish_step(steps, choose)
             done = self._cuda.mark() if self._cuda is not None and forwarded.prompts else None
 
         def wait() -> PlanResult:
             found = [
-                _prompt_result(each.prompt, output, infos)
+                _prompt_result(each, output, infos)
                 for each, output, infos in zip(forwarded.prompts, sampled, forwarded.prompt_logprobs, strict=True)
             ]
             results = wait_steps() if wait_steps is not None else []
@@ -196,8 +200,8 @@ class ModelRunner:
     def _forward(self, rows: Sequence[Row], on_layer: OnLayer | None) -> _Forwarded:
         prompts, tokens = list[_PromptRow](), 0
         for row in rows:
-            if isinstance(row.source, PromptInput):
-                prompts.append(_PromptRow(row, row.source, tokens, self._sampler_of(row.source)))
+            if isinstance(row.source, Prompt):
+                prompts.append(self._prompt_row(row, row.source, tokens))
                 tokens += row.count
         contexts = self._contexts(rows[len(prompts) :])
         if not prompts:
@@ -233,8 +237,10 @@ class ModelRunner:
         """Tokens of each sequence of the batch, its new one included, in the order of rows; [] without a step."""
         contexts = [0] * len(self._rows)
         for step in steps:
-            if isinstance(step.source, PromptInput) or step.source not in self._slots:
+            if isinstance(step.source, Prompt) or step.source not in self._slots:
                 raise EngineError(f"a row of {step.source!r} is among those of slots, but has no sequence")
+            if (step.count, step.sampled) != (1, (0,)):
+                raise EngineError(f"slot {step.source} has {step.count} new tokens, a slot's row must have one")
             contexts[self._slots[step.source].row] = step.start + 1
         if steps and not all(contexts):
             raise EngineError(f"a step must be one of all {len(contexts)} slots that are taken, got {len(steps)}")
@@ -330,11 +336,16 @@ class ModelRunner:
             on_layer(self._spec.kv_format.layers - 1)
         return tuple(infos)
 
-    def _sampler_of(self, prompt: PromptInput) -> SamplerBatch:
+    def _prompt_row(self, row: Row, prompt: Prompt, begin: int) -> _PromptRow:
         sampler = self._new_sampler()
-        for state in prompt.sample:
-            sampler.add(state)
-        return sampler
+        try:
+            for state in prompt.sample:
+                sampler.add(state)
+        except Exception as error:
+            # As with a sequence that can't join the batch, the other rows are not affected.
+            problem = f"can't be sampled: {type(error).__name__}: {error}"
+            return _PromptRow(replace(row, sampled=()), replace(prompt, sample=()), begin, sampler, problem)
+        return _PromptRow(row, prompt, begin, sampler)
 
     @contextmanager
     def _drained_on_error(self) -> Iterator[None]:
@@ -351,13 +362,11 @@ class ModelRunner:
         return SamplerBatch(self._spec.vocab_size, self._spec.eos_token_ids, self._device, lowest)
 
 
-def _prompt_result(
-    prompt: PromptInput, sampled: SamplerOutput | None, infos: tuple[TokenInfo, ...] | NoToken
-) -> RowResult:
-    if isinstance(infos, NoToken):
-        return RowResult(problem=str(infos))
+def _prompt_result(row: _PromptRow, sampled: SamplerOutput | None, infos: tuple[TokenInfo, ...] | NoToken) -> RowResult:
+    if row.problem or isinstance(infos, NoToken):
+        return RowResult(problem=row.problem or str(infos))
     tokens = list[TokenInfo]()
-    for state, found in zip(prompt.sample, sampled.read() if sampled is not None else (), strict=True):
+    for state, found in zip(row.prompt.sample, sampled.read() if sampled is not None else (), strict=True):
         if isinstance(found, NoToken):
             return RowResult(problem=f"choice {state.choice_index}: {found}")
         tokens.append(found)

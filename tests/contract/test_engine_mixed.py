@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
 
 from baton.engine.contract import ChunkResult, Engine, KvHandle, PassResult, PromptChunk
-from baton.errors import EngineError, NoToken
+from baton.errors import BatonError, EngineError, NoToken
 from baton.request import SequenceState
-from tests.contract.engines import MIXED, Rig, generate, ignore, prefill, spoil, start, state, step, whole_kv
+from tests.contract.engines import (
+    MIXED,
+    ExecutorStub,
+    Rig,
+    generate,
+    ignore,
+    prefill,
+    spoil,
+    start,
+    state,
+    step,
+    whole_kv,
+)
 from tests.engine_calls import found, insert, prefill_chunk
 
 
-class Stop(Exception):
+class Stop(BatonError):
     """Exception that a caller raises to end its chunk."""
 
 
@@ -144,6 +158,77 @@ def test_a_sequence_that_cant_join_leaves_the_chunks_of_its_pass_alone(rig: Rig)
     assert isinstance(computed, ChunkResult)
     assert [info.token_id for info in computed.tokens] == generate(rig.engine(), prompt, 1)
     assert [tokens_of(result)[handle] for handle, _ in sequences] == [each[1] for each in expected]
+
+
+@pytest.mark.parametrize("fault", ["freed", "token id", "sampling"])
+def test_a_chunk_that_cant_be_computed_fails_alone(rig: Rig, fault: str) -> None:
+    engine = rig.engine()
+    sequences, expected = running(rig, engine)
+    good = state(rig.prompt(40, seed=91))
+    handles = [engine.reserve(f"{name}/1", 40) for name in ("bad", "good")]
+    ids = list(good.prompt_ids)
+    wanted = SequenceState(MIXED[3], cast(list[int], [None] * 40)) if fault == "sampling" else good
+    if fault == "freed":
+        engine.free(handles[0])
+    elif fault == "token id":
+        ids[39] = -1
+    chunks = [
+        PromptChunk(handles[0], ids, 0, 40, ignore, [wanted]),
+        PromptChunk(handles[1], good.prompt_ids, 0, 40, ignore, [good]),
+    ]
+    result = engine.launch(chunks).result()
+    lost, computed = result.chunks
+    assert isinstance(lost, NoToken if fault == "sampling" else BatonError)
+    assert isinstance(computed, ChunkResult)
+    assert [info.token_id for info in computed.tokens] == generate(rig.engine(), good, 1)
+    assert [tokens_of(result)[handle] for handle, _ in sequences] == [each[1] for each in expected]
+
+
+def test_an_error_of_a_chunk_keeps_nothing_alive(rig: Rig) -> None:
+    """The prompt of a chunk that was called off may have a million tokens."""
+    engine = rig.engine()
+
+    class Ids(list[int]):
+        pass
+
+    def stop(_layer: int) -> None:
+        raise Stop
+
+    ids = Ids(rig.prompt(20))
+    alive = weakref.ref(ids)
+    gc.disable()
+    try:
+        with pytest.raises(Stop):
+            prefill_chunk(engine, engine.reserve("a/1", 20), ids, 0, 20, on_layer=stop)
+        del ids
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_who_cant_join_is_told_even_if_a_pass_before_fails_meanwhile(rig: Rig) -> None:
+    engine = rig.engine(slots=6, steps_ahead=1)
+    sequences, _ = running(rig, engine)
+
+    def failing(*plan: Any) -> Any:
+        stub.next.launch(*plan)
+
+        def wait() -> Any:
+            engine.executor = stub.next
+            raise EngineError("lost")
+
+        return wait
+
+    stub = ExecutorStub(engine, failing)
+    engine.launch()
+    engine.executor = stub.next
+    bad = engine.reserve("bad/1", 40)
+    insert(engine, bad, SequenceState(MIXED[3], cast(list[int], [None] * 12), [1]))
+    with pytest.raises(EngineError, match="lost"):
+        engine.launch()
+    told = found(engine.launch().result())
+    assert [handle for handle, got in told if isinstance(got, NoToken)] == [bad]
+    assert len(told) == len(sequences) + 1
 
 
 def test_no_pass_is_launched_between_the_layers_of_one_with_a_step(rig: Rig) -> None:
