@@ -235,7 +235,7 @@ async def test_the_key_of_the_environment_is_for_baton_alone(monkeypatch: pytest
         (["http://a/v1/completions", "--rate=1"], "give one of --requests, --seconds"),
         (["http://a/v1/completions", "--rate=-1", "--requests=1"], "--rate"),
         (["http://a/v1/completions", "--concurrency=1.5", "--requests=1"], "whole numbers"),
-        (["http://a/v1/chat/completions", "--rate=1", "--requests=1"], "name the server's /v1/completions"),
+        (["http://a/v1/chat/completions", "--rate=1", "--requests=1"], "give the server's /v1/completions"),
         (["grpc://a", "--rate=1", "--requests=1"], "TARGET"),
         (["a:1", "--rate=1", "--requests=1"], "must be grpc://HOST:PORT or http"),
         (["grpc://a:1", "--rate=1", "--requests=1", '--body={"a": 1}'], "--tokenizer and --body are for http://"),

@@ -38,7 +38,8 @@ async def test_prompts_are_warmed_counted_found_and_cleared(tmp_path: Path) -> N
     with running("valkey", tmp_path, "--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru") as server:
         settings = {"dtype": "float32", "redis": server.url, "fleet_secret": SECRET}
         async with Fleet(make_checkpoint("llama", tmp_path / "model"), **settings) as fleet:
-            prefill, decode = await fleet.prefill(), await fleet.decode()
+            prefill = await fleet.prefill(kv_home="host", host_memory=64 << 20)
+            decode = await fleet.decode()
             router = await fleet.start_router([prefill], [decode], fleet_secret=SECRET)
             await serving(router.address)
             client = await fleet.client(router)
