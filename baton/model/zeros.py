@@ -13,6 +13,7 @@ import math
 import mmap
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 
@@ -25,6 +26,9 @@ _POPULATE_WRITE, _COLLAPSE = 23, 25
 _PIECE = 2 << 20
 """Bytes populated in one call, a huge page: other threads' mmap, munmap and brk wait as long, for a millisecond or so,
 and a thread that waits may have the interpreter's lock."""
+
+_PAUSE_S = 0.001
+"""Time between two pieces, in which threads that wait for the address space get their turn."""
 
 _SMALL = 8 << 20
 """Bytes that are zeroed at once."""
@@ -99,6 +103,8 @@ def _populate_rest(
         if held is None:
             return
         _populate(libc, begin, length, huge)
+        del held
+        time.sleep(_PAUSE_S)
 
 
 def _populate(libc: ctypes.CDLL, begin: int, length: int, huge: bool) -> bool:

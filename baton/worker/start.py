@@ -24,7 +24,7 @@ from baton.kv.format import KvFormat
 from baton.kv.prefix import PrefixCache, open_prefix_cache
 from baton.model.checkpoint import resolve, tokenizer_digest
 from baton.pb import worker_pb2_grpc
-from baton.process import executors
+from baton.process import executors, freed_memory
 from baton.process.executors import WORK, EngineThread, wait_to_end
 from baton.process.ops import serve_ops
 from baton.process.sockets import bind
@@ -107,10 +107,16 @@ def open_cache(config: WorkerConfig, kv_format: KvFormat, *, cache_memory: int =
     )
 
 
+_SPARE_BYTES = 64 << 20
+"""Memory for frames of KV and messages: page faults for 4 MB take milliseconds, in which a thread may keep the
+interpreter's lock."""
+
+
 def _build(config: WorkerConfig) -> Engine:
     from baton.engine.factory import build
 
     engine = build(config.engine_config())
+    freed_memory.prepare(_SPARE_BYTES)
     if config.cpus:
         pin_compute_threads()
     return engine
