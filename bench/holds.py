@@ -1,4 +1,4 @@
-"""A service that tells how long its event loop and the lock of its page pool are held; `bench.event_loop` starts it.
+"""A service that tells how long its event loop and the lock of its page pool are held; `bench.worker_loops` starts it.
 
     python -m bench.holds router|prefill|decode [flags of the service]
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import shutil
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -24,8 +25,10 @@ from typing import Any
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
-from baton import AsyncClient
+from baton import AsyncClient, bundled
+from baton.completion import Prompt
 from baton.kv.embedded import embedded_valkey
+from baton.tokenizer import Tokenizer
 from bench.common import save
 from bench.services import Services
 
@@ -40,21 +43,25 @@ SHAPE: dict[str, Any] = {
     "head_dim": 32,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "vocab_size": 512,
+    "vocab_size": 4096,
     "sliding_window": 256,
     "max_position_embeddings": 1 << 21,
 }
 PAGE_BYTES = SHAPE["num_hidden_layers"] * 2 * SHAPE["head_dim"] * 4 * PAGE
 
 
+WORDS = ["return", "the", "value", "self", "import", "of", "class", "def", "for", "name", "größe", "für", "日本"]
+
+
 class Requests:
-    """The kinds of requests, each over prompts of `tokens` random token ids."""
+    """The kinds of requests, each over prompts of `tokens` random token ids, or of a text of about as many."""
 
     def __init__(self, client: AsyncClient, tokens: int) -> None:
         self._client = client
         self._rng = random.Random(1)
         self._tokens = tokens
         self._last: list[int] = []
+        self._tokenizer = Tokenizer.load(bundled.path())
 
     async def idle(self) -> None:
         """Nothing."""
@@ -84,16 +91,33 @@ class Requests:
         task.cancel()
         await asyncio.wait({task})
 
+    async def text(self) -> None:
+        """A text, not only in ASCII."""
+        await self._ask(self._text())
+
+    async def chat(self) -> None:
+        """The same text as a message."""
+        await self._ask([{"role": "user", "content": self._text()}])
+
+    async def tokenize(self) -> None:
+        """The same text, with Tokenize."""
+        await self._client.tokenize(self._text())
+
     async def short(self) -> None:
         """Many short prompts at once."""
         await asyncio.gather(*(self._ask(self._ids(SHORT), max_tokens=64) for _ in range(STREAMS)))
 
-    async def _ask(self, prompt: list[int], *, max_tokens: int = 16, **more: Any) -> None:
+    async def _ask(self, prompt: Prompt, *, max_tokens: int = 16, **more: Any) -> None:
         async for _ in self._client.generate(prompt, max_tokens=max_tokens, ignore_eos=True, seed=1, **more):
             pass
 
     def _ids(self, count: int) -> list[int]:
         return self._rng.choices(range(SHAPE["vocab_size"]), k=count)
+
+    def _text(self) -> str:
+        words = self._rng.choices(WORDS, k=10_000)
+        count = self._tokens * len(words) // len(self._tokenizer.encode(" ".join(words)))
+        return " ".join(self._rng.choices(WORDS, k=count))
 
 
 KINDS: dict[str, Callable[[Requests], Awaitable[None]]] = {
@@ -105,15 +129,20 @@ KINDS: dict[str, Callable[[Requests], Awaitable[None]]] = {
         Requests.choices,
         Requests.report,
         Requests.cancelled,
+        Requests.text,
+        Requests.chat,
+        Requests.tokenize,
         Requests.short,
     )
 }
 
 
 def write_checkpoint(folder: Path) -> Path:
-    """A small model with random weights."""
+    """A small model with random weights, and the bundled tokenizer."""
     torch.manual_seed(1)
     MistralForCausalLM(MistralConfig(**SHAPE)).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(bundled.path() / name, folder)
     return folder
 
 

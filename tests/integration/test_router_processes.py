@@ -66,7 +66,7 @@ def listening(started: subprocess.Popen[str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def routers(*flags: str) -> Iterator[Routers]:
-    with process("bench.router_workers", f"--step-ms={STEP_MS}") as workers:
+    with process("tests.router_workers", f"--step-ms={STEP_MS}") as workers:
         where = listening(workers)
         places = [f"--prefill={where['prefill']}", f"--decode={where['decode']}", f"--model={bundled.path()}"]
         with process("router", *places, "--processes=2", "--log-level=warning", *flags) as parent:
