@@ -405,7 +405,7 @@ class ReserveResult:
     """The answer to a reservation; `never` if the request does not even fit an empty worker.
 
     `retry_after_s` is 0 if unknown. The worker has the KV of the first `cached_tokens` tokens of the context, and keeps
-    it. If pages were missing, `room_tokens` is the largest context that another request could reserve now.
+    it. If pages were missing, `reservable_tokens` is the largest context that another request could reserve now.
     """
 
     granted: bool
@@ -413,7 +413,7 @@ class ReserveResult:
     never: bool = False
     retry_after_s: float = 0.0
     cached_tokens: int = 0
-    room_tokens: int = 0
+    reservable_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

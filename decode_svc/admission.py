@@ -78,7 +78,7 @@ from decode_svc.sequence import DecodeSequence, InvalidReservation, LocalAttempt
 
 T = TypeVar("T")
 
-CONTEXTS_SHARE = 2
+CONTEXTS_DIVISOR = 2
 """At most one page in this many may be in contexts that are kept for further choices."""
 
 SPAN_S = 10.0
@@ -449,7 +449,7 @@ class Admission:
 
     @property
     def _max_context_pages(self) -> int:
-        return self._engine.spec.pages // CONTEXTS_SHARE
+        return self._engine.spec.pages // CONTEXTS_DIVISOR
 
     @property
     def _free_context_pages(self) -> int:

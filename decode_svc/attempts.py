@@ -95,7 +95,7 @@ class Attempts:
         return sum(attempt.pending_choices for attempt in self._pending)
 
     @property
-    def newcomers(self) -> int:
+    def requests_without_token(self) -> int:
         """Number of attempts that have not received a token from this worker."""
         return sum(not attempt.has_output for attempt in self._live.values())
 

@@ -37,7 +37,7 @@ class LoadMeter:
         for state in ("used", "free", "cached"):
             metrics.PAGES.labels("decode", state).set(getattr(stats, state))
 
-    def status(self, newcomers: int) -> WorkerLoad:
+    def status(self, requests_without_token: int) -> WorkerLoad:
         """The load now, given the number of attempts without a token."""
         stats, spec = self._engine.stats(), self._engine.spec
         return WorkerLoad(
@@ -47,5 +47,5 @@ class LoadMeter:
             slots_used=self._running,
             slots_total=spec.slots,
             tokens_per_second=self._tokens_per_second.value,
-            newcomers=newcomers,
+            requests_without_token=requests_without_token,
         )

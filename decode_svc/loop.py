@@ -144,7 +144,7 @@ class DecodeLoop:
         changes = StepReport()
         if not self._faults.suspected:
             self._admit(changes)
-        self._make_room(changes)
+        self._ensure_pages(changes)
         if changes.joined or changes.failures:
             self._emit_report(changes)
         self._launch()
@@ -189,7 +189,7 @@ class DecodeLoop:
             else:
                 report.joined.append(sequence.id)
 
-    def _make_room(self, report: StepReport) -> None:
+    def _ensure_pages(self, report: StepReport) -> None:
         """Give each sequence of the batch room for its next token, the oldest first."""
         for sequence in self._scheduler.sequences_to_extend():
             while self._scheduler.running_one(sequence) and not self._extend(sequence, report):

@@ -69,7 +69,7 @@ class DecodeService:
         self._engine.watch_pages(self.on_pages_returned)
         self._auditing = asyncio.create_task(self._audit.run(), name="audit")
         self._auditing.add_done_callback(self._on_stopped)
-        turning = thread.run(self.worker.loop.run)
+        turning = thread.run(self.worker.decode_loop.run)
         turning.add_done_callback(self._on_stopped)
         return turning
 
@@ -109,7 +109,7 @@ class DecodeService:
             self.worker.close_session(session)
         self._engine.watch_pages(None)
         self._news.close()
-        self.worker.loop.stop()
+        self.worker.decode_loop.stop()
         if self._auditing is not None:
             self._auditing.cancel()
             await asyncio.gather(self._auditing, return_exceptions=True)
@@ -142,7 +142,7 @@ class DecodeService:
             self.worker.fail_engine(error)
 
     def _load(self) -> WorkerLoad:
-        return self.worker.load.status(self.worker.attempts.newcomers)
+        return self.worker.load.status(self.worker.attempts.requests_without_token)
 
     def _on_load_change(self) -> None:
         self.worker.load.set_page_metrics()

@@ -177,7 +177,7 @@ def _reserved(key: AttemptKey, result: ReserveResult) -> decode_pb2.ReserveResul
         never=result.never,
         retry_after_ms=round(result.retry_after_s * 1e3),
         cached_tokens=result.cached_tokens,
-        room_tokens=result.room_tokens,
+        reservable_tokens=result.reservable_tokens,
     )
 
 

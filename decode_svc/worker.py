@@ -92,7 +92,7 @@ class DecodeWorker:
             engine,
             self._blocks,
             enabled=cache.enabled,
-            short_of_pages=lambda: self.loop.short_of_pages,
+            short_of_pages=lambda: self.decode_loop.short_of_pages,
             changed=self._check_idle,
         )
         self.attempts = Attempts(engine, config.reserve_tokens, exact=not config.convert_kv)
@@ -100,7 +100,7 @@ class DecodeWorker:
         self._numbers = itertools.count()
         self._transfers: dict[LocalAttempt, asyncio.Task[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self.loop = DecodeLoop(
+        self.decode_loop = DecodeLoop(
             engine,
             progress,
             lambda report: loop.call_soon_threadsafe(self.report, report),
@@ -108,7 +108,7 @@ class DecodeWorker:
             self.write_backs.release_pages,
         )
         forecast = SlotForecast(engine.spec.slots, loop.time())
-        self.admission = Admission(engine, self.attempts, forecast, self.loop, self.write_backs.release_pages)
+        self.admission = Admission(engine, self.attempts, forecast, self.decode_loop, self.write_backs.release_pages)
 
     def open_session(self, router_id: str) -> RouterSession:
         """Open a session. It owns all attempts that it reserves."""
@@ -170,7 +170,7 @@ class DecodeWorker:
         except OutOfPages as error:
             retry_after_s = min(forecast.retry_after(now), RENEW_S)
             room = self.admission.free_context_tokens(now)
-            return ReserveResult(False, str(error), retry_after_s=retry_after_s, room_tokens=room)
+            return ReserveResult(False, str(error), retry_after_s=retry_after_s, reservable_tokens=room)
         except Overloaded as error:
             return ReserveResult(False, str(error), retry_after_s=error.retry_after or forecast.retry_after(now))
         self.idle.clear()
@@ -273,7 +273,7 @@ class DecodeWorker:
         now = self._loop.time()
         forked = self.admission.start_forks(now)
         if ready := [*committed, *forked.started]:
-            self.loop.add(ready)
+            self.decode_loop.add(ready)
         for broken, error in forked.failed:
             self._fail(broken, FailureKind.ENGINE, f"{broken.key}: a choice can't be forked: {error}")
         # A failure above calls this method again, which may have set the timer.
@@ -326,7 +326,7 @@ class DecodeWorker:
         if cancel.choice_index is not None:
             now = self._loop.time()
             if dropped := self.attempts.cancel_choice(attempt, cancel.choice_index, now):
-                self.loop.drop(dropped)
+                self.decode_loop.drop(dropped)
                 self.admission.forecast.record_end(now)
             if not self.attempts.is_finished(attempt):
                 self.advance()
@@ -356,7 +356,7 @@ class DecodeWorker:
             self.sessions[attempt.session].send(attempt.key, failure or Ended())
         self._end_prefix_export(attempt)
         if dropped := self.attempts.end(attempt, now, publish=publish):
-            self.loop.drop(dropped)
+            self.decode_loop.drop(dropped)
             self.admission.forecast.record_end(now, len(dropped))
         transfer = self._transfers.get(attempt)
         if transfer is not None and transfer is not asyncio.current_task():

@@ -37,7 +37,7 @@ from baton.request import (
 )
 from baton.rpc.channel import HEARTBEAT_S
 from baton.transfer.export import Export
-from prefill_svc.scheduler import Prompt
+from prefill_svc.scheduler import ScheduledPrompt
 
 PREPARING_S, _PREPARING_TOKEN_S = 120.0, 0.002
 """Longest wait for the first chunk, and what each token of the prompt adds, since its cached blocks are loaded
@@ -121,7 +121,7 @@ class PrefillJob:
     """
 
     task: PrefillTask
-    prompt: Prompt
+    prompt: ScheduledPrompt
     ids: Sequence[int]
     life: Lifecycle
     handle: KvHandle | None = None
@@ -150,7 +150,7 @@ class PrefillJob:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
-    def create(cls, task: PrefillTask, prompt: Prompt, now: float) -> PrefillJob:
+    def create(cls, task: PrefillTask, prompt: ScheduledPrompt, now: float) -> PrefillJob:
         """The job of a task that was just admitted."""
         deadline = math.inf if task.deadline is None else task.deadline
         ids = join_ids(task.prompt_ids, task.output_ids)

@@ -409,7 +409,7 @@ class ChunkSaver:
             _log.exception("%s: blocks could not be saved", job.task.name)
 
 
-_SLOWEST_BYTES_PER_S = 100e6
+_MIN_BYTES_PER_S = 100e6
 
 
 class PeerFetcher:
@@ -440,7 +440,7 @@ class PeerFetcher:
         also when cancelled, only after the last write has ended.
         """
         size, arrived, began = len(tokens) * self._token_bytes, 0, time.monotonic()
-        timeout_s = self._budget_s + size / _SLOWEST_BYTES_PER_S
+        timeout_s = self._budget_s + size / _MIN_BYTES_PER_S
         try:
             async with open_sources(
                 self._channels,

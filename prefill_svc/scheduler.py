@@ -89,7 +89,7 @@ class Stage(enum.Enum):
 
 
 @dataclass(eq=False, slots=True)
-class Prompt:
+class ScheduledPrompt:
     """A prompt as the scheduler knows it.
 
     `done` tokens are computed, or expected to be loaded from a cache. `overtaken_s` is how long later prompts of the
@@ -123,7 +123,7 @@ class PrefillScheduler:
     chunk_size: int
     max_waiting: int
     rate: DecayingRate = field(default_factory=DecayingRate)
-    _prompts: dict[Prompt, None] = field(default_factory=dict)
+    _prompts: dict[ScheduledPrompt, None] = field(default_factory=dict)
     _orders: itertools.count[int] = field(default_factory=itertools.count)
     _served_s: dict[bytes, float] = field(default_factory=dict)
     """Seconds for which the engine has served each tenant, on one scale for all tenants."""
@@ -140,7 +140,7 @@ class PrefillScheduler:
         """Number of tokens still to be computed, of all prompts."""
         return sum(prompt.remaining for prompt in self._prompts)
 
-    def admit(self, tokens: int, tenant: bytes = b"") -> Prompt:
+    def admit(self, tokens: int, tenant: bytes = b"") -> ScheduledPrompt:
         """Add a prompt of `tenant`.
 
         Raises InvalidRequest if it can never be computed here, Overloaded if too many prompts wait.
@@ -165,19 +165,19 @@ class PrefillScheduler:
             raise Overloaded(
                 f"{self.waiting} prompts are waiting, the limit is {self.max_waiting}", min(high, max(low, seconds))
             )
-        prompt = Prompt(tokens, pages, next(self._orders), tenant)
+        prompt = ScheduledPrompt(tokens, pages, next(self._orders), tenant)
         self._prompts[prompt] = None
         earliest = self._fair_s - BURST_S
         self._served_s[tenant] = max(self._served_s.get(tenant, earliest), earliest)
         return prompt
 
-    def await_pages(self, prompt: Prompt, cached: int) -> None:
+    def await_pages(self, prompt: ScheduledPrompt, cached: int) -> None:
         """End the look-up of a prompt: this many leading tokens will probably be cached."""
         prompt.done, prompt.stage = cached, Stage.WAITING
 
     def next_allocation(
-        self, now: float, deferred: Collection[Prompt] = (), refused: Collection[Prompt] = ()
-    ) -> Prompt | None:
+        self, now: float, deferred: Collection[ScheduledPrompt] = (), refused: Collection[ScheduledPrompt] = ()
+    ) -> ScheduledPrompt | None:
         """The WAITING prompt that gets pages next; None if no prompt may get pages now.
 
         `deferred` prompts wait for another one to compute their prefix. `refused` ones were tried in this round, and
@@ -193,31 +193,31 @@ class PrefillScheduler:
                 return prompt
         return None
 
-    def waiting_for_pages(self) -> list[Prompt]:
+    def waiting_for_pages(self) -> list[ScheduledPrompt]:
         """All WAITING prompts."""
         return [prompt for prompt in self._prompts if prompt.stage is Stage.WAITING]
 
-    def allocate(self, prompt: Prompt, cached: int, *, in_host: bool = False) -> None:
+    def allocate(self, prompt: ScheduledPrompt, cached: int, *, in_host: bool = False) -> None:
         """Record that the prompt has its pages, some of them `in_host` memory; this many leading tokens are in them or
         will be loaded.
         """
         prompt.stage, prompt.in_host = Stage.LOADING, in_host
         self.expect(prompt, cached)
 
-    def mark_refused(self, prompt: Prompt, now: float) -> None:
+    def mark_refused(self, prompt: ScheduledPrompt, now: float) -> None:
         """Record that the prompt's pages are not free."""
         if prompt.refused_at is None:
             prompt.refused_at = now
 
-    def expect(self, prompt: Prompt, cached: int) -> None:
+    def expect(self, prompt: ScheduledPrompt, cached: int) -> None:
         """Set how many leading tokens are in the prompt's pages or will be loaded."""
         prompt.done = cached
 
-    def make_ready(self, prompt: Prompt, done: int) -> None:
+    def make_ready(self, prompt: ScheduledPrompt, done: int) -> None:
         """Record that the KV of the first `done` tokens is in place, so that the next chunk may be computed."""
         prompt.done, prompt.stage = done, Stage.READY
 
-    def next_chunk(self, running: Prompt | None = None) -> tuple[Prompt, int] | None:
+    def next_chunk(self, running: ScheduledPrompt | None = None) -> tuple[ScheduledPrompt, int] | None:
         """The prompt to compute next and the end of its chunk; None if no prompt is READY.
 
         While a chunk of `running` is computed, only the rest of a shorter prompt whose turn comes before it, in one
@@ -239,11 +239,11 @@ class PrefillScheduler:
             return None
         return prompt, end
 
-    def start_chunk(self, prompt: Prompt) -> None:
+    def start_chunk(self, prompt: ScheduledPrompt) -> None:
         """Record that a chunk of the prompt is being computed."""
         prompt.stage = Stage.COMPUTING
 
-    def finish_chunk(self, prompt: Prompt, end: int, seconds: float) -> None:
+    def finish_chunk(self, prompt: ScheduledPrompt, end: int, seconds: float) -> None:
         """Record that a chunk up to `end` took `seconds`.
 
         A chunk of fewer than MIN_RATE_TOKENS is mostly overhead, unless all chunks are that short. It may raise a known
@@ -258,7 +258,7 @@ class PrefillScheduler:
             prompt.rate = tokens / seconds
         prompt.done, prompt.started = end, True
 
-    def charge(self, prompt: Prompt, seconds: float) -> None:
+    def charge(self, prompt: ScheduledPrompt, seconds: float) -> None:
         """Charge `seconds` of the engine to the prompt's tenant; the prompts that it has overtaken earn credit."""
         self._fair_s = max(self._fair_s, self._served_s[prompt.tenant])
         self._served_s[prompt.tenant] += seconds
@@ -268,11 +268,11 @@ class PrefillScheduler:
             if other.tenant == prompt.tenant and other.order < prompt.order:
                 other.overtaken_s += seconds
 
-    def rank(self, prompt: Prompt) -> float:
+    def rank(self, prompt: ScheduledPrompt) -> float:
         """The prompt's remaining tokens less its credit for being overtaken; the lowest of a tenant goes first."""
         return prompt.remaining - AGEING * (self.rate.value or UNKNOWN_RATE) * prompt.overtaken_s
 
-    def remove(self, prompt: Prompt) -> None:
+    def remove(self, prompt: ScheduledPrompt) -> None:
         """Remove a prompt that is finished or given up."""
         self._prompts.pop(prompt, None)
         present = {other.tenant for other in self._prompts}
@@ -284,7 +284,7 @@ class PrefillScheduler:
         else:
             self._served_s, self._fair_s = {}, 0.0
 
-    def _allocation_order(self, now: float, deferred: Collection[Prompt]) -> list[Prompt]:
+    def _allocation_order(self, now: float, deferred: Collection[ScheduledPrompt]) -> list[ScheduledPrompt]:
         """Prompts that have not started and whose look-up is over; only one if it was refused for PATIENCE_S."""
         prompts = [prompt for prompt in self._prompts if not prompt.started and prompt.stage is not Stage.LOOKUP]
         starved = [
@@ -297,10 +297,10 @@ class PrefillScheduler:
         ]
         return sorted(starved, key=lambda prompt: prompt.order)[:1] or self._turn_order(prompts)
 
-    def _turn_order(self, prompts: Iterable[Prompt]) -> list[Prompt]:
+    def _turn_order(self, prompts: Iterable[ScheduledPrompt]) -> list[ScheduledPrompt]:
         """Order prompts by what their tenants will have been served when each starts."""
         start_s, rate = dict(self._served_s), self.rate.value or UNKNOWN_RATE
-        keyed: list[tuple[float, int, Prompt]] = []
+        keyed: list[tuple[float, int, ScheduledPrompt]] = []
         for prompt in sorted(prompts, key=lambda prompt: (self.rank(prompt), prompt.order)):
             keyed.append((start_s[prompt.tenant], len(keyed), prompt))
             start_s[prompt.tenant] += prompt.remaining / rate

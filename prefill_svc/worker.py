@@ -56,7 +56,7 @@ from prefill_svc.job import (
     overdue_error,
 )
 from prefill_svc.prefix import PrefixBackends, PrefixLoader
-from prefill_svc.scheduler import PrefillScheduler, Prompt
+from prefill_svc.scheduler import PrefillScheduler, ScheduledPrompt
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class PrefillWorker:
         self._changed = changed
         self._scheduler = PrefillScheduler(engine.spec, config.chunk_size, config.max_waiting)
         self._prefix = PrefixLoader(engine, backends, lambda: self._scheduler.rate.value, config.long_prompt_chunks)
-        self._open_jobs: dict[Prompt, PrefillJob] = {}
+        self._open_jobs: dict[ScheduledPrompt, PrefillJob] = {}
         """Jobs whose callers wait for the answer."""
         self._live_jobs: dict[PrefillJob, None] = {}
         """Jobs that may hold pages or an export."""
@@ -148,7 +148,7 @@ class PrefillWorker:
             pages_total=stats.total,
             page_size=self._engine.spec.page_size,
             tokens_per_second=scheduler.rate.value,
-            newcomers=len(self._open_jobs),
+            requests_without_token=len(self._open_jobs),
         )
 
     async def ledger(self) -> Ledger:
@@ -319,7 +319,7 @@ class PrefillWorker:
 
     def _allocate_pages(self) -> None:
         """Allocate pages to the prompts whose turn it is; called whenever a prompt may have become able to get them."""
-        refused: set[Prompt] = set()
+        refused: set[ScheduledPrompt] = set()
         while not self._closing:
             now = time.monotonic()
             prompt = self._scheduler.next_allocation(now, self._deferred(), refused)
@@ -350,7 +350,7 @@ class PrefillWorker:
             return False
         return True
 
-    def _deferred(self) -> set[Prompt]:
+    def _deferred(self) -> set[ScheduledPrompt]:
         """Prompts that should wait because another one is about to compute their prefix."""
         return {prompt for prompt in self._scheduler.waiting_for_pages() if self._should_defer(self._open_jobs[prompt])}
 
@@ -428,7 +428,7 @@ class ChunkRunner:
         thread: EngineThread,
         scheduler: PrefillScheduler,
         progress: Progress,
-        jobs: Mapping[Prompt, PrefillJob],
+        jobs: Mapping[ScheduledPrompt, PrefillJob],
     ) -> None:
         self._engine = engine
         self._thread = thread

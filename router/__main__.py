@@ -6,14 +6,14 @@ from baton.config.router import RouterConfig
 from baton.process.service import Running, main
 from baton.telemetry.logs import configure
 from router.app import run
-from router.processes import prepare, run_several
+from router.processes import prepare, run_router_processes
 
 
 def start(config: RouterConfig) -> Running:
     """The router, or those that `--processes` asks for, ready to be entered."""
     configure(config.log_level, "router")
     prepare()
-    return run_several(config) if config.processes > 1 else run(config)
+    return run_router_processes(config) if config.processes > 1 else run(config)
 
 
 if __name__ == "__main__":

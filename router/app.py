@@ -26,7 +26,7 @@ from baton.rpc.tls import Tls
 from baton.tokenizer import Tokenizer
 from baton.transfer.tickets import TicketSigner
 from router.dispatcher import Dispatcher
-from router.pipeline import Pipeline
+from router.request_runner import RequestRunner
 from router.serving.front_door import FrontDoor, StallGuard
 from router.serving.servicer import SERVICE, ApiKeyGuard, InferenceServicer
 from router.serving.tenants import Tenants, Threads
@@ -34,7 +34,7 @@ from router.serving.tokenizer_processes import TokenizerProcesses
 from router.serving.validator import RequestValidator, ServedModel, largest_message
 from router.workers.pool import Pool
 
-_LAST_WORDS_S = 2.0
+_FINAL_READ_S = 2.0
 """Seconds for clients to read the end of their streams, before these are cut."""
 
 _log = logging.getLogger(__name__)
@@ -97,14 +97,14 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
         await stack.enter_async_context(pool.run())
         dispatcher = Dispatcher(pool, config)
         stack.callback(dispatcher.close)
-        pipeline = Pipeline(pool, dispatcher, config, threads, router_id=router_id, signer=signer)
+        request_runner = RequestRunner(pool, dispatcher, config, threads, router_id=router_id, signer=signer)
         stalls = StallGuard(config.client_stall_s)
         await stack.enter_async_context(stalls.run())
-        door = FrontDoor(model, validator, pool, dispatcher, pipeline, tenants, stalls)
+        door = FrontDoor(model, validator, pool, dispatcher, request_runner, tenants, stalls)
 
         def add(server: grpc.aio.Server) -> None:
             InferenceServicer(door).add_to_server(server)
-            add_admin(server, AdminSources(router_id, "router", pipeline.ledger, pool.prefixes.tiers))
+            add_admin(server, AdminSources(router_id, "router", request_runner.ledger, pool.prefixes.tiers))
 
         listener = await stack.enter_async_context(
             listen(
@@ -126,7 +126,7 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
         ops = await stack.enter_async_context(serve_ops(config.ops, ready=lambda: health.serving))
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         stack.callback(failed.cancel)
-        stack.push_async_callback(_stop, pipeline, door, model.processes)
+        stack.push_async_callback(_stop, request_runner, door, model.processes)
         yield RouterApp(listener.address, ops.address, pool, door, health, config.drain_s, failed)
 
 
@@ -142,15 +142,15 @@ def _length_limit(config: RouterConfig, pool: Pool, longest: int) -> Callable[[]
     return max_model_len
 
 
-async def _stop(pipeline: Pipeline, door: FrontDoor, processes: TokenizerProcesses | None) -> None:
+async def _stop(request_runner: RequestRunner, door: FrontDoor, processes: TokenizerProcesses | None) -> None:
     """End what a drain has left running, tell its clients why, and wait until nothing is left of it."""
-    pipeline.stop()
+    request_runner.stop()
     if processes is not None:
         processes.close()
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_LAST_WORDS_S):
+        async with asyncio.timeout(_FINAL_READ_S):
             await door.drain()
-    await pipeline.finish()
+    await request_runner.finish()
 
 
 class _Health:

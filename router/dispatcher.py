@@ -40,7 +40,7 @@ from baton.kv.format import Shard
 from baton.lifecycle import State
 from baton.request import ReserveResult
 from baton.telemetry.metrics import BREAKERS_OPEN, QUEUE_LENGTH
-from router.placement.policy import PlacementQuery, Selection, can_serve, quietest_pair
+from router.placement.policy import PlacementQuery, Selection, can_serve, least_loaded_pair
 from router.placement.scheduler import PlacementRequest, PlacementScheduler, Refusal, Waiter, make_query
 from router.request import Deliver, Suspicion
 from router.workers.calls import DecodeAttempt, PrefillAssignment, complete_shards
@@ -412,7 +412,7 @@ class Isolation:
         has_own = not of_pair or (pair is not None and self._granted.issuperset(pair.decode))
         if pair is not None and has_own and all(name in fleet for name in (pair.prefill, *pair.decode)):
             return pair, True
-        return quietest_pair(fleet, query, self._breakers.excluded(), of_pair=of_pair)
+        return least_loaded_pair(fleet, query, self._breakers.excluded(), of_pair=of_pair)
 
     async def _reserve(
         self,
@@ -537,7 +537,7 @@ class Reserver:
                 refused[name] = attempt
             else:
                 refused.pop(name, None)
-                link.subtract_room(request.context_tokens - answer.cached_tokens, len(request.choices))
+                link.subtract_free(request.context_tokens - answer.cached_tokens, len(request.choices))
                 health = self._breakers.begin(selection.prefill, name)
                 self._dispatch(request, assignment, selection)
                 peer = self._peer(assignment, link) if answer.cached_tokens else None
@@ -562,7 +562,7 @@ class Reserver:
             if answer.never:
                 link = self._pool.decode_link(name)
                 never[name] = f"decode worker {link.name if link else name}: {answer.reason}"
-        room = max((answer.room_tokens for answer in answers.values()), default=0)
+        room = max((answer.reservable_tokens for answer in answers.values()), default=0)
         paired = {decode for prefill, decode in request.query.avoid_pairs if prefill == selection.prefill}
         closed = never.keys() | self._pool.fleet.kept | paired
         return Refusal(

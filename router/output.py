@@ -240,12 +240,12 @@ long.
 _FIXED_BYTES = 256
 """Most bytes of a response without prompt tokens and deltas: request id, usage and timings."""
 
-_ROOM = MESSAGE_BYTES - _FIXED_BYTES
+_MAX_CONTENT_BYTES = MESSAGE_BYTES - _FIXED_BYTES
 
 _DELTA_BYTES, _TOKEN_BYTES, _ALTERNATIVE_BYTES, _CHARACTER_BYTES = 32, 16, 13, 4
 """Most bytes on the wire of a delta, of a token beside its alternatives, of an alternative, and of a character."""
 
-_TEXT = _ROOM // _CHARACTER_BYTES // 4
+_TEXT = _MAX_CONTENT_BYTES // _CHARACTER_BYTES // 4
 """Most characters that are added at once."""
 
 
@@ -355,11 +355,11 @@ class OutputQueue:
         """The part of the report that a message holds."""
         tokens, size = [self._report.popleft()], 0
         size = _size(tokens[0])
-        while self._report and size + _size(self._report[0]) <= _ROOM:
+        while self._report and size + _size(self._report[0]) <= _MAX_CONTENT_BYTES:
             size += _size(self._report[0])
             tokens.append(self._report.popleft())
         last = not self._report and not self.report_left
-        fits = last and bool(self._waiting) and self._waiting[0].size + size <= _ROOM
+        fits = last and bool(self._waiting) and self._waiting[0].size + size <= _MAX_CONTENT_BYTES
         update = self._waiting.popleft() if fits else Update()
         update.prompt_tokens = tokens
         return update
@@ -376,7 +376,7 @@ class OutputQueue:
 
     def _last(self, size: int) -> Update:
         """The last message if it has room for `size` bytes more, or a new one."""
-        if self._waiting and self._waiting[-1].size + size <= _ROOM:
+        if self._waiting and self._waiting[-1].size + size <= _MAX_CONTENT_BYTES:
             return self._waiting[-1]
         update = Update()
         self._waiting.append(update)

@@ -1,4 +1,4 @@
-"""Several routers on one port, each a process of its own: for more streams than one core can carry.
+"""RouterProcesses routers on one port, each a process of its own: for more streams than one core can carry.
 
     parent ── holds the port, serves nobody ── router 0, router 1, …      all listen on the port (SO_REUSEPORT), and the
       │                                                                   kernel spreads connections over them
@@ -39,7 +39,7 @@ _OWN = ("processes", "grpc", "ops")
 
 
 @dataclass(frozen=True, slots=True)
-class Several:
+class RouterProcesses:
     """Routers that share a port, "host:port" as bound."""
 
     listening: str
@@ -55,7 +55,7 @@ class Several:
 
 
 @contextlib.asynccontextmanager
-async def run_several(config: RouterConfig) -> AsyncIterator[Several]:
+async def run_router_processes(config: RouterConfig) -> AsyncIterator[RouterProcesses]:
     """Start `config.processes` routers on one port; the end of the block ends them.
 
     Raises ConfigError for an address that is refused or taken and for one of --ops that leaves too few ports,
@@ -82,7 +82,7 @@ async def run_several(config: RouterConfig) -> AsyncIterator[Several]:
                 # Where metrics are told stays the same for good.
                 child.restart_on_death([*command, f"--ops={each}"])
             failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            yield Several(f"grpc={grpc} ops={','.join(ops)}", failed, routers, config.drain_s)
+            yield RouterProcesses(f"grpc={grpc} ops={','.join(ops)}", failed, routers, config.drain_s)
 
 
 def _relay(_name: str, line: str) -> None:

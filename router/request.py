@@ -1,4 +1,4 @@
-"""A request as the pipeline serves it, and what happens to its attempts, in plain Python.
+"""A request as the request runner serves it, and what happens to its attempts, in plain Python.
 
 A request is checked and tokenized, with seed and max_tokens set. Prefill call and decode session deliver events into an
 attempt's one inbox, which need not care which of the two was first.

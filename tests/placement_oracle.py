@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from router.placement.fleet import DecodeView, PrefillView, can_pair
 from router.placement.policy import (
-    ALL_ASKED,
-    MOST_ASKED,
+    ASKED_OF_MORE,
+    MAX_ALL_ASKED,
     NOTHING_EXCLUDED,
     Excluded,
     Penalty,
@@ -42,7 +42,7 @@ def select(
     prefill, follow = min(free, key=lambda pair: _prefill_rank(pair[0], query, usual_rate))
     best = [decode for decode in follow if penalty.of_pair(prefill.name, decode.name) == least]
     best.sort(key=lambda decode: _decode_rank(decode, query))
-    most = ALL_ASKED if len(best) <= ALL_ASKED else MOST_ASKED
+    most = MAX_ALL_ASKED if len(best) <= MAX_ALL_ASKED else ASKED_OF_MORE
     return Selection(prefill.name, tuple(decode.name for decode in best[:most]))
 
 

@@ -251,7 +251,7 @@ def _prompt_of(line: str) -> Any:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest("prompt", f"is no JSON: {error}") from None
+        raise InvalidRequest("prompt", f"is not JSON: {error}") from None
     if not isinstance(value, dict) or len(value) != 1 or not value.keys() <= _FORMS.keys():
         raise InvalidRequest("prompt", f"must be an object with one of {', '.join(_FORMS)}, got {preview(value)}")
     ((form, prompt),) = value.items()

@@ -53,7 +53,7 @@ from baton.rpc.tls import Tls
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # For the server, a maxmemory of 0 means no limit, and it needs some memory for itself.
-_LEAST_REDIS_MEMORY = 16 << 20
+_MIN_REDIS_MEMORY = 16 << 20
 LISTENERS = ("control", "kv", "ops")
 """Listeners of a worker."""
 
@@ -98,10 +98,8 @@ def checked(options: UpOptions) -> UpOptions:
     check_variables()
     _check_installed(options)
     _check_grpc(options)
-    if options.redis_memory < _LEAST_REDIS_MEMORY:
-        raise _bad(
-            "--redis-memory", f"must be at least {_LEAST_REDIS_MEMORY >> 20}MiB, got {options.redis_memory} bytes"
-        )
+    if options.redis_memory < _MIN_REDIS_MEMORY:
+        raise _bad("--redis-memory", f"must be at least {_MIN_REDIS_MEMORY >> 20}MiB, got {options.redis_memory} bytes")
     path, name = _find_model(options.services.get("model", ""))
     names = {"model": str(path), "served_model_name": options.services.get("served_model_name") or name}
     options = replace(options, threads=_threads(options), services=options.services | names)

@@ -127,8 +127,7 @@ class ForwardPass(Protocol):
     launched_at: float
 
     @property
-    def batch(self) -> abc.Sequence[Sequence]:
-        """See above."""
+    def batch(self) -> abc.Sequence[Sequence]: ...
 
     def result(self) -> PassResult:
         """Wait for the pass.

@@ -20,7 +20,7 @@ from baton.engine.contract import EngineSpec, KvHandle, OnLayer, PromptChunk
 from baton.engine.executor import Executor, PassEnded
 from baton.engine.inflight import InflightPasses, LaunchedPass, PassChunks
 from baton.engine.kv_manager import KvManager
-from baton.engine.plan import PlanResult, Prompt, Row, RowResult
+from baton.engine.plan import PlanResult, PromptInput, Row, RowResult
 from baton.engine.sequence import Sequence
 from baton.errors import CorruptFrame, EngineError, JoinFailed, NoToken
 from baton.kv.cached_blocks import PrefixesChanged
@@ -57,15 +57,12 @@ class EngineCore:
         return self._kv.pool.reserve(owner, tokens, prefix, max_cached_tokens, self._copy)
 
     def evict_for(self, tokens: int, prefix: abc.Sequence[bytes] = (), max_cached_tokens: int | None = None) -> bool:
-        """See `Engine.evict_for`."""
         return self._kv.pool.evict_for(tokens, prefix, max_cached_tokens)
 
     def publish(self, handle: KvHandle, digests: abc.Sequence[bytes]) -> None:
-        """See `Engine.publish`."""
         self._kv.pool.publish(_page_handle(handle), digests)
 
     def match_prefix(self, digests: abc.Sequence[bytes]) -> int:
-        """See `Engine.match_prefix`."""
         return self._kv.pool.match_prefix(digests)
 
     def watch_prefixes(self, changed: PrefixesChanged | None) -> None:
@@ -123,7 +120,6 @@ class EngineCore:
 
     @property
     def in_flight(self) -> abc.Sequence[LaunchedPass]:
-        """See `Engine.in_flight`."""
         return self._inflight.passes
 
     def read_kv(self, handle: KvHandle, layer: int, tokens: range, heads: range) -> list[PartData]:
@@ -152,17 +148,15 @@ class EngineCore:
             return self.memory.read_blocks(pages, token_start, size, count)
 
     def write_blocks(self, handle: KvHandle, token_start: int, payloads: abc.Sequence[bytes | memoryview]) -> None:
-        """See `Engine.write_blocks`. Raises CorruptFrame for payloads that don't fit the format or the handle."""
+        """Raises CorruptFrame for payloads that don't fit the format or the handle."""
         count = check_blocks(self._spec.kv_format, payloads)
         with self._written(handle, range(token_start, token_start + count)) as pages:
             self.memory.write_blocks(pages, token_start, self._spec.kv_format.block_size, payloads)
 
     def insert(self, sequence: Sequence) -> None:
-        """See `Engine.insert`."""
         self._kv.insert(sequence, _page_handle(sequence.handle))
 
     def free(self, handle: KvHandle, digests: abc.Sequence[bytes] = ()) -> None:
-        """See `Engine.free`."""
         self._kv.pool.free(_page_handle(handle), digests)
 
     def stats(self) -> PoolStats:
@@ -172,11 +166,9 @@ class EngineCore:
         return self.executor.heartbeat()
 
     def watch_pages(self, returned: abc.Callable[[], object] | None) -> None:
-        """See `Engine.watch_pages`."""
         self._kv.pool.watch(returned)
 
     def audit(self) -> dict[str, int]:
-        """See `Engine.audit`."""
         return self._kv.pool.audit()
 
     def close(self) -> None:
@@ -209,7 +201,7 @@ class EngineCore:
             )
         check_token_ids("token_ids", ids[start : end + 1], self._spec.vocab_size, start)
         pages = pins.enter_context(self._kv.pool.pin(_page_handle(chunk.handle), writes=range(start, end)))
-        prompt = Prompt(
+        prompt = PromptInput(
             tuple(ids[start:end]),
             pages[: self._spec.pages_for(end)],
             tuple(chunk.sample),

@@ -28,7 +28,7 @@ from baton.process import freed_memory
 
 _log = logging.getLogger(__name__)
 
-_HOST_SHARE, _DEVICE_SHARE = 0.15, 0.85
+_HOST_FRACTION, _DEVICE_FRACTION = 0.15, 0.85
 """The share of free memory that an automatic pool takes. A host runs several workers beside other programs; a device
 runs one, whose activations need the rest."""
 
@@ -54,7 +54,7 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
     _log.info("kernels: %s", kernels)
     if config.threads:
         torch.set_num_threads(config.threads)
-    _check_room("kv_memory", config.kv_memory, _home(config, device))
+    _check_free_memory("kv_memory", config.kv_memory, _home(config, device))
     began = time.monotonic()
     model = load_model(path, dtype=dtype, device=device, native=kernels.library, packed_weights=config.packed_weights)
     # Memory that loading took beside the weights is not needed again.
@@ -183,7 +183,7 @@ def _kv_format(model: LoadedModel, dtype: torch.dtype, block_size: int) -> KvFor
     return KvFormat(parts, model.config.num_layers, block_size)
 
 
-def _check_room(name: str, wanted: int, device: torch.device) -> None:
+def _check_free_memory(name: str, wanted: int, device: torch.device) -> None:
     if wanted > (free := _free(device)):
         raise ConfigError(f"{name}: {wanted} bytes are asked for, {free} bytes are available on {device}")
 
@@ -195,8 +195,8 @@ def _free(device: torch.device) -> int:
 
 def _pages(config: EngineConfig, page_bytes: int, page_size: int, max_model_len: int, device: torch.device) -> int:
     """Pages of the pool: those that `kv_memory` holds, or what can be used of a share of free memory."""
-    _check_room("kv_memory", config.kv_memory, device)
-    share = _DEVICE_SHARE if device.type == "cuda" else _HOST_SHARE
+    _check_free_memory("kv_memory", config.kv_memory, device)
+    share = _DEVICE_FRACTION if device.type == "cuda" else _HOST_FRACTION
     room = config.kv_memory or int(_free(device) * share)
     pages = room // page_bytes
     if pages < 1:
@@ -220,17 +220,17 @@ def _host_pages(config: EngineConfig, page_bytes: int, pages: int, longest: int,
         # On a CPU both are host memory.
         beside = config.kv_memory if device.type == "cpu" else 0
         name = "host_memory with kv_memory" if beside else "host_memory"
-        _check_room(name, config.host_memory + beside, torch.device("cpu"))
+        _check_free_memory(name, config.host_memory + beside, torch.device("cpu"))
         if (more := config.host_memory // page_bytes) < 1:
             given = config.host_memory
             raise ConfigError(f"host_memory: {given} bytes hold no page, which has {page_bytes} bytes")
         return more
     if device.type != "cuda" or pages >= longest:
         return 0
-    more = min(longest, int(host_memory.available() * _HOST_SHARE) // page_bytes)
+    more = min(longest, int(host_memory.available() * _HOST_FRACTION) // page_bytes)
     if more < longest:
         _log.warning(
-            "the device has no room for a sequence of max_model_len, %d bytes of host memory hold %d of its %d pages: "
+            "the device can't hold a sequence of max_model_len, %d bytes of host memory hold %d of its %d pages: "
             "raise --host-memory",
             more * page_bytes,
             more,

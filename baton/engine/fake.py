@@ -35,7 +35,7 @@ from functools import cached_property
 from baton.engine.contract import EngineSpec, OnLayer
 from baton.engine.core import EngineCore
 from baton.engine.executor import InProcessExecutor
-from baton.engine.plan import ForwardPlan, PlanResult, Prompt, Row, RowResult
+from baton.engine.plan import ForwardPlan, PlanResult, PromptInput, Row, RowResult
 from baton.errors import EngineError, JoinFailed, NoToken
 from baton.kv.format import DTYPE_BYTES, KvFormat, PartData, attention_parts
 from baton.request import SamplingParams, SequenceState, TokenInfo
@@ -221,9 +221,9 @@ class FakeRunner:
 
     def forward(self, plan: ForwardPlan, on_layer: OnLayer | None) -> None:
         self._update(plan)
-        self._compute([(row, row.source) for row in plan.rows if isinstance(row.source, Prompt)], on_layer)
+        self._compute([(row, row.source) for row in plan.rows if isinstance(row.source, PromptInput)], on_layer)
         for row in plan.rows:
-            if not isinstance(row.source, Prompt):
+            if not isinstance(row.source, PromptInput):
                 slot = self._slots[row.source]
                 last = self._layout.token(slot.ids[-1], row.start)
                 self.memory.put(slot.pages, row.start, last)
@@ -231,7 +231,7 @@ class FakeRunner:
 
     def sample(self, plan: ForwardPlan, forwarded: None) -> Callable[[], PlanResult]:
         result = PlanResult(tuple(self._sample(row) for row in plan.rows))
-        steps = not all(isinstance(row.source, Prompt) for row in plan.rows)
+        steps = not all(isinstance(row.source, PromptInput) for row in plan.rows)
 
         def wait() -> PlanResult:
             if self._step_time and steps:
@@ -255,7 +255,7 @@ class FakeRunner:
         for growth in plan.grew:
             self._slots[growth.slot].pages += growth.pages
 
-    def _compute(self, prompts: Sequence[tuple[Row, Prompt]], on_layer: OnLayer | None) -> None:
+    def _compute(self, prompts: Sequence[tuple[Row, PromptInput]], on_layer: OnLayer | None) -> None:
         layers = self._spec.kv_format.layers
         for layer in range(layers if prompts else 0):
             if self._chunk_time:
@@ -269,7 +269,7 @@ class FakeRunner:
             on_layer(layers - 1)
 
     def _sample(self, row: Row) -> RowResult:
-        if not isinstance(row.source, Prompt):
+        if not isinstance(row.source, PromptInput):
             return self._sample_step(self._slots[row.source])
         prompt, tokens = row.source, list[TokenInfo]()
         for state in prompt.sample:

@@ -17,7 +17,7 @@ def available() -> int:
     available: packed weights, which each step reads, may be a file on a disk.
     """
     mapped = _kib(_STATUS, "RssFile") or 0
-    limit = _cgroup_room(_CGROUP, mapped)
+    limit = _cgroup_available(_CGROUP, mapped)
     system = _meminfo(_MEMINFO, mapped)
     return system if limit is None else min(system, limit)
 
@@ -37,7 +37,7 @@ def _kib(path: Path, name: str) -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
 
 
-def _cgroup_room(folder: Path, mapped: int) -> int | None:
+def _cgroup_available(folder: Path, mapped: int) -> int | None:
     """Limit minus use of a version 2 control group; None without a limit. Its file cache gives way, `mapped` does not.
 
     Pages that another group has read first are not in this one's cache.

@@ -21,7 +21,7 @@ from pathlib import Path
 HUGE = 2 << 20
 """Bytes of a huge page on x86-64, and on arm64 with pages of 4 KiB. With another size the kernel does more or less."""
 
-_LEAST = 16 << 20
+_MIN_MAPPING_BYTES = 16 << 20
 """Mappings that are smaller hold no weights."""
 
 _PIECE = 64 << 20
@@ -90,7 +90,7 @@ def _mappings() -> Iterator[tuple[int, int]]:
         if found := _ANONYMOUS.match(line):
             start, end = int(found[1], 16), int(found[2], 16)
             start, end = -(-start // HUGE) * HUGE, end // HUGE * HUGE
-            if end - start >= _LEAST:
+            if end - start >= _MIN_MAPPING_BYTES:
                 yield start, end
 
 

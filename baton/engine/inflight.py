@@ -115,7 +115,7 @@ class LaunchedPass:
         self._error: BaseException | None = None
 
     def result(self) -> PassResult:
-        """See ForwardPass. Raises what the pass raised; EngineError if it was undone with one before it."""
+        """Raises what the pass raised; EngineError if it was undone with one before it."""
         self._take(self)
         if self._error is not None:
             raise self._error

@@ -25,7 +25,7 @@ from baton.engine.cuda_memory import CudaMemory
 from baton.engine.executor import KvMemory
 from baton.engine.hosted_memory import HostedMemory
 from baton.engine.load import LoadedModel
-from baton.engine.plan import ForwardPlan, Join, PlanResult, Prompt, Row, RowResult
+from baton.engine.plan import ForwardPlan, Join, PlanResult, PromptInput, Row, RowResult
 from baton.engine.step_inputs import StepInputs
 from baton.engine.torch_memory import TorchMemory
 from baton.errors import EngineError, JoinFailed, NoToken
@@ -60,7 +60,7 @@ class _PromptRow:
     """
 
     row: Row
-    prompt: Prompt
+    prompt: PromptInput
     begin: int
     sampler: SamplerBatch
     problem: str = ""
@@ -142,7 +142,7 @@ class ModelRunner:
                 count, end = len(each.prompt.sample), at + len(each.row.sampled)
                 sampled.append(self._choose(each.sampler, best, logits, range(at, end), count) if count else None)
                 at = end
-            steps = [row for row in plan.rows if not isinstance(row.source, Prompt)]
+            steps = [row for row in plan.rows if not isinstance(row.source, PromptInput)]
             choose = self._choose(self._sampler, best, logits, range(at, at + len(steps))) if steps else None
             wait_steps = None if choose is None else self._finish_step(steps, choose)
             done = self._cuda.mark() if self._cuda is not None and forwarded.prompts else None
@@ -200,7 +200,7 @@ class ModelRunner:
     def _forward(self, rows: Sequence[Row], on_layer: OnLayer | None) -> _Forwarded:
         prompts, tokens = list[_PromptRow](), 0
         for row in rows:
-            if isinstance(row.source, Prompt):
+            if isinstance(row.source, PromptInput):
                 prompts.append(self._prompt_row(row, row.source, tokens))
                 tokens += row.count
         contexts = self._contexts(rows[len(prompts) :])
@@ -237,7 +237,7 @@ class ModelRunner:
         """Tokens of each sequence of the batch, its new one included, in the order of rows; [] without a step."""
         contexts = [0] * len(self._rows)
         for step in steps:
-            if isinstance(step.source, Prompt) or step.source not in self._slots:
+            if isinstance(step.source, PromptInput) or step.source not in self._slots:
                 raise EngineError(f"a row of {step.source!r} is among those of slots, but has no sequence")
             if (step.count, step.sampled) != (1, (0,)):
                 raise EngineError(f"slot {step.source} has {step.count} new tokens, a slot's row must have one")
@@ -336,7 +336,7 @@ class ModelRunner:
             on_layer(self._spec.kv_format.layers - 1)
         return tuple(infos)
 
-    def _prompt_row(self, row: Row, prompt: Prompt, begin: int) -> _PromptRow:
+    def _prompt_row(self, row: Row, prompt: PromptInput, begin: int) -> _PromptRow:
         sampler = self._new_sampler()
         try:
             for state in prompt.sample:

@@ -42,7 +42,7 @@ class Growth:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptInput:
     """Inputs of a prompt's row: its new tokens, and `pages` of these and all before, in token order.
 
     A token is sampled for each state of `sample`. With `prompt_logprobs`, log-probabilities of `successors`, each the
@@ -64,7 +64,7 @@ class Row:
     token of a slot: from the Join, or from what it sampled itself in the step before.
     """
 
-    source: int | Prompt
+    source: int | PromptInput
     start: int
     count: int = 1
     sampled: tuple[int, ...] = (0,)

@@ -92,7 +92,7 @@ class PageAllocator:
         self._owners[pages] = 1
         return pages
 
-    def make_room(self, count: int, kept: Pages) -> bool:
+    def evict_slice(self, count: int, kept: Pages) -> bool:
         """Evict a slice of what `allocate` would evict, but none of the pages `kept`; True if more is left.
 
         Nothing is evicted if fewer than `count` pages are available beside `kept`, which are owned or cached.
@@ -144,7 +144,7 @@ class PageAllocator:
         """Whether each of the pages has one owner, and is not published."""
         return bool((self._owners[pages] == 1).all()) and not self.block_index.are_cached(pages)
 
-    def room_for_states(self) -> PageStates:
+    def new_states(self) -> PageStates:
         """Memory for `states`, made without the lock: the page faults of 3 MB take longer than the copies."""
         free = self._stacks[False].copy(), self._stacks[True].copy()
         cached = np.ones(len(self._owners), np.bool_)

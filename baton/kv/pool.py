@@ -187,7 +187,7 @@ class PagePool:
             found = self._match("", tokens, prefix, max_cached_tokens)
             # `reserve` will copy the beginning of the run, so all of it must stay, and pages that it will not copy.
             need, kept = self.pages_for(tokens) - len(found.shared), np.concatenate([found.shared, found.run])
-            return self._allocator.make_room(need, kept)
+            return self._allocator.evict_slice(need, kept)
 
     def publish(self, handle: PageHandle, digests: Sequence[bytes]) -> None:
         with self._locked():
@@ -314,7 +314,7 @@ class PagePool:
         Owners that freed pages which are still pinned are listed with the suffix DRAINING. Raises EngineError with the
         ledger.
         """
-        room = self._allocator.room_for_states()
+        room = self._allocator.new_states()
         with self._lock:
             leases = [(each.owner, each.active, each.pins, each.listed) for each in self._leases]
             states = self._allocator.states(room)
@@ -370,7 +370,7 @@ class PagePool:
         """Evict a part of what `extend` replaces; True if more is left."""
         with self._locked():
             more = self.pages_for(tokens) - len(handle.pages)
-            return more > 0 and self._allocator.make_room(more, NO_PAGES)
+            return more > 0 and self._allocator.evict_slice(more, NO_PAGES)
 
     def _reuse_pages(self, spare: PageHandle, count: int) -> Pages:
         """Allocate `count` pages, first those of `spare`, which is freed; its other pages return to the pool."""

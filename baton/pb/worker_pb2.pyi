@@ -52,7 +52,7 @@ class WorkerIdentity(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., kv_format: _Optional[_Union[_kv_pb2.KvFormat, _Mapping]] = ..., converts_kv: _Optional[bool] = ..., tokenizer_digest: _Optional[str] = ..., max_model_len: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[_kv_pb2.Shard, _Mapping]]] = ..., principal: _Optional[str] = ..., ticket_key_ids: _Optional[_Iterable[bytes]] = ..., wire_version: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("pending_tokens", "pages_used", "pages_total", "page_size", "slots_used", "slots_total", "tokens_per_second", "newcomers")
+    __slots__ = ("pending_tokens", "pages_used", "pages_total", "page_size", "slots_used", "slots_total", "tokens_per_second", "requests_without_token")
     PENDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PAGES_USED_FIELD_NUMBER: _ClassVar[int]
     PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -60,7 +60,7 @@ class WorkerLoad(_message.Message):
     SLOTS_USED_FIELD_NUMBER: _ClassVar[int]
     SLOTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
-    NEWCOMERS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_WITHOUT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     pending_tokens: int
     pages_used: int
     pages_total: int
@@ -68,8 +68,8 @@ class WorkerLoad(_message.Message):
     slots_used: int
     slots_total: int
     tokens_per_second: float
-    newcomers: int
-    def __init__(self, pending_tokens: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_total: _Optional[int] = ..., page_size: _Optional[int] = ..., slots_used: _Optional[int] = ..., slots_total: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., newcomers: _Optional[int] = ...) -> None: ...
+    requests_without_token: int
+    def __init__(self, pending_tokens: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_total: _Optional[int] = ..., page_size: _Optional[int] = ..., slots_used: _Optional[int] = ..., slots_total: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., requests_without_token: _Optional[int] = ...) -> None: ...
 
 class PrefixChanges(_message.Message):
     __slots__ = ("reset", "stored", "dropped")

@@ -44,7 +44,7 @@ LISTENING = "listening "
 Relay = Callable[[str, str], None]
 """Takes the name of a child and one line of its output."""
 
-_LAST_WORDS_S = 0.5
+_LAST_OUTPUT_S = 0.5
 _CHUNK = 1 << 16
 
 _log = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ class SupervisedProcess:
         # Processes that it has left behind are in its session, and keep the pipes open.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        _, late = await asyncio.wait(self._followers, timeout=_LAST_WORDS_S)
+        _, late = await asyncio.wait(self._followers, timeout=_LAST_OUTPUT_S)
         for follower in late:
             follower.cancel()
         await asyncio.gather(*late, return_exceptions=True)

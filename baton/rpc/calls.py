@@ -392,7 +392,7 @@ def _read(name: str, file: Path) -> bytes:
         raise ConfigError(f"{name}: {str(file)!r} can't be read: {error.strerror}") from None
     if b"-----BEGIN " not in data:
         # gRPC would only say, at the first call, that no connection could be made.
-        raise ConfigError(f"{name}: {str(file)!r} is no PEM file")
+        raise ConfigError(f"{name}: {str(file)!r} is not a PEM file")
     return data
 
 

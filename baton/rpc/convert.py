@@ -71,7 +71,7 @@ _CACHED = ("pool", "host", "redis", "peer", "decode")
 _MAY_BE_ABSENT = {field.name for field in inference_pb2.SamplingParams.DESCRIPTOR.fields if field.has_presence}
 _HANDED_IDS = ("prompt_token_ids", "output_token_ids")
 
-LONGEST_ESTIMATE_S = 1e9
+MAX_ESTIMATE_S = 1e9
 """A longer time left is a fault of who says it."""
 
 _TOKEN_IDS = 2**32
@@ -344,7 +344,7 @@ def progress_to_proto(progress: PrefillProgress) -> inference_pb2.PrefillProgres
 def progress_from_proto(message: inference_pb2.PrefillProgress) -> PrefillProgress:
     """The progress in a message; without rate and time left if one of them is absent, not finite, or out of range."""
     done, total, rate, left = message.tokens_done, message.tokens_total, message.tokens_per_second, message.seconds_left
-    known = message.HasField("seconds_left") and 0 <= left <= LONGEST_ESTIMATE_S and 0 <= rate < math.inf
+    known = message.HasField("seconds_left") and 0 <= left <= MAX_ESTIMATE_S and 0 <= rate < math.inf
     return PrefillProgress(done, total, rate, left) if known else PrefillProgress(done, total)
 
 
@@ -407,7 +407,7 @@ def read_varint(data: memoryview, at: int) -> tuple[int, int]:
 
 
 def begin_field(number: int, size: int) -> bytes:
-    """What stands before the `size` bytes of a field."""
+    """Tag and length that stand before the `size` bytes of a field."""
     return varint(number << 3 | _BYTES) + varint(size)
 
 

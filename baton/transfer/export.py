@@ -19,7 +19,7 @@ even while its stream is open. The timers are those of the event loop, so they d
 
 An export ends once. It is then not listed any more, and its streams end with an error. When none of its reads is
 running any more, `on_closed` is called, once, and the owner frees the handle. Ids that ended are remembered, so that a
-late message of a dead attempt can't open them again: the last `REMEMBERED` ids, each with the first `REASON_LENGTH`
+late message of a dead attempt can't open them again: the last `MAX_REMEMBERED` ids, each with the first `REASON_LENGTH`
 characters of why it ended. The RPCs accept ids of at most `MAX_ID_LENGTH` characters, so this takes about 35 MB at
 most.
 
@@ -333,7 +333,7 @@ class _Pieces:
         return layer, range(start, stop)
 
 
-REMEMBERED = 65_536
+MAX_REMEMBERED = 65_536
 REASON_LENGTH = 160
 
 
@@ -372,7 +372,7 @@ class ExportRegistry:
         """
         self._check_new(transfer_id)
         if transfer_id in self._announced:
-            raise InvalidRequest("transfer_id", "is announced already", transfer_id)
+            raise InvalidRequest("transfer_id", "was announced already", transfer_id)
         self._announced.add(transfer_id)
         self._wake_waiters(transfer_id)
 
@@ -475,14 +475,14 @@ class ExportRegistry:
         if self._closed:
             raise Unavailable("the exporter is closing")
         if transfer_id in self._open:
-            raise InvalidRequest("transfer_id", "is exported already", transfer_id)
+            raise InvalidRequest("transfer_id", "was exported already", transfer_id)
         if (reason := self._ended.get(transfer_id)) is not None:
             raise TransferError(f"transfer {transfer_id} {reason}")
 
     def _remember(self, transfer_id: str, reason: str) -> None:
         self._announced.discard(transfer_id)
         self._ended[transfer_id] = reason[:REASON_LENGTH]
-        if len(self._ended) > REMEMBERED:
+        if len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
         self._wake_waiters(transfer_id)
 

@@ -144,7 +144,6 @@ class GrpcSource:
         )
 
     async def frames(self, box: Box) -> AsyncGenerator[bytes, None]:
-        """See KvSource."""
         request = kv_pb2.FetchKvRequest(
             transfer_id=self._transfer_id,
             incarnation=self._incarnation,
@@ -171,7 +170,6 @@ class GrpcSource:
             call.cancel()
 
     async def release(self) -> None:
-        """See KvSource."""
         request = kv_pb2.ReleaseKvRequest(
             transfer_id=self._transfer_id,
             incarnation=self._incarnation,

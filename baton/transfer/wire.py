@@ -200,7 +200,7 @@ def _decode_closing(frame: bytes) -> Manifest | Commit:
     if message.HasField("manifest"):
         manifest = _manifest(message.manifest)
         if encode_manifest(manifest) != frame:
-            raise CorruptFrame("a manifest is not encoded as its contents demand")
+            raise CorruptFrame("a manifest's encoding does not match its contents")
         return manifest
     raise CorruptFrame(f"a frame of {len(frame)} bytes is neither data nor manifest nor commit")
 

@@ -1,6 +1,6 @@
 """How a worker finds out that it must not go on: no progress, wrong values, or pages that nobody owns.
 
-    progress ──(limit_s without any)──▶ stalled: NOT_SERVING ──(HANG_LOOKS more looks without any)──▶ hung: replaced
+    progress ──(limit_s without any)──▶ stalled: NOT_SERVING ──(HANG_CHECKS more looks without any)──▶ hung: replaced
 
 A hang is counted in looks, not in seconds: a process that was stopped for an hour is not hung when it goes on.
 
@@ -39,12 +39,12 @@ from baton.worker.status import WorkerIdentity
 _log = logging.getLogger(__name__)
 
 _CHECKS_PER_LIMIT = 4
-HANG_LOOKS = 2 * _CHECKS_PER_LIMIT
+HANG_CHECKS = 2 * _CHECKS_PER_LIMIT
 """Looks in a row that find a stall, after which the engine counts as hung."""
 
 
 class Progress:
-    """When the engine last made progress; the engine thread records it after each layer and each step.
+    """Time of the engine's last progress; the engine thread records it after each layer and each step.
 
     In between, another number of `heartbeat` (`Engine.heartbeat`) than at the last look counts as progress.
     """
@@ -81,7 +81,7 @@ async def watch_progress(progress: Progress, limit_s: float, report: Callable[[b
     so a stall is reported after at most 1.5 times that.
     """
     looks = 0
-    while looks < HANG_LOOKS:
+    while looks < HANG_CHECKS:
         await asyncio.sleep(limit_s / _CHECKS_PER_LIMIT)
         stalled = progress.stalled_s() >= limit_s
         if stalled != bool(looks):

@@ -90,7 +90,7 @@ class WorkerLoad:
     slots_used: int = 0
     slots_total: int = 0
     tokens_per_second: float = 0.0
-    newcomers: int = 0
+    requests_without_token: int = 0
     """Requests of all routers that have not received a token from the worker yet."""
 
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from baton.kv.format import KvFormat
 
-RECENT_SHARE = 1 / 10
+RECENT_FRACTION = 1 / 10
 """The weight of a token of the recent past against one that waits."""
 
 RECENT_S = 60.0
@@ -47,7 +47,7 @@ class PrefillView:
 
     def __post_init__(self) -> None:
         # The worker's report includes ours once it knows of them, so the larger of the two counts nothing twice.
-        load = max(self.pending_tokens, self.own_tokens) + RECENT_SHARE * self.recent_tokens
+        load = max(self.pending_tokens, self.own_tokens) + RECENT_FRACTION * self.recent_tokens
         # Once a view and not once a placement, of which each looks at all views.
         object.__setattr__(self, "load_tokens", load)
 
@@ -127,7 +127,7 @@ class FleetView:
             for view in decodes.values()
         ]
 
-    def has_room(self, limit: int) -> bool:
+    def has_capacity(self, limit: int) -> bool:
         """Whether some prefill worker has fewer than `limit` of our requests."""
         return any(view.own_requests < limit for view in self.prefill.values())
 

@@ -20,7 +20,7 @@ from itertools import chain
 from router.placement.fleet import DecodeView, FleetView, PrefillView, can_pair
 from router.placement.prefix_directory import NO_MATCH, PrefixMatch
 
-ALL_ASKED, MOST_ASKED = 32, 6
+MAX_ALL_ASKED, ASKED_OF_MORE = 32, 6
 """So many decode workers are all asked for a reservation; of more, the best few."""
 
 
@@ -129,7 +129,7 @@ def select_workers(
     return Selection(view.name, _best_decodes(decodes, query))
 
 
-def quietest_pair(
+def least_loaded_pair(
     fleet: FleetView, query: PlacementQuery, excluded: Excluded = NOTHING_EXCLUDED, *, of_pair: bool = True
 ) -> tuple[Selection, bool] | None:
     """The pair to be kept for a request that runs alone, and whether nothing of ours runs there now.
@@ -142,7 +142,7 @@ def quietest_pair(
         return penalty.of_worker(view.name), view.own_requests, view.name
 
     groups = list(_open_groups(fleet, query, query.never))
-    prefills = heapq.nsmallest(ALL_ASKED, (view for group, _ in groups for view in group), key=busy)
+    prefills = heapq.nsmallest(MAX_ALL_ASKED, (view for group, _ in groups for view in group), key=busy)
     if not query.decodes:
         return (Selection(prefills[0].name), prefills[0].own_requests == 0) if prefills else None
     decodes = {view.name: view for _, group in groups for view in group}
@@ -155,7 +155,7 @@ def quietest_pair(
             name,
         )
         for prefill in prefills
-        for name, decode in ((each.name, each) for each in heapq.nsmallest(ALL_ASKED, decodes.values(), key=busy))
+        for name, decode in ((each.name, each) for each in heapq.nsmallest(MAX_ALL_ASKED, decodes.values(), key=busy))
         if can_pair(prefill.kv_format, decode.kv_format, converts=decode.converts_kv)
     ]
     if not pairs:
@@ -213,5 +213,5 @@ def _best_decodes(views: list[DecodeView], query: PlacementQuery) -> tuple[str, 
         )
         for view in views
     ]
-    most = ALL_ASKED if len(ranks) <= ALL_ASKED else MOST_ASKED
+    most = MAX_ALL_ASKED if len(ranks) <= MAX_ALL_ASKED else ASKED_OF_MORE
     return tuple(rank[-1] for rank in heapq.nsmallest(most, ranks))

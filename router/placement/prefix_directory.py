@@ -100,10 +100,10 @@ def _pack(parent: bytes, token_ids: Sequence[int], block_size: int) -> PackedDig
 EXPECTED_S = 30.0
 """Seconds for which blocks count as held by the worker that computes them, without a report of it."""
 
-MOST_BLOCKS = 2**20
+MAX_BLOCKS = 2**20
 """Each takes about 200 bytes for each worker that holds it."""
 
-MOST_EXPECTED = 2048
+MAX_EXPECTED = 2048
 """Blocks of one prompt that are expected at a time. Of longer ones the worker's reports tell the rest, in messages of
 no more names, so that no call holds up the event loop for longer than some milliseconds."""
 
@@ -112,8 +112,8 @@ V = TypeVar("V")
 _Shards: TypeAlias = list[dict[bytes, V]]
 """By the last byte of a name: a dict of 200,000 names takes 7 ms to grow."""
 
-_COARSEST = 8
-_MOST_LEVELS = 8
+_MAX_MASK_BITS = 8
+_MAX_LEVELS = 8
 """Lengths of prefixes that are told apart; holders of less than so many others count as holding nothing."""
 
 Level = tuple[int, Collection[str]]
@@ -150,7 +150,7 @@ def _shards() -> _Shards[Any]:
 class PrefixIndex:
     """Blocks by worker; times are seconds on the caller's clock."""
 
-    def __init__(self, most: int = MOST_BLOCKS) -> None:
+    def __init__(self, most: int = MAX_BLOCKS) -> None:
         self._most = most
         self._blocks: _Shards[tuple[str, ...] | set[str]] = _shards()
         self._alone: dict[str, tuple[str, ...]] = {}
@@ -186,11 +186,11 @@ class PrefixIndex:
     def expect(self, worker: str, digests: Sequence[bytes], now: float, first: int = 0) -> None:
         """A worker was sent a prompt of these blocks, and will soon hold those from `first` on as well.
 
-        Only the next MOST_EXPECTED of them count.
+        Only the next MAX_EXPECTED of them count.
         """
         self._expire(now)
         blocks, until, mask = self._of(worker), now + EXPECTED_S, self._mask
-        names = [digest[:NAME_BYTES] for digest in digests[first : first + MOST_EXPECTED] if not digest[0] & mask]
+        names = [digest[:NAME_BYTES] for digest in digests[first : first + MAX_EXPECTED] if not digest[0] & mask]
         expected = [name for name in names if blocks[name[-1]].get(name, now) is not None]
         for name in expected:
             self._store(worker, blocks, name, until)
@@ -214,7 +214,7 @@ class PrefixIndex:
             digests = [digests[at] for at in positions]
         levels: list[Level] = []
         reach, known = self._reach(digests, len(digests), 0), 0
-        while reach and len(levels) < _MOST_LEVELS:
+        while reach and len(levels) < _MAX_LEVELS:
             name = digests[reach - 1][:NAME_BYTES]
             holders = self._blocks[name[-1]][name]
             levels.append(((positions[reach - 1] + 1) * block_size, holders))
@@ -288,7 +288,7 @@ class PrefixIndex:
 
     def _bound(self) -> None:
         """Leave out half of the names when there are too many; one worker's at a time, so that no call takes long."""
-        if self._size > self._most and not self._coarser and self._mask.bit_length() < _COARSEST:
+        if self._size > self._most and not self._coarser and self._mask.bit_length() < _MAX_MASK_BITS:
             self._mask = 2 * self._mask + 1
             self._coarser = set(self._by_worker)
         if self._coarser:
@@ -297,7 +297,7 @@ class PrefixIndex:
             self._drop(worker, [name for name in names if name[0] & self._mask])
 
 
-_MORE_BLOCKS = 16
+_MAX_SHARED_BLOCKS = 16
 """Digests sent to a decode worker beyond those that it is thought to hold: reports are late, and may be coarse."""
 
 
@@ -351,7 +351,7 @@ class PrefixDirectory:
             return b""
         match = self._decode.match(blocks, namespace.block_size, self._clock())
         tokens = match.tokens(worker)
-        return blocks.data(tokens // namespace.block_size + _MORE_BLOCKS) if tokens else b""
+        return blocks.data(tokens // namespace.block_size + _MAX_SHARED_BLOCKS) if tokens else b""
 
     async def tiers(self) -> list[CacheTier]:
         """The indexes as a tier of a cache: blocks by worker that holds them, and how many were found at dispatch."""

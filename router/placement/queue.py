@@ -25,14 +25,14 @@ T = TypeVar("T", bound=Hashable)
 _SPAN_S = 3.0
 """Departures, and the time that they took, count for the pace with a weight that falls to 1/e in this time."""
 
-_STANDSTILL = 3.0
+_MAX_INTERVAL_RATIO = 3.0
 """An interval counts for at most so many times the usual one, or for the span."""
 
-_FOUNDED = 8
+_MIN_DEPARTURES = 8
 """Departures of a busy queue from which on they tell its pace: the first ones are those of cold workers."""
 
 _FIRST_GUESS_S = 1.0
-SHORTEST_RETRY_S, _LONGEST_RETRY_S = 0.1, 60.0
+MIN_RETRY_S, _MAX_RETRY_S = 0.1, 60.0
 
 
 class FairQueue(Generic[T]):
@@ -223,7 +223,7 @@ class RequestQueue(Generic[T]):
             latest = now - self._last_departure
             if self._counted:
                 # One standstill of a quick queue does not make it a slow one; several do.
-                latest = min(latest, max(_SPAN_S, _STANDSTILL * self._interval))
+                latest = min(latest, max(_SPAN_S, _MAX_INTERVAL_RATIO * self._interval))
             self._busy_clock += latest
             self._busy_s.add(latest, self._busy_clock)
             self._departures.add(1, self._busy_clock)
@@ -239,20 +239,20 @@ class RequestQueue(Generic[T]):
     def retry_after(self) -> float:
         """Seconds in which the queue, at the pace of its latest departures, would be empty."""
         estimate = len(self) * self._interval if self._interval else _FIRST_GUESS_S
-        return min(max(estimate, self.hint_s, SHORTEST_RETRY_S), _LONGEST_RETRY_S)
+        return min(max(estimate, self.hint_s, MIN_RETRY_S), _MAX_RETRY_S)
 
     def expected_wait_s(self, tenant: str, now: float) -> float:
         """Seconds that a tenant's next entry would wait, at that pace and at the present standstill; 0 if unknown.
 
         It is what the refusal of a deadline rests on, and whoever could have been served must not be refused. So a pace
-        counts once it is founded, and what a request itself takes does not: its prompt may be cached, and be computed
+        counts once it is measured, and what a request itself takes does not: its prompt may be cached, and be computed
         before those that are not.
         """
         own = self._queue.count(tenant)
         # With turns, no other tenant is served more often than this one until this one's entry is reached.
         others = sum(min(self._queue.count(name), own + 1) for name in self._queue.tenants if name != tenant)
         before = own + others + (self._first is not None)
-        if not before or self._counted < _FOUNDED:
+        if not before or self._counted < _MIN_DEPARTURES:
             return 0.0
         standstill = 0.0 if self._last_departure is None else now - self._last_departure
         return before * self._interval + max(standstill - self._interval, 0.0)

@@ -25,19 +25,19 @@ from baton.request import CachePolicy
 from router.placement.fleet import FleetView
 from router.placement.policy import Excluded, PlacementQuery, Selection, can_serve, matching_decodes, select_workers
 from router.placement.prefix_directory import Digests, PrefixDirectory
-from router.placement.queue import SHORTEST_RETRY_S, RequestQueue
+from router.placement.queue import MIN_RETRY_S, RequestQueue
 from router.placement.refusals import Ask, RefusalGate, Try
 from router.workers.failures import AvoidedWorker
 
 _PROBE_S = 1.0
 """After a refusal without a hint: news could get lost, and the queue must not stand for ever."""
 
-_SHORTEST_PROBE_S, _LONGEST_PROBE_S = 0.05, 5.0
+_MIN_PROBE_S, _MAX_PROBE_S = 0.05, 5.0
 
-_LOOK = 64
+_MAX_SCANNED = 64
 """Of those who wait, the first of each tenant and so many more are looked at for one that would find room."""
 
-_WITHOUT_ROOM = 8
+_MAX_SKIPPED = 8
 """So many that no prefill worker has room for are passed over in one go."""
 
 
@@ -76,7 +76,7 @@ class Refusal:
 
     never: Mapping[str, str] = field(default_factory=dict)
     retry_after_s: float = math.inf
-    room_tokens: int = 0
+    reservable_tokens: int = 0
     """The largest context that another request could have now."""
     closed: frozenset[str] = frozenset()
     """Decode workers that are there, and that the request could not ask: to who can ask them it says nothing."""
@@ -173,19 +173,19 @@ class PlacementScheduler:
         of tenants that wait.
         """
         tenants = len(self._in_flight.keys() | self._queue.tenants)
-        for waiter in self._candidates(fleet, now, tenants + _LOOK):
+        for waiter in self._candidates(fleet, now, tenants + _MAX_SCANNED):
             if waiter in without_room:
                 continue
             if self.is_hopeless(waiter, fleet):
                 return Turn(waiter, waiter.request.query)
-            if fleet.has_room(limit := self._limit(waiter.request.tenant, tenants, fleet)):
+            if fleet.has_capacity(limit := self._limit(waiter.request.tenant, tenants, fleet)):
                 query = make_query(waiter.request, waiter.refusal.never, fleet, self._prefixes)
                 selection = select_workers(fleet, query, prefill_limit=limit, excluded=excluded)
                 if selection is not None:
                     return Turn(waiter, query, selection)
             # Others may go on: there is no prefill worker that it could use.
             without_room.add(waiter)
-            if len(without_room) > _WITHOUT_ROOM:
+            if len(without_room) > _MAX_SKIPPED:
                 return None
         return None
 
@@ -223,11 +223,11 @@ class PlacementScheduler:
         if refusal.lacks_forks:
             self._gate.record_fork_refusal(waiter.turn, waiter)
         elif refusal.closed:
-            self._gate.record_narrow_refusal(waiter.turn, waiter, ask, refusal.room_tokens, now)
+            self._gate.record_narrow_refusal(waiter.turn, waiter, ask, refusal.reservable_tokens, now)
         else:
-            self._gate.record_refusal(waiter.turn, waiter, ask, refusal.room_tokens)
+            self._gate.record_refusal(waiter.turn, waiter, ask, refusal.reservable_tokens)
             self._queue.hint_s = hint
-        return min(max(hint or _PROBE_S, _SHORTEST_PROBE_S), _LONGEST_PROBE_S)
+        return min(max(hint or _PROBE_S, _MIN_PROBE_S), _MAX_PROBE_S)
 
     def push_again(self, waiter: Waiter, now: float, *, first: bool) -> None:
         """Return a request to the head of its tenant's queue, or to the `first` place of all."""
@@ -285,7 +285,7 @@ class PlacementScheduler:
             raise Overloaded(problem, self._queue.retry_after())
         if 0 < self._max_wait_s < wait_s:
             problem = f"the queue is expected to take {wait_s:.1f} s, {self._max_wait_s:g} s are allowed"
-            raise Overloaded(problem, max(wait_s - self._max_wait_s, SHORTEST_RETRY_S))
+            raise Overloaded(problem, max(wait_s - self._max_wait_s, MIN_RETRY_S))
 
     def _candidates(self, fleet: FleetView, now: float, most: int) -> Iterator[Waiter]:
         """Entries among the first `most` that may use a turn, in the order of their turns."""

@@ -1,6 +1,6 @@
 """The front door: what every front end does with a request, whatever it came by.
 
-    authenticate ── admit ── validate ── pipeline ── updates ── the client has taken them all, or is gone
+    authenticate ── admit ── validate ── request_runner ── updates ── the client has taken them all, or is gone
 
 A front end translates: it takes a key and a request off the wire, iterates over the updates, and sends each. Asking for
 the next update tells that the client has taken the one before. Everything else is here: the tenant's limit of streams,
@@ -26,7 +26,7 @@ from baton.rpc.channel import LATE_S
 from baton.telemetry.metrics import CLIENTS_STALLED, REQUESTS
 from router.dispatcher import Dispatcher
 from router.output import OutputProcessor, Update
-from router.pipeline import Pipeline
+from router.request_runner import RequestRunner
 from router.serving.tenants import Caller, Tenants
 from router.serving.validator import ChatPrompt, GenerateRequest, RequestValidator, ServedModel, TextPrompt
 from router.workers.pool import Pool
@@ -162,7 +162,7 @@ class FrontDoor:
         validator: RequestValidator,
         pool: Pool,
         dispatcher: Dispatcher,
-        pipeline: Pipeline,
+        request_runner: RequestRunner,
         tenants: Tenants,
         stalls: StallGuard,
     ) -> None:
@@ -170,7 +170,7 @@ class FrontDoor:
         self._validator = validator
         self._pool = pool
         self._dispatcher = dispatcher
-        self._pipeline = pipeline
+        self._request_runner = request_runner
         self._tenants = tenants
         self._stalls = stalls
         self._idle = asyncio.Event()
@@ -201,7 +201,7 @@ class FrontDoor:
                     request, arrived=arrived, deadline=deadline, tenant=caller.tenant
                 )
                 output = OutputProcessor(checked, now)
-                serving = asyncio.create_task(self._pipeline.run(checked, output), name=f"request {checked.id}")
+                serving = asyncio.create_task(self._request_runner.run(checked, output), name=f"request {checked.id}")
                 try:
                     async with self._stalls.stream(output.queue.take, serving.done) as stream:
                         yield checked.id, stream

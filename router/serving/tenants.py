@@ -49,7 +49,7 @@ class Caller:
     admin: bool = False
 
 
-ANYBODY = Caller(admin=True)
+ANONYMOUS = Caller(admin=True)
 """The caller where no keys are asked for."""
 
 
@@ -75,7 +75,7 @@ class Tenants:
     def caller(self, authorization: Sequence[str]) -> Caller:
         """The tenant whose key the header's values contain. Raises Unauthenticated."""
         if self._keys is None:
-            return ANYBODY
+            return ANONYMOUS
         seen = digest(_key(authorization))
         found: ApiKey | None = None
         for key in self._keys.value():
@@ -115,7 +115,7 @@ def _key(authorization: Sequence[str]) -> str:
     return key
 
 
-_LEAST, _MOST = 2, 4
+_MIN_THREADS, _MAX_THREADS = 2, 4
 
 WAITING_BYTES = 64 << 20
 """Bytes of one tenant's requests that may wait for a thread; a single request may be larger."""
@@ -136,7 +136,7 @@ class Threads:
 
     def __init__(self, capacity: int, count: int | None = None) -> None:
         """`capacity` is how many requests of one tenant may wait, `count` the number of threads."""
-        self._count = max(_LEAST, min(usable(), _MOST)) if count is None else count
+        self._count = max(_MIN_THREADS, min(usable(), _MAX_THREADS)) if count is None else count
         self._most = max(1, self._count - 1)
         """Threads that one tenant may use at a time."""
         self._capacity = capacity

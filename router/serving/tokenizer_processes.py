@@ -38,8 +38,8 @@ from baton.tokenizer import Tokenizer
 LONG_TEXT = 128 << 10
 """Bytes from which on a text is long. Shorter ones have rarely more tokens than bytes, whose list takes 2.6 ms."""
 
-_LEAST_S = 60.0
-_LEAST_BYTES_PER_S = 16 << 10
+_MIN_LIMIT_S = 60.0
+_MIN_BYTES_PER_S = 16 << 10
 """Seconds that any text may take, and bytes of text for each further one. Most tokenizers take a megabyte a second."""
 
 _TEXT = struct.Struct("=?Q")
@@ -87,7 +87,7 @@ class TokenizerProcesses:
 
     def _ask(self, process: subprocess.Popen[bytes], text: bytes, add_special_tokens: bool) -> tuple[bool, bytearray]:
         """The result of `_tokenize` in the process, which is idle again after it."""
-        limit_s = _LEAST_S + len(text) / _LEAST_BYTES_PER_S
+        limit_s = _MIN_LIMIT_S + len(text) / _MIN_BYTES_PER_S
         deadline = time.monotonic() + limit_s
         try:
             _send(process, _TEXT.pack(add_special_tokens, len(text)), deadline)
@@ -146,7 +146,7 @@ class TokenizerProcesses:
             self._running.add(process)
         try:
             os.set_blocking(_pipe(process.stdin), False)
-            ready = _receive(process, len(_READY), time.monotonic() + _LEAST_S) == _READY
+            ready = _receive(process, len(_READY), time.monotonic() + _MIN_LIMIT_S) == _READY
         except (OSError, EOFError, TimeoutError):
             ready = False
         except BaseException:

@@ -40,7 +40,7 @@ _PIECE = 64 << 10
 
 T = TypeVar("T")
 
-_LEAST_MESSAGE_BYTES = 4 << 20
+_MIN_MESSAGE_BYTES = 4 << 20
 _TEXT_BYTES = 16
 _TOKEN_ID_BYTES = 5
 _OTHER_BYTES = 2 << 20
@@ -307,7 +307,7 @@ class RequestValidator:
 def largest_message(max_model_len: int, vocab_size: int) -> int:
     """Bytes of the largest message that a client may need to send; parsing one holds up the event loop."""
     needed = max_model_len * _TEXT_BYTES + vocab_size * _TOKEN_ID_BYTES + _OTHER_BYTES
-    return min(max(needed, _LEAST_MESSAGE_BYTES), CONTROL_MESSAGE_BYTES)
+    return min(max(needed, _MIN_MESSAGE_BYTES), CONTROL_MESSAGE_BYTES)
 
 
 def _utf8(text: str) -> bytes:

@@ -211,7 +211,7 @@ class DecodeAttempt:
                     message.never,
                     retry_after_s,
                     message.cached_tokens,
-                    message.room_tokens,
+                    message.reservable_tokens,
                 )
             )
 
@@ -275,7 +275,7 @@ class DecodeSession:
         return len(self._attempts)
 
     @property
-    def newcomers(self) -> int:
+    def requests_without_token(self) -> int:
         """Number of attempts that the worker was asked for, and has sent no token of."""
         return sum(attempt.asked and not attempt.has_output for attempt in self._attempts.values())
 
@@ -587,7 +587,7 @@ async def call_prefill(
                     done = True
     except grpc.aio.AioRpcError as error:
         if not done or missing > 0:
-            failed = await _judge_error(assignment, from_rpc_error(error))
+            failed = await _classify_error(assignment, from_rpc_error(error))
     except asyncio.CancelledError:
         if not silence.ended_call():
             raise
@@ -599,7 +599,7 @@ async def call_prefill(
         deliver(failed or Failed(Unavailable(f"prefill worker {link.name} ended without {left}"), Blame.PREFILL))
 
 
-async def _judge_error(assignment: PrefillAssignment, error: BatonError) -> Failed:
+async def _classify_error(assignment: PrefillAssignment, error: BatonError) -> Failed:
     """The meaning of a failed call: the worker may be dead, full, or draining, and then nothing is wrong with it."""
     # A prompt that is too large for one worker's memory may find room at another.
     if isinstance(error, Overloaded) or (isinstance(error, InvalidRequest) and error.field == "prompt_token_ids"):
@@ -624,7 +624,7 @@ def prefilled_from_proto(done: prefill_pb2.PrefillDone) -> Prefilled:
     )
 
 
-class Abandoner:
+class AbandonCalls:
     """Tells prefill workers which exports nobody will fetch, so that KV is not pinned until its lease ends.
 
     Best effort, in the background: the lease is what frees KV when a call gets lost. Calls are bounded in time, and

@@ -30,7 +30,7 @@ Key = tuple[str, ...]
 WORKER_FAULTS, PAIR_FAULTS = 3, 1
 """Faults in a row that open a breaker. A pair fails by its link, which no other request will find better."""
 
-SHORTEST_S, LONGEST_S = 1.0, 60.0
+MIN_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 
 SAME_EVENT_S = 0.1
 """Faults closer than this are one event: a failing step fails each sequence in it."""
@@ -114,7 +114,7 @@ class Breakers:
         """Count a fault of what `key` names; `trial` is the permit of a caller that is its trial."""
         if (breaker := self._breakers.get(key)) is None:
             threshold = WORKER_FAULTS if len(key) == 1 else PAIR_FAULTS
-            breaker = Breaker(SHORTEST_S, LONGEST_S, self._clock, threshold=threshold, same_event_s=SAME_EVENT_S)
+            breaker = Breaker(MIN_PAUSE_S, MAX_PAUSE_S, self._clock, threshold=threshold, same_event_s=SAME_EVENT_S)
             self._breakers[key] = breaker
         breaker.record_failure(trial)
 

@@ -261,9 +261,9 @@ class Pool:
             self._dismiss(key)
             # Workers that it kept from joining may join now.
             for other, _ in list(self._links.values()):
-                self._judge(other)
+                self._accept_or_refuse(other)
         elif not accepted:
-            self._judge(link)
+            self._accept_or_refuse(link)
         self.update_view(link)
         self._notify()
 
@@ -293,7 +293,7 @@ class Pool:
         if link.namespace is not None:
             self._namespaces -= Counter((link.namespace,))
 
-    def _judge(self, link: WorkerLink) -> None:
+    def _accept_or_refuse(self, link: WorkerLink) -> None:
         """Let a worker join, or say once why it may not."""
         key = _key(link)
         if key in self._accepted:
@@ -372,7 +372,7 @@ async def _end(tasks: list[asyncio.Task[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 2.0
+_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 2.0
 _SOON_S, _SOON_BACKOFF_S = 20.0, 0.2
 """Seconds for which the successor of a lost worker is expected, and those between two calls meanwhile, at most."""
 
@@ -454,7 +454,7 @@ class WorkerLink:
                     return
                 await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
                 soon = loop.time() - lost_at < _SOON_S
-                backoff = min(2 * backoff, _SOON_BACKOFF_S if soon else _LONGEST_BACKOFF_S)
+                backoff = min(2 * backoff, _SOON_BACKOFF_S if soon else _MAX_BACKOFF_S)
         finally:
             self._said = _UNWANTED
             self._lose(_UNWANTED)
@@ -506,7 +506,7 @@ class WorkerLink:
         """The request needs nothing more of the worker."""
         self._present.pop(assignment, None)
 
-    def subtract_room(self, tokens: int, slots: int) -> None:
+    def subtract_free(self, tokens: int, slots: int) -> None:
         """A decode worker has given away room that its latest status can't know of."""
         self._granted_tokens += tokens
         self._granted_slots += slots
@@ -615,7 +615,7 @@ class WorkerLink:
         self.status, self._incarnation = status, status.identity.incarnation
         self._losses.record_status(self._label, self._incarnation)
         self._granted_tokens = self._granted_slots = 0
-        self._shared = status.load.newcomers > self._newcomers()
+        self._shared = status.load.requests_without_token > self._requests_without_token()
         self._said, self._left = "", False
         self._pool.update_worker(self)
 
@@ -625,7 +625,7 @@ class WorkerLink:
             if self._left:
                 _logger.info("%s worker %s has left: %s", self.role.value, self.name, reason)
             else:
-                _logger.warning("no watch of %s worker %s: %s", self.role.value, self.name, reason)
+                _logger.warning("can't watch %s worker %s: %s", self.role.value, self.name, reason)
             self._said = reason
         if self.status is None:
             return
@@ -650,10 +650,10 @@ class WorkerLink:
         now = asyncio.get_running_loop().time()
         return self._losses.record_loss(self._label, self._incarnation, suspects, now, shared=self._shared)
 
-    def _newcomers(self) -> int:
+    def _requests_without_token(self) -> int:
         """This router's requests that are here and have had no token from the worker."""
         if self.role is WorkerRole.DECODE:
-            return self.session.newcomers if self.session else 0
+            return self.session.requests_without_token if self.session else 0
         # An assignment is closed at the first token, and its request stays until the KV is fetched.
         return len(self._assignments & self._present.keys())
 
@@ -675,10 +675,10 @@ class WorkerLink:
                 if self.session is session:
                     self.session = None
                     self._pool.update_worker(self)
-            if asyncio.get_running_loop().time() - began > _LONGEST_BACKOFF_S:
+            if asyncio.get_running_loop().time() - began > _MAX_BACKOFF_S:
                 backoff = _FIRST_BACKOFF_S
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
-            backoff = min(2 * backoff, _LONGEST_BACKOFF_S)
+            backoff = min(2 * backoff, _MAX_BACKOFF_S)
 
 
 def _name(status: WorkerStatus | None, address: str) -> str:

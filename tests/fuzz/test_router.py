@@ -6,7 +6,7 @@ from pathlib import Path
 
 from baton.pb import inference_pb2
 from tests.fuzz.storm import LEDGER, Method, calls, hang_ups, healthy
-from tests.integration.router_bench import bench, request
+from tests.integration.router_rig import request, router_rig
 
 INFERENCE = (
     Method("/baton.v1.Inference/Generate", True, request("hi", max_tokens=4, temperature=0)),
@@ -18,7 +18,7 @@ INFERENCE = (
 
 
 async def test_the_router_blames_the_caller(tmp_path: Path) -> None:
-    async with bench(tmp_path, template="{{ messages }}") as b:
+    async with router_rig(tmp_path, template="{{ messages }}") as b:
         await calls("Generate, Tokenize, Detokenize, GetModel, Ledger", 300, b.app.address, INFERENCE)
         await hang_ups("sockets of a router", 80, [b.app.address, b.app.ops_address])
         assert await healthy(b.app.address)

@@ -16,7 +16,7 @@ from baton.rpc.channel import CLIENT_OPTIONS
 from baton.rpc.tls import role_name
 from tests.certificates import fleet, router, worker
 from tests.fleet import Fleet
-from tests.integration.router_bench import until
+from tests.integration.router_rig import until
 
 MAX_STREAMS = 2
 STEP_S = 0.2

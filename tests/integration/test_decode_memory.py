@@ -22,13 +22,13 @@ async def test_the_youngest_goes_back_to_its_router_and_nothing_is_granted_befor
     async with rig({"reserve_tokens": 4}, pages=20, max_model_len=80) as all_:
         router = await all_.router()
         await router.reserve("c", 1, 1)
-        assert all_.app.service.status.status().load.newcomers == 1
+        assert all_.app.service.status.status().load.requests_without_token == 1
         await router.cancel("c")
         all_.engine.gate.clear()
         for name in ("a", "b"):
             await router.request(name, [1, 2, 3], greedy(60))
         await all_.until_decoding(router, 2)
-        loop = all_.app.service.worker.loop
+        loop = all_.app.service.worker.decode_loop
         while not loop.short_of_pages:
             await asyncio.to_thread(all_.engine.entered.acquire)
             if not loop.short_of_pages:
@@ -38,7 +38,7 @@ async def test_the_youngest_goes_back_to_its_router_and_nothing_is_granted_befor
         failure = router.failures.pop("b")
         assert failure.kind == Failure.KIND_PREEMPTED
         assert "gives back its 10 pages of 20: no page is left" in failure.message
-        assert all_.app.service.status.status().load.newcomers == 0, "both have had tokens"
+        assert all_.app.service.status.status().load.requests_without_token == 0, "both have had tokens"
         for name in ("c", "d"):
             refused = await router.reserve(name, 1, 1)
             assert (refused.granted, refused.never) == (False, False)

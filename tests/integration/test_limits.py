@@ -25,7 +25,7 @@ from baton.request import (
 from baton.rpc.channel import METADATA_BYTES, METADATA_MAX_BYTES
 from router.serving.validator import largest_message
 from tests.fleet import Fleet
-from tests.integration.router_bench import bench, refused, request, whole
+from tests.integration.router_rig import refused, request, router_rig, whole
 from tests.integration.router_stubs import MAX_MODEL_LEN
 
 LIMITS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -66,7 +66,7 @@ LIMITS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 async def test_a_value_at_its_limit_is_served_and_one_beyond_refused_by_name(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b:
+    async with router_rig(tmp_path) as b:
         for served, (name, (within, beyond, words)) in enumerate(LIMITS.items()):
             error = await refused(b.call(max_tokens=1, **beyond))
             assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, name
@@ -76,7 +76,7 @@ async def test_a_value_at_its_limit_is_served_and_one_beyond_refused_by_name(tmp
 
 
 async def test_messages_and_metadata_beyond_their_limits_are_refused_with_sizes(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b:
+    async with router_rig(tmp_path) as b:
         small = METADATA_BYTES // 2
         assert (await whole(b.client.Generate(request("hi", max_tokens=1), metadata=(("x", "y" * small),)))).events
         error = await refused(b.client.Generate(request("hi"), metadata=(("x", "y" * METADATA_MAX_BYTES),), timeout=60))

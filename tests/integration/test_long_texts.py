@@ -20,7 +20,7 @@ from baton.rpc import convert
 from baton.rpc.channel import control_channel
 from router.serving import tokenizer_processes, validator
 from router.serving.tokenizer_processes import TokenizerProcesses
-from tests.integration.router_bench import Bench, bench, refused, request, whole
+from tests.integration.router_rig import RouterRig, refused, request, router_rig, whole
 
 WAIT_S = 60
 TEXT = "a text that is länger, 日本"
@@ -58,11 +58,11 @@ class Processes:
         assert await asyncio.to_thread(self._waiting.wait, WAIT_S)
 
 
-def ask(b: Bench) -> grpc.aio.UnaryStreamCall:
+def ask(b: RouterRig) -> grpc.aio.UnaryStreamCall:
     return b.client.Generate(request(TEXT, max_tokens=1), timeout=WAIT_S)
 
 
-async def ask_stopped(b: Bench, processes: Processes) -> grpc.aio.UnaryStreamCall:
+async def ask_stopped(b: RouterRig, processes: Processes) -> grpc.aio.UnaryStreamCall:
     """A call whose text is with a process that is stopped."""
     await whole(ask(b))
     processes.stop()
@@ -73,7 +73,7 @@ async def ask_stopped(b: Bench, processes: Processes) -> grpc.aio.UnaryStreamCal
 
 async def test_a_process_tokenizes_long_texts_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processes = Processes(monkeypatch)
-    async with asyncio.timeout(WAIT_S), bench(tmp_path, template="{{ messages[0].content }}") as b:
+    async with asyncio.timeout(WAIT_S), router_rig(tmp_path, template="{{ messages[0].content }}") as b:
         await b.answer(max_tokens=1)
         assert not processes.taken
         await whole(ask(b))
@@ -88,7 +88,7 @@ async def test_a_process_tokenizes_long_texts_only(tmp_path: Path, monkeypatch: 
 
 async def test_a_killed_process_ends_its_request_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processes = Processes(monkeypatch)
-    async with asyncio.timeout(WAIT_S), bench(tmp_path) as b:
+    async with asyncio.timeout(WAIT_S), router_rig(tmp_path) as b:
         call = await ask_stopped(b, processes)
         processes.taken[-1].kill()
         error = await refused(call)
@@ -101,7 +101,7 @@ async def test_a_client_that_leaves_while_its_text_is_tokenized_leaves_the_proce
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processes = Processes(monkeypatch)
-    async with asyncio.timeout(WAIT_S), bench(tmp_path) as b:
+    async with asyncio.timeout(WAIT_S), router_rig(tmp_path) as b:
         call = await ask_stopped(b, processes)
         call.cancel()
         await b.app._door._idle.wait()
@@ -116,8 +116,8 @@ async def test_a_router_that_stops_says_so_and_kills_the_process(
 ) -> None:
     processes = Processes(monkeypatch)
     async with asyncio.timeout(WAIT_S), contextlib.AsyncExitStack() as client:
-        async with bench(tmp_path) as b:
-            # The bench closes its own channel before the router.
+        async with router_rig(tmp_path) as b:
+            # The router_rig closes its own channel before the router.
             channel = await client.enter_async_context(control_channel(b.app.address))
             call = await ask_stopped(replace(b, client=inference_pb2_grpc.InferenceStub(channel)), processes)
         error = await refused(call)

@@ -218,7 +218,7 @@ async def test_stopping_in_the_middle_of_everything_leaves_nothing() -> None:
     async with serving(FakeEngine(chunk_time=1.0, delay=gate, pages=16)) as client:
         calls = [asyncio.create_task(status_of(client.call(transfer_id=f"t{i}"))) for i in range(4)]
         await gate.reached()
-        await client.status(lambda status: status.load.newcomers == 4)
+        await client.status(lambda status: status.load.requests_without_token == 4)
         asyncio.get_running_loop().call_later(0.1, gate.open)
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     unavailable = grpc.StatusCode.UNAVAILABLE

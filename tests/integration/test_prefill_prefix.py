@@ -314,7 +314,7 @@ async def test_pages_that_lost_their_blocks_after_the_look_up_send_it_round_agai
         big = asyncio.create_task(client.done([3] * 160))
         await gate.reached()
         waiting = asyncio.create_task(client.done())
-        await client.status(lambda status: status.load.newcomers == 2)
+        await client.status(lambda status: status.load.requests_without_token == 2)
         engine.drop_cached()
         gate.open()
         await big

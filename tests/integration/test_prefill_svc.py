@@ -132,7 +132,7 @@ async def test_too_many_waiting_are_refused_with_a_delay() -> None:
     async with serving(FakeEngine(chunk_time=1.0, delay=gate), max_waiting=2) as client:
         calls = [asyncio.create_task(client.done()) for _ in range(2)]
         await gate.reached()
-        await client.status(lambda status: status.load.newcomers == 2)
+        await client.status(lambda status: status.load.requests_without_token == 2)
         refused = client.call()
         code, details = await status_of(refused)
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED

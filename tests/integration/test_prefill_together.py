@@ -40,7 +40,7 @@ async def test_what_a_prompt_left_before_its_fault_is_not_given_to_those_who_wai
         first = asyncio.create_task(client.done())
         await gate.reached()
         other = asyncio.create_task(client.done([*PROMPT[:80], 1, 2]))
-        await client.status(lambda status: status.load.newcomers == 2)
+        await client.status(lambda status: status.load.requests_without_token == 2)
         gate.open()
         with pytest.raises(Exception, match="no memory"):
             await first
@@ -57,7 +57,7 @@ async def test_prompts_that_begin_alike_are_computed_once_though_they_come_toget
         first = asyncio.create_task(client.done())
         await gate.reached()
         others = [asyncio.create_task(client.done([*PROMPT[:80], 1, 2, i])) for i in range(3)]
-        await client.status(lambda status: status.load.newcomers >= 3)
+        await client.status(lambda status: status.load.requests_without_token >= 3)
         gate.pass_layers(2 * layers)
         gate.open()
         assert (await first).cached_tokens == 0
@@ -79,7 +79,9 @@ async def test_a_short_prompt_waits_for_a_long_one_only_while_that_is_at_it(begu
             others = asyncio.create_task(client.done(long))
             await client.status(lambda status: status.load.pages_used == 26)
         waiting = asyncio.create_task(client.done(short))
-        await client.status(lambda status: status.load.newcomers == 2 if begun else status.load.pages_used == 31)
+        await client.status(
+            lambda status: status.load.requests_without_token == 2 if begun else status.load.pages_used == 31
+        )
         gate.open()
         await running
         assert by_tier(await waiting) == ({"pool": 64} if begun else {})
@@ -105,7 +107,7 @@ async def test_one_that_waits_for_part_of_a_page_waits_until_it_is_whole() -> No
         first = asyncio.create_task(client.done(PROMPT[:90]))
         await gate.reached()
         other = asyncio.create_task(client.done([*PROMPT[:48], 1, 2]))
-        await client.status(lambda status: status.load.newcomers == 2)
+        await client.status(lambda status: status.load.requests_without_token == 2)
         gate.open()
         await first
         assert by_tier(await other) == {"pool": 48}
@@ -118,7 +120,7 @@ async def test_one_that_waited_for_another_goes_on_when_that_one_ends() -> None:
         reading = asyncio.create_task(read(first))
         await gate.reached()
         other = asyncio.create_task(client.done([*PROMPT, 1]))
-        await client.status(lambda status: status.load.pages_used == 7 and status.load.newcomers == 2)
+        await client.status(lambda status: status.load.pages_used == 7 and status.load.requests_without_token == 2)
         aborted = client.watch_aborts()
         first.cancel()
         await asyncio.wait([reading])

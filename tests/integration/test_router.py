@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-import router.pipeline
+import router.request_runner
 from baton.pb import decode_pb2, inference_pb2, prefill_pb2
 from baton.request import RemoteExport
 from baton.rpc.convert import export_from_proto
-from router.pipeline import Attempt
-from tests.integration.router_bench import bench, whole
+from router.request_runner import Attempt
+from tests.integration.router_rig import router_rig, whole
 from tests.integration.router_stubs import (
     KV,
     LENGTH,
@@ -30,7 +30,7 @@ from tests.integration.router_stubs import (
 
 
 async def test_happy_path(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b:
+    async with router_rig(tmp_path) as b:
         b.prefill[0].cached_tokens = 2
         answer = await b.answer(max_tokens=6, temperature=0)
         assert answer.text() == text(0, 6) == "abcdef"
@@ -75,8 +75,8 @@ async def test_an_ended_request_leaves_no_work_to_the_garbage_collector(
         prefilling.set()
         await asyncio.get_running_loop().create_future()
 
-    monkeypatch.setattr(router.pipeline, "Attempt", Watched)
-    async with asyncio.timeout(60), bench(tmp_path) as b:
+    monkeypatch.setattr(router.request_runner, "Attempt", Watched)
+    async with asyncio.timeout(60), router_rig(tmp_path) as b:
         if end == "prefilling":
             b.prefill[0].script = prefill
         if end == "decoding":
@@ -95,13 +95,13 @@ async def test_an_ended_request_leaves_no_work_to_the_garbage_collector(
 
 
 async def test_max_tokens_default_is_what_the_models_length_leaves(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b:
+    async with router_rig(tmp_path) as b:
         answer = await b.answer()
         assert answer.usage.completion_tokens == MAX_MODEL_LEN - 3
 
 
 async def test_four_choices_from_one_prefill(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b:
+    async with router_rig(tmp_path) as b:
         answer = await b.answer(max_tokens=5, n=4)
         assert [answer.text(choice) for choice in range(4)] == [text(choice, 5) for choice in range(4)]
         assert answer.usage.completion_tokens == 20
@@ -110,7 +110,7 @@ async def test_four_choices_from_one_prefill(tmp_path: Path) -> None:
 
 
 async def test_one_token_reserves_nothing(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b:
+    async with router_rig(tmp_path) as b:
         answer = await b.answer(max_tokens=1)
         assert answer.text() == "a"
         assert answer.last().finish_reason == LENGTH
@@ -119,7 +119,7 @@ async def test_one_token_reserves_nothing(tmp_path: Path) -> None:
 
 
 async def test_first_token_that_ends_the_request_frees_decode(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b:
+    async with router_rig(tmp_path) as b:
         b.decode[0].script = never_ending
         answer = await b.answer(max_tokens=5, stop=["a"])
         assert (answer.text(), answer.last().stop_string) == ("", "a")
@@ -128,7 +128,7 @@ async def test_first_token_that_ends_the_request_frees_decode(tmp_path: Path) ->
 
 
 async def test_stop_string_across_tokens_ends_one_choice_of_two(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b:
+    async with router_rig(tmp_path) as b:
         gate = asyncio.Event()
 
         async def gated(down: DownStream, start: decode_pb2.Start, asked: prefill_pb2.PrefillRequest) -> None:
@@ -153,7 +153,7 @@ async def test_stop_string_across_tokens_ends_one_choice_of_two(tmp_path: Path) 
 async def test_chat_tokenize_detokenize_and_model(tmp_path: Path) -> None:
     turns = "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
     template = turns + "{{ 'A' if add_generation_prompt }}"
-    async with bench(tmp_path, template=template) as b:
+    async with router_rig(tmp_path, template=template) as b:
         chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="é")])
         ids = (await b.client.Tokenize(inference_pb2.TokenizeRequest(chat=chat))).token_ids
         detokenize = inference_pb2.DetokenizeRequest(token_ids=ids, skip_special_tokens=False)
@@ -169,7 +169,7 @@ async def test_chat_tokenize_detokenize_and_model(tmp_path: Path) -> None:
 
 
 async def test_a_report_that_is_cut_off_is_computed_again_without_a_seam(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b:
+    async with router_rig(tmp_path) as b:
         reports = [1, 2, 3]
 
         def report(asked: prefill_pb2.PrefillRequest) -> list[inference_pb2.TokenInfo]:
@@ -184,7 +184,7 @@ async def test_a_report_that_is_cut_off_is_computed_again_without_a_seam(tmp_pat
 
 
 async def test_logprobs_of_prompt_and_output(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b:
+    async with router_rig(tmp_path) as b:
         done = b.prefill[0].done
 
         def with_logprobs(asked: prefill_pb2.PrefillRequest) -> prefill_pb2.PrefillDone:

@@ -18,7 +18,7 @@ from router import output as output_module
 from router.request import Prefilled
 from router.workers import calls
 from router.workers import pool as pool_module
-from tests.integration.router_bench import Answer, bench, refused, until, whole
+from tests.integration.router_rig import Answer, refused, router_rig, until, whole
 from tests.integration.router_stubs import (
     LENGTH,
     DownStream,
@@ -34,7 +34,7 @@ Kind = decode_pb2.AttemptFailure
 
 @pytest.mark.parametrize("kind", ["KIND_SOURCE_UNREACHABLE", "KIND_TRANSFER", "KIND_ENGINE", "KIND_DRAINING"])
 async def test_failed_attempt_goes_on_elsewhere_without_a_seam(tmp_path: Path, kind: str) -> None:
-    async with bench(tmp_path, prefill=2, decode=2) as b:
+    async with router_rig(tmp_path, prefill=2, decode=2) as b:
         failed: list[decode_pb2.AttemptKey] = []
         begun = asyncio.Event()
 
@@ -90,7 +90,7 @@ async def test_a_request_that_can_not_be_told_ends_and_its_session_goes_on(
             down.send(start.key, 0, 2, [letter(2)], LENGTH)
 
     monkeypatch.setattr(output_module._Choice, "_emit", breaks)
-    async with bench(tmp_path) as b:
+    async with router_rig(tmp_path) as b:
         b.decode[0].script = speaks
         broken, fine = b.call(max_tokens=9), b.call(max_tokens=3)
         while "b" not in Answer([await broken.read()]).text():
@@ -118,7 +118,7 @@ async def test_a_message_that_can_not_be_handled_costs_its_session_and_another_f
             down.send(start.key, 0, 1, [bad])
 
     monkeypatch.setattr(calls, "token_from_proto", breaks)
-    async with bench(tmp_path) as b:
+    async with router_rig(tmp_path) as b:
         b.decode[0].script = once
         assert (await b.answer(max_tokens=3)).text() == text(0, 3)
         assert len(b.decode[0].sessions) == 2
@@ -128,7 +128,7 @@ async def test_a_prefill_that_can_not_be_read_ends_its_request(tmp_path: Path, m
     def breaks(done: prefill_pb2.PrefillDone) -> Prefilled:
         raise ValueError("no such token")
 
-    async with bench(tmp_path) as b:
+    async with router_rig(tmp_path) as b:
         with monkeypatch.context() as broken:
             broken.setattr(calls, "prefilled_from_proto", breaks)
             assert (await refused(b.call(max_tokens=3))).code() is grpc.StatusCode.INTERNAL
@@ -146,7 +146,7 @@ async def test_a_status_that_can_not_be_handled_costs_its_watch_and_another_foll
             raise ValueError("no such status")
         return read(message)
 
-    async with bench(tmp_path) as b:
+    async with router_rig(tmp_path) as b:
         monkeypatch.setattr(pool_module, "status_from_proto", breaks)
         b.prefill[0].status.notify()
         await until(b.app, lambda: broken.is_set() and len(b.app.pool.fleet.prefill) == 1)
@@ -162,7 +162,7 @@ async def test_last_token_of_a_replay_needs_no_decode(tmp_path: Path) -> None:
         await begun.wait()
         down.fail(start.key, Kind.KIND_ENGINE)
 
-    async with bench(tmp_path) as b:
+    async with router_rig(tmp_path) as b:
         b.decode[0].script = fails_late
         call = b.call(max_tokens=4)
         first = await call.read()
@@ -178,7 +178,7 @@ async def test_an_attempt_that_ends_without_all_of_its_tokens_is_a_fault(tmp_pat
         else:
             down.send(start.key, 0, 2, [letter(2), letter(3)], LENGTH)
 
-    async with bench(tmp_path) as b:
+    async with router_rig(tmp_path) as b:
         b.decode[0].script = gap
         assert (await b.answer(max_tokens=4)).text() == "abcd"
         assert len(b.prefill[0].requests) == 2
@@ -188,7 +188,7 @@ async def test_attempts_are_bounded_and_the_last_fault_is_told(tmp_path: Path) -
     async def broken(_: prefill_pb2.PrefillRequest) -> None:
         raise EngineError("layer 3 yielded NaN")
 
-    async with bench(tmp_path, max_attempts=3) as b:
+    async with router_rig(tmp_path, max_attempts=3) as b:
         b.prefill[0].script = broken
         error = await refused(b.call(max_tokens=4))
         assert error.code() is grpc.StatusCode.INTERNAL
@@ -198,7 +198,7 @@ async def test_attempts_are_bounded_and_the_last_fault_is_told(tmp_path: Path) -
 
 
 async def test_session_lost_before_the_answer_leaves_the_next_workers_attempt_alone(tmp_path: Path) -> None:
-    async with bench(tmp_path, decode=2) as b:
+    async with router_rig(tmp_path, decode=2) as b:
         lost: list[StubDecode] = []
 
         def once(stub: StubDecode, reserve: decode_pb2.Reserve) -> decode_pb2.ReserveResult:
@@ -215,7 +215,7 @@ async def test_session_lost_before_the_answer_leaves_the_next_workers_attempt_al
 
 
 async def test_a_late_answer_is_not_taken_for_that_of_the_next_reservation(tmp_path: Path) -> None:
-    async with bench(tmp_path, reserve_timeout_s=0.05) as b:
+    async with router_rig(tmp_path, reserve_timeout_s=0.05) as b:
 
         def late(reserve: decode_pb2.Reserve) -> decode_pb2.ReserveResult:
             if len(b.decode[0].reserves) == 1:
@@ -233,7 +233,7 @@ async def test_a_cancel_ends_the_prefill_call_and_the_reservation(tmp_path: Path
     async def block(_: prefill_pb2.PrefillRequest) -> None:
         await asyncio.get_running_loop().create_future()
 
-    async with bench(tmp_path) as b:
+    async with router_rig(tmp_path) as b:
         b.prefill[0].script = block
         call = b.call(max_tokens=4)
         await b.prefill[0].log.until(lambda: len(b.prefill[0].requests) == 1)

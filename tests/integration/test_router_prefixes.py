@@ -18,7 +18,7 @@ from baton.pb import decode_pb2, inference_pb2, kv_pb2, prefill_pb2
 from baton.request import MAX_CACHE_SALT_BYTES, PrefixSource, RemoteExport
 from baton.rpc.convert import prefix_source_from_proto
 from baton.transfer.tickets import TicketSigner
-from tests.integration.router_bench import Answer, Bench, bench, refused, until, whole
+from tests.integration.router_rig import Answer, RouterRig, refused, router_rig, until, whole
 from tests.integration.router_stubs import KV, DownStream, StubDecode, StubPrefill, letter
 
 PROMPT = [3] * 100
@@ -30,7 +30,7 @@ def longer(stub: StubPrefill | StubDecode) -> None:
     stub.identify(max_model_len=4096)
 
 
-async def ask(b: Bench, prompt: list[int], **fields: Any) -> Answer:
+async def ask(b: RouterRig, prompt: list[int], **fields: Any) -> Answer:
     sampling = {"max_tokens": 3} | fields.pop("sampling", {})
     token_ids = inference_pb2.TokenIds(ids=prompt)
     request = inference_pb2.GenerateRequest(token_ids=token_ids, sampling=sampling, **fields)
@@ -46,7 +46,7 @@ def digests(prompt: list[int], salt: bytes = b"") -> list[bytes]:
     return block_digests(chain_root("f" * 64, KV.digest, salt), prompt, KV.block_size)
 
 
-async def hold(b: Bench, stub: StubPrefill | StubDecode, prompt: list[int], *, dropped: bool = False) -> None:
+async def hold(b: RouterRig, stub: StubPrefill | StubDecode, prompt: list[int], *, dropped: bool = False) -> None:
     """Have a worker tell that it holds a prompt's blocks, or no longer does, and the router hear of it."""
     chain, directory = digests(prompt), b.app.pool.prefixes
     match = directory.match_prefill if isinstance(stub, StubPrefill) else directory.match_decode
@@ -59,7 +59,7 @@ async def hold(b: Bench, stub: StubPrefill | StubDecode, prompt: list[int], *, d
 
 
 async def test_a_prompt_goes_where_it_went_before_and_others_elsewhere(tmp_path: Path) -> None:
-    async with bench(tmp_path, prefill=3, change=longer) as b:
+    async with router_rig(tmp_path, prefill=3, change=longer) as b:
         await ask(b, PROMPT)
         first = served(b.prefill).index(1)
         for other in OTHER:
@@ -72,7 +72,7 @@ async def test_a_prompt_goes_where_it_went_before_and_others_elsewhere(tmp_path:
 
 
 async def test_what_workers_tell_overrides_the_routers_memory(tmp_path: Path) -> None:
-    async with bench(tmp_path, prefill=2, change=longer) as b:
+    async with router_rig(tmp_path, prefill=2, change=longer) as b:
         await ask(b, PROMPT)
         first = served(b.prefill).index(1)
         there, here = b.prefill[first], b.prefill[1 - first]
@@ -103,7 +103,7 @@ async def test_what_workers_tell_overrides_the_routers_memory(tmp_path: Path) ->
     ],
 )
 async def test_who_may_not_read_the_cache_is_drawn_nowhere(tmp_path: Path, fields: dict[str, Any]) -> None:
-    async with bench(tmp_path, prefill=2, change=longer) as b:
+    async with router_rig(tmp_path, prefill=2, change=longer) as b:
         await hold(b, b.prefill[0], PROMPT)
         await hold(b, b.decode[0], PROMPT)
         for _ in range(4):
@@ -117,14 +117,14 @@ async def test_who_may_not_read_the_cache_is_drawn_nowhere(tmp_path: Path, field
 
 
 async def test_what_a_request_leaves_nowhere_draws_no_other(tmp_path: Path) -> None:
-    async with bench(tmp_path, prefill=2, change=longer) as b:
+    async with router_rig(tmp_path, prefill=2, change=longer) as b:
         for _ in range(4):
             await ask(b, PROMPT, cache=inference_pb2.CACHE_POLICY_READ)
         assert served(b.prefill) == [2, 2]
 
 
 async def test_salts_set_requests_apart_and_bad_fields_are_named(tmp_path: Path) -> None:
-    async with bench(tmp_path, prefill=2, change=longer, fleet_secret="secret") as b:
+    async with router_rig(tmp_path, prefill=2, change=longer, fleet_secret="secret") as b:
         await ask(b, PROMPT, cache_salt="a")
         await ask(b, PROMPT, cache_salt="b")
         assert served(b.prefill) == [1, 1]
@@ -155,7 +155,7 @@ def pins(tokens: int) -> Any:
 
 
 async def test_decode_is_told_what_it_may_hold_and_prefill_where_to_fetch_it(tmp_path: Path) -> None:
-    async with bench(tmp_path, decode=2, change=longer) as b:
+    async with router_rig(tmp_path, decode=2, change=longer) as b:
         held = BLOCKS * KV.block_size
         b.decode[1].answer = pins(held)
         await hold(b, b.decode[1], PROMPT)
@@ -186,7 +186,7 @@ async def test_decode_is_offered_from_one_block_more_than_prefill_has(
 ) -> None:
     # An offer costs an open export and no more: prefill fetches only what it computes more slowly, by measured rates.
     has = 2 * KV.block_size
-    async with bench(tmp_path, change=longer) as b:
+    async with router_rig(tmp_path, change=longer) as b:
         b.decode[0].answer = pins(has + more_blocks * KV.block_size)
         await hold(b, b.prefill[0], PROMPT[:has])
         await hold(b, b.decode[0], PROMPT)
@@ -207,7 +207,7 @@ async def test_a_source_needs_a_ticket_where_decode_asks_for_one(tmp_path: Path,
             stub.answer = pins(96)
             stub.status.set_ticket_keys(lambda: (asks,))
 
-    async with bench(tmp_path, change=change, ticket_key=str(path)) as b:
+    async with router_rig(tmp_path, change=change, ticket_key=str(path)) as b:
         await hold(b, b.decode[0], PROMPT)
         await ask(b, PROMPT)
         (request,), (start,) = b.prefill[0].requests, b.decode[0].starts
@@ -222,7 +222,7 @@ async def test_a_source_needs_a_ticket_where_decode_asks_for_one(tmp_path: Path,
 
 
 async def test_a_replay_is_found_by_prompt_and_output_and_usage_tells_of_the_first_attempt(tmp_path: Path) -> None:
-    async with bench(tmp_path, decode=2, change=longer) as b:
+    async with router_rig(tmp_path, decode=2, change=longer) as b:
         first = asyncio.Event()
 
         async def some_then_fail(down: DownStream, start: decode_pb2.Start, _: prefill_pb2.PrefillRequest) -> None:

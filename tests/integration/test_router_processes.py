@@ -26,7 +26,7 @@ from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.pb import inference_pb2, inference_pb2_grpc
 from baton.process.supervisor import bind_to_parent
-from router.processes import run_several
+from router.processes import run_router_processes
 from tests.processes import gone
 
 STEP_MS = 10
@@ -219,7 +219,7 @@ async def test_bad_settings_are_named(setting: str, value: str, words: str) -> N
         own: dict[str, Any] = {setting: value.replace("TAKEN", address)}
         config = RouterConfig(prefill=("127.0.0.1:1",), decode=("127.0.0.1:1",), processes=2, **own)
         with pytest.raises(ConfigError, match=words.replace("TAKEN", address)):
-            async with run_several(config):
+            async with run_router_processes(config):
                 pytest.fail("they have started")
 
 

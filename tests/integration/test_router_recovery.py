@@ -19,7 +19,7 @@ from baton import AsyncClient
 from baton.kv.hashing import tenant_salt
 from baton.pb import decode_pb2, kv_pb2, prefill_pb2
 from baton.rpc.channel import control_channel
-from tests.integration.router_bench import Bench, bench, refused, request, until, whole
+from tests.integration.router_rig import RouterRig, refused, request, router_rig, until, whole
 from tests.integration.router_stubs import (
     LENGTH,
     DownStream,
@@ -55,7 +55,7 @@ def fails(kind: int, times: int, *, tokens: int = 1) -> Script:
     return script
 
 
-async def running(b: Bench, **sampling: object) -> tuple[grpc.aio.UnaryStreamCall, StubDecode, StubDecode]:
+async def running(b: RouterRig, **sampling: object) -> tuple[grpc.aio.UnaryStreamCall, StubDecode, StubDecode]:
     """A call whose first token has come, the decode worker that it is at, and the other one, which would go on."""
     for stub in b.decode:
         stub.script = never_ending
@@ -70,7 +70,7 @@ async def running(b: Bench, **sampling: object) -> tuple[grpc.aio.UnaryStreamCal
 
 
 async def test_heartbeats_list_what_lives_and_nothing_else(tmp_path: Path) -> None:
-    async with bench(tmp_path, decode=2) as b:
+    async with router_rig(tmp_path, decode=2) as b:
         call, first, _ = await running(b, max_tokens=4)
         down = first.sessions[-1]
         await first.log.until(lambda: bool(down.ups))
@@ -83,7 +83,7 @@ async def test_heartbeats_list_what_lives_and_nothing_else(tmp_path: Path) -> No
 
 
 async def test_what_decode_does_not_list_once_may_have_ended_by_its_first_token(tmp_path: Path) -> None:
-    async with bench(tmp_path, decode=2, max_attempts=1) as b:
+    async with router_rig(tmp_path, decode=2, max_attempts=1) as b:
         call, first, other = await running(b, max_tokens=4)
         down, key = first.sessions[-1], first.starts[0].key
         for live in ([], [key], []):
@@ -94,7 +94,7 @@ async def test_what_decode_does_not_list_once_may_have_ended_by_its_first_token(
 
 
 async def test_a_finished_attempt_that_decode_no_longer_lists_is_not_lost(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b:
+    async with router_rig(tmp_path) as b:
         gate = asyncio.Event()
 
         async def late(_: prefill_pb2.PrefillRequest) -> None:
@@ -117,7 +117,7 @@ async def test_a_finished_attempt_that_decode_no_longer_lists_is_not_lost(tmp_pa
 
 
 async def test_a_worker_that_answers_and_makes_no_progress_is_lost_until_it_does(tmp_path: Path) -> None:
-    async with bench(tmp_path, decode=2, max_attempts=1) as b:
+    async with router_rig(tmp_path, decode=2, max_attempts=1) as b:
         call, first, other = await running(b, max_tokens=4)
         first.status.set_stalled(True)
         assert (await whole(call)).text() == "bcd"
@@ -129,7 +129,7 @@ async def test_a_worker_that_answers_and_makes_no_progress_is_lost_until_it_does
 
 async def test_a_drain_is_no_loss_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "router"):
-        async with bench(tmp_path, decode=2) as b:
+        async with router_rig(tmp_path, decode=2) as b:
             call, first, _ = await running(b, max_tokens=4)
             name = f"decode-{b.decode.index(first)} at {first.address}"
             first.status.drain()
@@ -147,7 +147,7 @@ async def test_a_drain_is_no_loss_in_the_log(tmp_path: Path, caplog: pytest.LogC
 
 
 async def test_a_loss_is_warned_of_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async with bench(tmp_path, decode=2) as b:
+    async with router_rig(tmp_path, decode=2) as b:
         call, first, _ = await running(b, max_tokens=4)
         name = f"decode-{b.decode.index(first)} at {first.address}"
         first.status.close()
@@ -159,7 +159,7 @@ async def test_a_loss_is_warned_of_by_name(tmp_path: Path, caplog: pytest.LogCap
 
 
 async def test_a_silent_prefill_call_fails(tmp_path: Path) -> None:
-    async with bench(tmp_path, prefill=2, prefill_silence_s=0.2) as b:
+    async with router_rig(tmp_path, prefill=2, prefill_silence_s=0.2) as b:
 
         async def block(_: prefill_pb2.PrefillRequest) -> None:
             for stub in b.prefill:
@@ -172,8 +172,8 @@ async def test_a_silent_prefill_call_fails(tmp_path: Path) -> None:
 
 
 async def test_a_cut_pair_is_avoided_by_everybody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router.workers.failures, "SHORTEST_S", 60.0)
-    async with bench(tmp_path, decode=2) as b:
+    monkeypatch.setattr(router.workers.failures, "MIN_PAUSE_S", 60.0)
+    async with router_rig(tmp_path, decode=2) as b:
         cut: list[DownStream] = []
 
         async def script(down: DownStream, start: decode_pb2.Start, asked: prefill_pb2.PrefillRequest) -> None:
@@ -194,7 +194,7 @@ async def test_kv_that_nobody_fetched_is_abandoned(
     tmp_path: Path, tokens: int, finishes: bool, abandoned: bool
 ) -> None:
     before, told = wasted(), asyncio.Event()
-    async with bench(tmp_path) as b:
+    async with router_rig(tmp_path) as b:
         script = continue_by_hand if finishes else fails(Kind.KIND_ENGINE, 1, tokens=tokens)
 
         async def once_told(down: DownStream, start: decode_pb2.Start, asked: prefill_pb2.PrefillRequest) -> None:
@@ -216,7 +216,7 @@ async def test_kv_that_nobody_fetched_is_abandoned(
 
 
 async def test_a_cancel_during_the_transfer_abandons_the_kv(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b:
+    async with router_rig(tmp_path) as b:
         b.decode[0].script = never_ending
         call = b.call(max_tokens=4)
         await call.read()
@@ -226,7 +226,7 @@ async def test_a_cancel_during_the_transfer_abandons_the_kv(tmp_path: Path) -> N
 
 
 async def test_a_lost_prefill_worker_is_not_called_and_its_death_is_no_fault(tmp_path: Path) -> None:
-    async with bench(tmp_path, prefill=2, max_attempts=1) as b:
+    async with router_rig(tmp_path, prefill=2, max_attempts=1) as b:
 
         async def unreachable(down: DownStream, start: decode_pb2.Start, asked: prefill_pb2.PrefillRequest) -> None:
             if start.key.attempt:
@@ -241,7 +241,7 @@ async def test_a_lost_prefill_worker_is_not_called_and_its_death_is_no_fault(tmp
 
 
 async def test_requests_without_a_deadline_get_one(tmp_path: Path) -> None:
-    async with bench(tmp_path, request_timeout_s=0.3) as b:
+    async with router_rig(tmp_path, request_timeout_s=0.3) as b:
         b.decode[0].script = never_ending
         error = await refused(b.call(timeout=None, max_tokens=4))
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -249,7 +249,7 @@ async def test_requests_without_a_deadline_get_one(tmp_path: Path) -> None:
 
 
 async def test_the_ledger_lists_every_attempt_until_it_ends(tmp_path: Path) -> None:
-    async with bench(tmp_path, decode=2) as b, AsyncClient(b.app.address) as client:
+    async with router_rig(tmp_path, decode=2) as b, AsyncClient(b.app.address) as client:
         call, first, other = await running(b, max_tokens=4)
         ledger = await client.ledger()
         (entry,) = ledger.entries
@@ -268,7 +268,7 @@ async def test_the_ledger_lists_every_attempt_until_it_ends(tmp_path: Path) -> N
 
 
 async def test_a_drain_that_takes_too_long_ends_the_rest_with_a_status(tmp_path: Path) -> None:
-    async with bench(tmp_path, drain_s=0.1) as b:
+    async with router_rig(tmp_path, drain_s=0.1) as b:
         b.decode[0].script = never_ending
         channel = control_channel(b.app.address)
         call = type(b.client)(channel).Generate(request("hi", max_tokens=4), timeout=60)
@@ -291,7 +291,7 @@ async def test_tickets_and_salts_travel_where_the_fleet_has_keys(tmp_path: Path)
     path = tmp_path / "ticket.pem"
     path.write_bytes(key)
     path.chmod(0o600)
-    async with bench(tmp_path, ticket_key=str(path), fleet_secret="secret") as b:
+    async with router_rig(tmp_path, ticket_key=str(path), fleet_secret="secret") as b:
         assert (await b.answer(max_tokens=3)).text() == "abc"
         (start,), (asked,) = b.decode[0].starts, b.prefill[0].requests
         ticket = kv_pb2.Ticket.FromString(kv_pb2.SignedTicket.FromString(start.source.ticket).ticket)

@@ -16,7 +16,7 @@ from baton.pb import inference_pb2, prefill_pb2
 from baton.transfer.tickets import TicketSigner
 from baton.worker.status import WIRE_VERSION, WorkerRole
 from tests.certificates import fleet
-from tests.integration.router_bench import bench, refused, until
+from tests.integration.router_rig import refused, router_rig, until
 from tests.integration.router_stubs import (
     KV,
     StubDecode,
@@ -25,7 +25,7 @@ from tests.integration.router_stubs import (
 
 
 async def test_full_line_refuses_at_once_with_a_delay(tmp_path: Path) -> None:
-    async with bench(tmp_path, queue_capacity=2, prefill_limit=1) as b:
+    async with router_rig(tmp_path, queue_capacity=2, prefill_limit=1) as b:
 
         async def block(_: prefill_pb2.PrefillRequest) -> None:
             await asyncio.get_running_loop().create_future()
@@ -69,7 +69,7 @@ async def test_mismatched_worker_is_refused_by_name(
             stub.identify(**{name: value})
 
     with caplog.at_level(logging.ERROR):
-        async with bench(tmp_path, change=change, ready=False, worker_wait_s=0) as b:
+        async with router_rig(tmp_path, change=change, ready=False, worker_wait_s=0) as b:
             await until(
                 b.app, lambda: bool(len(b.app.pool.fleet.prefill) or b.app.pool.describe_missing().count("refused"))
             )
@@ -98,7 +98,7 @@ async def test_a_prefill_worker_whose_tickets_cannot_be_signed_is_refused_by_nam
         # Nobody fetches from decode workers.
         stub.status.set_ticket_keys(lambda: taken if isinstance(stub, StubPrefill) else (other,))
 
-    async with bench(tmp_path, change=change, ready=False, worker_wait_s=0, ticket_key=str(key)) as b:
+    async with router_rig(tmp_path, change=change, ready=False, worker_wait_s=0, ticket_key=str(key)) as b:
         words = f"prefill worker prefill-0 at {b.prefill[0].address} is refused: it takes tickets of the keys "
         await until(
             b.app,
@@ -120,7 +120,7 @@ async def test_a_router_that_signs_no_tickets_refuses_a_worker_that_wants_some(t
     def change(stub: StubPrefill | StubDecode) -> None:
         stub.status.set_ticket_keys(lambda: (b"\1" * 8,))
 
-    async with bench(tmp_path, change=change, ready=False, worker_wait_s=0) as b:
+    async with router_rig(tmp_path, change=change, ready=False, worker_wait_s=0) as b:
         await until(b.app, lambda: "refused: it gives KV for tickets only" in b.app.pool.describe_missing())
         assert "this router has no --ticket-key" in (await refused(b.call(max_tokens=2))).details()
 
@@ -130,7 +130,7 @@ async def test_clients_are_told_of_one_worker_in_place_of_all(tmp_path: Path, ca
         if isinstance(stub, StubPrefill):
             stub.identify(model="x" * 1000)
 
-    async with bench(tmp_path, prefill=6, change=change, ready=False, worker_wait_s=0) as b:
+    async with router_rig(tmp_path, prefill=6, change=change, ready=False, worker_wait_s=0) as b:
         await until(b.app, lambda: "workers refused: 6, lost: 0" in b.app.pool.describe_missing())
         said = (await refused(b.call(max_tokens=2))).details()
         assert said.startswith("no prefill worker is there; workers refused: 6, lost: 0; the first: prefill worker ")
@@ -147,12 +147,12 @@ async def test_kv_of_another_dtype_is_accepted_where_it_is_converted(tmp_path: P
         if isinstance(stub, StubDecode):
             stub.identify(kv_format=half, converts_kv=True)
 
-    async with bench(tmp_path, change=change) as b:
+    async with router_rig(tmp_path, change=change) as b:
         assert (await b.answer(max_tokens=2)).text() == "ab"
 
 
 async def test_health_follows_the_fleet(tmp_path: Path) -> None:
-    async with bench(tmp_path, ready=False, worker_wait_s=0) as b:
+    async with router_rig(tmp_path, ready=False, worker_wait_s=0) as b:
         watch = health_pb2_grpc.HealthStub(b.channel).Watch(health_pb2.HealthCheckRequest())
         Status = health_pb2.HealthCheckResponse
 
@@ -218,7 +218,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 async def test_bad_input_is_answered_at_once_and_names_the_field(tmp_path: Path, name: str) -> None:
     bad, words = BAD[name]
-    async with bench(tmp_path) as b:
+    async with router_rig(tmp_path) as b:
         error = await refused(b.client.Generate(bad, timeout=60))
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert words in (error.details() or "")
@@ -227,7 +227,7 @@ async def test_bad_input_is_answered_at_once_and_names_the_field(tmp_path: Path,
 
 
 async def test_unknown_model_is_not_found_and_the_served_one_named(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b:
+    async with router_rig(tmp_path) as b:
         error = await refused(b.client.Generate(asked(text="x", model="gpt")))
         assert error.code() is grpc.StatusCode.NOT_FOUND
         assert error.details() == f"model: 'gpt' is not served; {tmp_path.name!r} is"

@@ -16,7 +16,7 @@ import router.serving.front_door
 from baton import keys
 from baton.pb import admin_pb2, admin_pb2_grpc, decode_pb2, inference_pb2, inference_pb2_grpc, prefill_pb2
 from baton.telemetry.metrics import CLIENTS_STALLED
-from tests.integration.router_bench import Bench, bench, refused, request, whole
+from tests.integration.router_rig import RouterRig, refused, request, router_rig, whole
 from tests.integration.router_stubs import LENGTH, DownStream, Script, StubDecode, StubPrefill, output
 from tests.metrics import count
 
@@ -61,7 +61,7 @@ def scripted(script: Script) -> Callable[[StubPrefill | StubDecode], None]:
 
 
 @contextlib.asynccontextmanager
-async def unread(b: Bench, **settings: Any) -> AsyncIterator[Any]:
+async def unread(b: RouterRig, **settings: Any) -> AsyncIterator[Any]:
     """A stream of a client with gRPC's own limits, and without a deadline, that has read nothing."""
     async with grpc.aio.insecure_channel(b.app.address) as channel:
         client = inference_pb2_grpc.InferenceStub(channel)
@@ -70,12 +70,12 @@ async def unread(b: Bench, **settings: Any) -> AsyncIterator[Any]:
         call.cancel()
 
 
-def patient(b: Bench) -> None:
+def patient(b: RouterRig) -> None:
     """From now on no client is ended for being slow, so that this machine may be."""
     b.app._door._stalls.limit_s = 600
 
 
-async def generated(b: Bench) -> None:
+async def generated(b: RouterRig) -> None:
     """Return when no attempt lives any more."""
     admin = admin_pb2_grpc.AdminStub(b.channel)
     await b.decode[0].log.until(lambda: bool(b.decode[0].starts))
@@ -86,7 +86,7 @@ async def generated(b: Bench) -> None:
 
 
 async def test_what_a_slow_client_has_not_read_comes_in_messages_that_it_accepts(tmp_path: Path) -> None:
-    async with bench(tmp_path, change=scripted(much)) as b, unread(b) as call:
+    async with router_rig(tmp_path, change=scripted(much)) as b, unread(b) as call:
         await generated(b)
         answer = await whole(call)
     assert len(answer.tokens()) == TOKENS
@@ -98,7 +98,7 @@ async def test_a_client_that_never_reads_is_ended_and_gives_back_all(tmp_path: P
     """Its request is cancelled and its place among its tenant's streams is free again; what it reads then says why."""
     file = tmp_path / "keys.json"
     metadata = (("authorization", f"Bearer {keys.add(file, tenant='a', max_streams=1)}"),)
-    async with bench(tmp_path, change=scripted(endless), client_stall_s=0.5, api_keys=str(file)) as b:
+    async with router_rig(tmp_path, change=scripted(endless), client_stall_s=0.5, api_keys=str(file)) as b:
         stalled = count(CLIENTS_STALLED)
         async with unread(b, metadata=metadata) as call:
             await b.decode[0].log.until(lambda: bool(b.decode[0].cancels))
@@ -119,7 +119,7 @@ UNARY = {
 
 
 @contextlib.asynccontextmanager
-async def unread_answer(b: Bench, method: str, metadata: Metadata) -> AsyncIterator[grpc.aio.UnaryStreamCall]:
+async def unread_answer(b: RouterRig, method: str, metadata: Metadata) -> AsyncIterator[grpc.aio.UnaryStreamCall]:
     """A unary call whose answer is on its way, and whose client has read none of it."""
     message, response = UNARY[method]
     options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 16 << 10)]
@@ -142,7 +142,7 @@ async def test_an_unread_answer_counts_for_its_tenant_until_it_is_read(tmp_path:
     file = tmp_path / "keys.json"
     metadata = (("authorization", f"Bearer {keys.add(file, tenant='a', max_streams=1)}"),)
     message, _ = UNARY[method]
-    async with bench(tmp_path, change=long_texts, client_stall_s=600, api_keys=str(file)) as b:
+    async with router_rig(tmp_path, change=long_texts, client_stall_s=600, api_keys=str(file)) as b:
         unary = getattr(b.client, method)
         async with unread_answer(b, method, metadata) as call:
             with pytest.raises(grpc.aio.AioRpcError, match="max_streams: 1 streams of tenant a are open") as refusal:
@@ -163,7 +163,7 @@ async def test_a_call_whose_answer_is_never_read_is_ended(
     file = tmp_path / "keys.json"
     metadata = (("authorization", f"Bearer {keys.add(file, tenant='a', max_streams=1)}"),)
     async with (
-        bench(tmp_path, change=long_texts, client_stall_s=0.5, api_keys=str(file)) as b,
+        router_rig(tmp_path, change=long_texts, client_stall_s=0.5, api_keys=str(file)) as b,
         unread_answer(b, method, metadata) as call,
         asyncio.timeout(60),
     ):
@@ -177,7 +177,7 @@ async def test_a_call_whose_answer_is_never_read_is_ended(
 
 async def test_a_drain_does_not_wait_for_who_does_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router.serving.front_door, "DRAIN_LIMIT_S", 0.2)
-    async with bench(tmp_path, change=scripted(much), drain_s=600, client_stall_s=600) as b, unread(b) as call:
+    async with router_rig(tmp_path, change=scripted(much), drain_s=600, client_stall_s=600) as b, unread(b) as call:
         await generated(b)
         async with asyncio.timeout(60):
             await b.app.drain()

@@ -20,7 +20,7 @@ from baton.pb import inference_pb2, prefill_pb2
 from baton.rpc.channel import control_channel
 from baton.tokenizer import Tokenizer
 from router.app import run
-from tests.integration.router_bench import Answer, Bench, bench, refused, request, whole
+from tests.integration.router_rig import Answer, RouterRig, refused, request, router_rig, whole
 from tests.integration.router_stubs import StubDecode, StubPrefill, letter
 
 SECRET = "a secret of the tests"
@@ -36,15 +36,15 @@ class Clients:
         self.file = folder / "keys.json"
         self.keys = {tenant: keys.add(self.file, tenant=tenant) for tenant in ("flood", "other")}
 
-    def call(self, b: Bench, tenant: str, prompt: str) -> grpc.aio.UnaryStreamCall:
+    def call(self, b: RouterRig, tenant: str, prompt: str) -> grpc.aio.UnaryStreamCall:
         metadata = (("authorization", f"Bearer {self.keys[tenant]}"),)
         return b.client.Generate(request(prompt, max_tokens=1), metadata=metadata, timeout=60)
 
-    def tokenize(self, b: Bench, tenant: str, text: str) -> grpc.aio.UnaryUnaryCall:
+    def tokenize(self, b: RouterRig, tenant: str, text: str) -> grpc.aio.UnaryUnaryCall:
         metadata = (("authorization", f"Bearer {self.keys[tenant]}"),)
         return b.client.Tokenize(inference_pb2.TokenizeRequest(text=text), metadata=metadata, timeout=60)
 
-    def detokenize(self, b: Bench, tenant: str, ids: Sequence[int]) -> grpc.aio.UnaryUnaryCall:
+    def detokenize(self, b: RouterRig, tenant: str, ids: Sequence[int]) -> grpc.aio.UnaryUnaryCall:
         metadata = (("authorization", f"Bearer {self.keys[tenant]}"),)
         return b.client.Detokenize(inference_pb2.DetokenizeRequest(token_ids=ids), metadata=metadata, timeout=60)
 
@@ -53,7 +53,7 @@ async def test_one_tenants_flood_leaves_anothers_place_in_the_queue(tmp_path: Pa
     """One tenant has all seats and fills the queue; another's first request is served at once, beyond those seats, and
     then both take turns."""
     clients = Clients(tmp_path)
-    async with bench(tmp_path, api_keys=str(clients.file), **SETTINGS) as b:
+    async with router_rig(tmp_path, api_keys=str(clients.file), **SETTINGS) as b:
         served, gate = b.prefill[0].requests, asyncio.Semaphore(0)
 
         async def one_by_one(_: prefill_pb2.PrefillRequest) -> None:
@@ -81,7 +81,7 @@ async def test_one_tenants_flood_leaves_anothers_place_in_the_queue(tmp_path: Pa
         assert all(answer.text() == "a" for answer in await asyncio.gather(*answers))
 
 
-async def filled(clients: Clients, b: Bench, tenant: str, prompt: str, share: int) -> list[asyncio.Task[Answer]]:
+async def filled(clients: Clients, b: RouterRig, tenant: str, prompt: str, share: int) -> list[asyncio.Task[Answer]]:
     """The tenant's requests, as many as may wait; one more was refused, so that all the others do wait."""
     calls = [asyncio.create_task(whole(clients.call(b, tenant, prompt))) for _ in range(share + 1)]
     done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED, timeout=60)
@@ -125,7 +125,7 @@ async def test_one_tenants_texts_leave_another_its_place_at_the_threads(
     clients = Clients(tmp_path)
     clients.keys["flood"] = keys.add(clients.file, tenant="flood2", max_streams=max_streams)
     text = "flood".ljust(100_000)
-    async with bench(tmp_path, change=long_texts, api_keys=str(clients.file), **SETTINGS) as b:
+    async with router_rig(tmp_path, change=long_texts, api_keys=str(clients.file), **SETTINGS) as b:
         try:
             flood = [asyncio.create_task(answered(clients.tokenize(b, "flood", text))) for _ in range(16)]
             if max_streams:
@@ -159,7 +159,7 @@ async def test_a_call_counts_before_its_message_is_received(tmp_path: Path) -> N
     """Thousands of calls with large messages would otherwise be one tenant's to send, whatever its limit."""
     file = tmp_path / "keys.json"
     metadata = (("authorization", f"Bearer {keys.add(file, tenant='a', max_streams=1)}"),)
-    async with bench(tmp_path, api_keys=str(file), **SETTINGS) as b, control_channel(b.app.address) as channel:
+    async with router_rig(tmp_path, api_keys=str(file), **SETTINGS) as b, control_channel(b.app.address) as channel:
         # A stream of messages, on the wire the same call: its message does not come.
         method = "/baton.v1.Inference/Generate"
         call = channel.stream_stream(method)(metadata=metadata, timeout=60)
@@ -178,7 +178,7 @@ async def test_a_call_counts_before_its_message_is_received(tmp_path: Path) -> N
 
 
 async def test_no_drain_waits_for_a_message_that_does_not_come(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b, control_channel(b.app.address) as channel:
+    async with router_rig(tmp_path) as b, control_channel(b.app.address) as channel:
         calls = [channel.stream_stream(f"/baton.v1.Inference/{name}")(timeout=600) for name in ("Generate", "Tokenize")]
         async with asyncio.timeout(60):
             while b.app._door._tenants._streams[""] < len(calls):  # noqa: ASYNC110

@@ -131,9 +131,15 @@ class Worker:
             max_model_len=64,
             shards=(replace(KV.whole, kv_address=":7001"),),
         )
-        newcomers = sum(not held.said for held in self.held.values())
-        newcomers += sum(not job.computed for job in self.jobs)
-        load = WorkerLoad(pages_total=64, page_size=16, slots_total=8, tokens_per_second=1000, newcomers=newcomers)
+        requests_without_token = sum(not held.said for held in self.held.values())
+        requests_without_token += sum(not job.computed for job in self.jobs)
+        load = WorkerLoad(
+            pages_total=64,
+            page_size=16,
+            slots_total=8,
+            tokens_per_second=1000,
+            requests_without_token=requests_without_token,
+        )
         return WorkerStatus(identity, load, self.draining)
 
     def changed(self) -> None:

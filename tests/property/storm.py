@@ -22,8 +22,8 @@ from baton.errors import BatonError
 from baton.request import SamplingParams
 from router.dispatcher import Dispatcher
 from router.output import OutputProcessor
-from router.pipeline import Pipeline
 from router.request import Request
+from router.request_runner import RequestRunner
 from router.serving.tenants import Threads
 from router.workers import pool as worker_module
 from router.workers.pool import Pool
@@ -105,12 +105,12 @@ class Storm:
         self.pool = Pool(config, "router", "t")
         async with self.pool.run():
             self.dispatcher = Dispatcher(self.pool, config)
-            self.pipeline = Pipeline(self.pool, self.dispatcher, config, Threads(1))
+            self.request_runner = RequestRunner(self.pool, self.dispatcher, config, Threads(1))
             try:
                 yield
             finally:
                 self.dispatcher.close()
-                await self.pipeline.finish()
+                await self.request_runner.finish()
 
     def stream(self, *, max_tokens: int, n: int = 1, within_s: float | None = None) -> asyncio.Task[None]:
         """Ask for a completion."""
@@ -124,7 +124,7 @@ class Storm:
 
     async def _read(self, stream: Stream) -> None:
         output = OutputProcessor(stream.request, self.loop.time)
-        serving = asyncio.create_task(self.pipeline.run(stream.request, output))
+        serving = asyncio.create_task(self.request_runner.run(stream.request, output))
         try:
             usage = None
             while usage is None:

@@ -87,7 +87,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         config = DecodeConfig(start_timeout_s=START_S, fetch_timeout_s=FETCH_S, reserve_tokens=RESERVE_TOKENS)
         self.exports = ExportRegistry(self.engine, "ours", unknown_wait_s=0.0)
         service = DecodeService(config, self.engine, identity, self._fetch, self.exports, self.cache)
-        loop = service.worker.loop
+        loop = service.worker.decode_loop
         loop._emit, loop._preempt = self.reports.append, self._preempt_with(loop._preempt, loop._scheduler)
         self.engine.watch_pages(service.on_pages_returned)
         return service
@@ -177,7 +177,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
             if first.finish is not None:
                 ours.finished[first.choice_index] = first.finish
         self.tries_of[key.request_id] = ours
-        short = self.service.worker.loop.short_of_pages
+        short = self.service.worker.decode_loop.short_of_pages
         names = b"".join(digests(self.engine, ours.named, ours.salt))
         request = Reserve(key, len(prompt), max_tokens, choices, patience, names, ours.salt, cache)
         self.loop.call(self.service.worker.handle, session, request)
@@ -288,7 +288,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
     @rule(fails=st.sampled_from([""] * 6 + ["out of memory"]))
     def turn(self, fails: str) -> None:
         """One turn of the engine thread, unless it sleeps."""
-        loop = self.service.worker.loop
+        loop = self.service.worker.decode_loop
         if self.asleep and loop._inbox.empty():
             return
         self.engine.fail_next = fails
@@ -300,7 +300,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         self.engine.fail_next = ""
 
     def _idle(self) -> bool:
-        return self.service.worker.loop._scheduler.idle
+        return self.service.worker.decode_loop._scheduler.idle
 
     @rule(count=st.integers(2, 12))
     def turns(self, count: int) -> None:
@@ -323,7 +323,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         live = {str(attempt.key) for attempt in self.service.worker.attempts}
         copied = {entry.owner for entry in self.service.worker.write_backs.entries(self.loop.now)}
         owners = {owner.removesuffix(" (draining)") for owner in self.engine.audit()} - copied
-        if self.service.worker.loop._inbox.empty():
+        if self.service.worker.decode_loop._inbox.empty():
             assert {"/".join(owner.split("/")[:2]) for owner in owners} <= live
 
     @invariant()

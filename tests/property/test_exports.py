@@ -35,7 +35,7 @@ from tests.unit.transfer.support import INCARNATION, LAYERS, WHOLE, Engine, cont
 
 TOKENS = 8
 LEASE_S, UNKNOWN_WAIT_S = 10.0, 2.0
-REMEMBERED = 5
+MAX_REMEMBERED = 5
 EXACT = 1e-6
 IDS = st.integers(0, 3)
 PAUSES = st.sampled_from([0.0, 0.0, 1.0, 4.0, 11.0])
@@ -76,7 +76,7 @@ class ExportsMachine(RuleBasedStateMachine):
         self.all: list[Exported] = []
         self.ended: list[str] = []
         self.fetches: list[Fetch] = []
-        self._remembered, export.REMEMBERED = export.REMEMBERED, REMEMBERED
+        self._remembered, export.MAX_REMEMBERED = export.MAX_REMEMBERED, MAX_REMEMBERED
         self.exports = self.loop.call(self._made)
         handle = prefilled(self.engine, TOKENS)
         self.truth = contents(self.engine, handle, whole(TOKENS))
@@ -270,7 +270,7 @@ class ExportsMachine(RuleBasedStateMachine):
     def _has_ended(self, transfer_id: str) -> None:
         self.announced.discard(transfer_id)
         self.open.pop(transfer_id, None)
-        self.ended = [*(each for each in self.ended if each != transfer_id), transfer_id][-REMEMBERED:]
+        self.ended = [*(each for each in self.ended if each != transfer_id), transfer_id][-MAX_REMEMBERED:]
 
     @invariant()
     def all_is_as_it_should_be(self) -> None:
@@ -299,7 +299,7 @@ class ExportsMachine(RuleBasedStateMachine):
     def _nothing_is_listed_that_is_over(self) -> None:
         assert set(self.exports._open) == set(self.open)
         assert self.exports._announced == self.announced
-        assert len(self.exports._ended) <= REMEMBERED
+        assert len(self.exports._ended) <= MAX_REMEMBERED
         waiting = {fetch.transfer_id for fetch in self.fetches if not fetch.task.done()}
         assert set(self.exports._waiters) <= waiting
 
@@ -324,7 +324,7 @@ class ExportsMachine(RuleBasedStateMachine):
             assert not self.exports._waiters
             assert not self.exports._open
         finally:
-            export.REMEMBERED = self._remembered
+            export.MAX_REMEMBERED = self._remembered
             self.loop.close()
 
 

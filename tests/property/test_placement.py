@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from baton.kv.format import KvFormat, KvPart
 from router.placement.fleet import DecodeView, FleetView, PrefillView
 from router.placement.policy import (
-    ALL_ASKED,
+    MAX_ALL_ASKED,
     Excluded,
     PlacementQuery,
     can_serve,
+    least_loaded_pair,
     matching_decodes,
-    quietest_pair,
     select_workers,
 )
 from router.placement.prefix_directory import PrefixMatch
@@ -91,7 +91,7 @@ def query_of(draw: random.Random, count: int) -> tuple[PlacementQuery, Excluded,
     return query, Excluded(some(*prefills, *decodes), pairs()), some(*prefills, *decodes)
 
 
-@given(st.integers(0, 2**32), st.one_of(st.integers(0, 6), st.just(ALL_ASKED + 10)))
+@given(st.integers(0, 2**32), st.one_of(st.integers(0, 6), st.just(MAX_ALL_ASKED + 10)))
 @effort(1000)
 def test_the_best_of_all_pairs_is_selected(seed: int, most: int) -> None:
     draw = random.Random(seed)
@@ -107,9 +107,9 @@ def test_the_best_of_all_pairs_is_selected(seed: int, most: int) -> None:
     assert can_serve(fleet, decodes=False) is any(not view.draining for view in workers[0])
     assert can_serve(fleet, decodes=True) is bool(pairs)
     assert matching_decodes(fleet) == {decode.name for _, follow in pairs for decode in follow}
-    found = quietest_pair(fleet, query, excluded)
+    found = least_loaded_pair(fleet, query, excluded)
     pairs = placement_oracle.pairs(*workers, query, query.never)
-    if most <= ALL_ASKED:
+    if most <= MAX_ALL_ASKED:
         assert (found is not None) is bool(pairs)
     if found is not None:
         assert found[0].prefill in {prefill.name for prefill, _ in pairs}
@@ -141,7 +141,7 @@ def test_a_fleet_that_news_has_changed_is_as_one_made_anew(seed: int, news: list
     anew = FleetView(prefills.values(), decodes.values())
     assert (fleet.prefill, fleet.decode) == (anew.prefill, anew.decode)
     assert _grouped(fleet) == _grouped(anew)
-    assert [fleet.has_room(limit) for limit in range(5)] == [anew.has_room(limit) for limit in range(5)]
+    assert [fleet.has_capacity(limit) for limit in range(5)] == [anew.has_capacity(limit) for limit in range(5)]
 
 
 def _grouped(fleet: FleetView) -> set[tuple[frozenset[str], frozenset[str]]]:

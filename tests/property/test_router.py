@@ -24,8 +24,8 @@ from baton.pb import decode_pb2
 from baton.request import SamplingParams, Usage
 from router.dispatcher import Dispatcher
 from router.output import OutputProcessor
-from router.pipeline import Pipeline
 from router.request import Request
+from router.request_runner import RequestRunner
 from router.serving.tenants import Threads
 from router.workers import pool as worker_module
 from router.workers.pool import Pool
@@ -86,13 +86,13 @@ class RouterMachine(RuleBasedStateMachine):
         self.pool = Pool(config, "router", "t")
         await self.running.enter_async_context(self.pool.run())
         self.dispatcher = Dispatcher(self.pool, config)
-        self.pipeline = Pipeline(self.pool, self.dispatcher, config, Threads(1))
+        self.request_runner = RequestRunner(self.pool, self.dispatcher, config, Threads(1))
 
     async def _serve(self, client: Client) -> None:
         """Serve requests as the servicer does."""
         request = client.request
         output = OutputProcessor(request, self.loop.time)
-        serving = asyncio.create_task(self.pipeline.run(request, output))
+        serving = asyncio.create_task(self.request_runner.run(request, output))
         try:
             while client.usage is None:
                 news = await output.queue.take()
@@ -232,14 +232,14 @@ class RouterMachine(RuleBasedStateMachine):
             assert client.left or client.usage or isinstance(client.error, BatonError)
         self.loop.advance(3.0)
         assert len(self.dispatcher.scheduler) == 0
-        assert not self.loop.run_until_complete(self.pipeline.ledger()).entries
+        assert not self.loop.run_until_complete(self.request_runner.ledger()).entries
         fleet = self.pool.fleet
         assert len(fleet.prefill) == PREFILLS
         assert len(fleet.decode) == DECODES
         assert all(view.own_requests == 0 for view in (*fleet.prefill.values(), *fleet.decode.values()))
         assert not any(worker.held or worker.jobs for worker in self.fleet.workers.values())
         self.dispatcher.close()
-        self.loop.run_until_complete(self.pipeline.finish())
+        self.loop.run_until_complete(self.request_runner.finish())
         self.loop.run_until_complete(self.running.aclose())
         self.loop.finish()
 

@@ -17,7 +17,7 @@ from baton.engine.core import EngineCore
 from baton.engine.executor import InProcessExecutor
 from baton.engine.load import LoadedModel, load_model
 from baton.engine.model_runner import ModelRunner
-from baton.engine.plan import ForwardPlan, Growth, Join, PlanResult, Prompt, Row
+from baton.engine.plan import ForwardPlan, Growth, Join, PlanResult, PromptInput, Row
 from baton.errors import EngineError
 from baton.kv.format import KvFormat, KvPart
 from baton.model.attention.segments import Segment, SegmentViews
@@ -64,7 +64,9 @@ def pages(numbers: list[int]) -> array[int]:
 def row_of(data: dict[str, Any]) -> Row:
     source = data["source"]
     if isinstance(source, dict):
-        source = Prompt(**{**source, "pages": pages(source["pages"]), "sample": tuple(map(state_of, source["sample"]))})
+        source = PromptInput(
+            **{**source, "pages": pages(source["pages"]), "sample": tuple(map(state_of, source["sample"]))}
+        )
     return Row(source, data["start"], data["count"], tuple(data["sampled"]))
 
 
@@ -139,7 +141,9 @@ def test_kv_comes_from_host_memory_once_a_sequence_has_pages_there(model: Loaded
     grows, device, hosted = (SequenceState(params, list(range(length))) for length in (15, 20, 40))
     for table, one in (([0], grows), ([1, 2], device), ([6, 7, 8], hosted)):
         ids = tuple(one.prompt_ids)
-        executor.launch(ForwardPlan(rows=(Row(Prompt(ids, pages(table), (one,)), 0, len(ids), (len(ids) - 1,)),)))()
+        executor.launch(
+            ForwardPlan(rows=(Row(PromptInput(ids, pages(table), (one,)), 0, len(ids), (len(ids) - 1,)),))
+        )()
     assert not opened, "each was one chunk, without a past"
     joined = (Join(0, pages([0]), grows), Join(1, pages([1, 2]), device), Join(2, pages([6, 7, 8]), hosted))
     executor.launch(ForwardPlan(joined=joined, rows=(Row(0, 14), Row(1, 19), Row(2, 39))))()
@@ -163,7 +167,9 @@ def test_rows_after_one_in_host_memory_that_is_not_sampled_are_as_on_the_device(
 
     def row(tokens: tuple[int, ...], table: array[int], start: int, end: int, *, sampled: bool = False) -> Row:
         states = (SequenceState(MIXED[0], tokens[:end]),) if sampled else ()
-        return Row(Prompt(tokens[start:end], table, states), start, end - start, (end - start - 1,) if sampled else ())
+        return Row(
+            PromptInput(tokens[start:end], table, states), start, end - start, (end - start - 1,) if sampled else ()
+        )
 
     def tokens(runner: ModelRunner) -> list[int]:
         executor = InProcessExecutor(runner)

@@ -227,7 +227,7 @@ class CachedBlocksMachine(RuleBasedStateMachine):
     def copy(self, copy: PageCopy) -> None:
         # Nobody can have the source, nor the target, meanwhile.
         assert {copy.source, copy.target}.isdisjoint(
-            np.concatenate(self.pool._allocator.states(self.pool._allocator.room_for_states()).free).tolist()
+            np.concatenate(self.pool._allocator.states(self.pool._allocator.new_states()).free).tolist()
         )
         assert self.pool._allocator._owners[copy.source] > 0 < self.pool._allocator._owners[copy.target]
         self.copied.append(copy)

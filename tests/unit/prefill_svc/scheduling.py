@@ -2,7 +2,7 @@
 
 from baton.engine.contract import EngineSpec
 from baton.kv.format import KvFormat, KvPart
-from prefill_svc.scheduler import PrefillScheduler, Prompt
+from prefill_svc.scheduler import PrefillScheduler, ScheduledPrompt
 
 FORMAT = KvFormat((KvPart("k", "float32", (1, 2)),), layers=1, block_size=16)
 
@@ -14,7 +14,7 @@ def scheduler(
     return PrefillScheduler(made, chunk, max_waiting)
 
 
-def admit_ready(s: PrefillScheduler, tokens: int, done: int = 0, tenant: bytes = b"") -> Prompt:
+def admit_ready(s: PrefillScheduler, tokens: int, done: int = 0, tenant: bytes = b"") -> ScheduledPrompt:
     prompt = s.admit(tokens, tenant)
     s.await_pages(prompt, done)
     s.make_ready(prompt, done)

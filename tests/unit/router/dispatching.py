@@ -130,7 +130,7 @@ class FakePool:
     def describe_missing(self, waited_s: float = 0.0) -> str:
         return "no decode worker is there" + (f" after a wait of {waited_s:g} s" if waited_s else "")
 
-    def subtract_room(self, tokens: int, slots: int) -> None:
+    def subtract_free(self, tokens: int, slots: int) -> None:
         return
 
     def prefill_link(self, name: str) -> FakePool:

@@ -9,15 +9,15 @@ from typing import Any, cast
 
 import pytest
 
-import router.pipeline
+import router.request_runner
 from baton.config.router import RouterConfig
 from baton.errors import DeadlineExceeded
 from baton.request import FinishReason, FirstToken, Prefilled, SamplingParams, TokenInfo
 from router.output import OutputProcessor
-from router.pipeline import Attempt, AttemptDeps, History, RequestState
 from router.request import Deliver, Request
+from router.request_runner import Attempt, AttemptDeps, History, RequestState
 from router.serving.tenants import Threads
-from router.workers.calls import Abandoner
+from router.workers.calls import AbandonCalls
 from router.workers.pool import Pool
 from tests.unit.router.dispatching import FakePool, dispatcher, settle
 
@@ -41,10 +41,10 @@ async def outcome(monkeypatch: pytest.MonkeyPatch, *, arrives: bool) -> OutputPr
         loop.call_soon(block)
         await loop.create_future()
 
-    monkeypatch.setattr(router.pipeline, "call_prefill", prefill)
+    monkeypatch.setattr(router.request_runner, "call_prefill", prefill)
     config = RouterConfig(prefill=("p:1",), decode=("d:1",))
     pool = FakePool()
-    deps = AttemptDeps(cast(Pool, pool), dispatcher(pool), config, Abandoner(), None, Threads(1))
+    deps = AttemptDeps(cast(Pool, pool), dispatcher(pool), config, AbandonCalls(), None, Threads(1))
     params = SamplingParams(max_tokens=1, seed=1)
     now = loop.time()
     request = Request("r", [1, 2], params, 1, now, deadline=deadline)
@@ -67,12 +67,12 @@ async def test_without_it_the_deadline_holds(monkeypatch: pytest.MonkeyPatch) ->
 async def test_a_long_prompt_waits_for_its_tenants_threads_before_it_has_a_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(router.pipeline, "LARGE_REQUEST", 1)
+    monkeypatch.setattr(router.request_runner, "LARGE_REQUEST", 1)
 
     async def prefill(*_: Any, deliver: Deliver, **__: Any) -> None:
         deliver(Prefilled((FirstToken(0, TokenInfo(7), FinishReason.LENGTH),), 0))
 
-    monkeypatch.setattr(router.pipeline, "call_prefill", prefill)
+    monkeypatch.setattr(router.request_runner, "call_prefill", prefill)
     pool, loop, threads, busy, go = (
         FakePool(),
         asyncio.get_running_loop(),
@@ -88,7 +88,7 @@ async def test_a_long_prompt_waits_for_its_tenants_threads_before_it_has_a_place
     working = asyncio.create_task(threads.run("t", work))
     await busy.wait()
     config = RouterConfig(prefill=("p:1",), decode=("d:1",))
-    deps = AttemptDeps(cast(Pool, pool), dispatcher(pool), config, Abandoner(), None, threads)
+    deps = AttemptDeps(cast(Pool, pool), dispatcher(pool), config, AbandonCalls(), None, threads)
     request = Request("r", [1, 2], SamplingParams(max_tokens=1, seed=1), 1, loop.time(), tenant="t")
     output = OutputProcessor(request, loop.time)
     attempt = asyncio.create_task(Attempt(deps, RequestState(request, output), (0,), History()).run(0.0))

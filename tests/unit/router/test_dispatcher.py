@@ -46,7 +46,7 @@ async def test_a_full_fleet_is_asked_once_per_news_and_by_the_head_alone() -> No
 async def test_requests_with_a_context_that_finds_room_go_on_behind_one_that_lacks_pages() -> None:
     pool = FakePool()
     d = dispatcher(pool, prefill_limit=9)
-    pool.answer_all(ReserveResult(False, "needs pages", False, room_tokens=30))
+    pool.answer_all(ReserveResult(False, "needs pages", False, reservable_tokens=30))
     large = Held(d, "large", tokens=100)
     await settle()
     pool.answer_all(GRANTED)
@@ -66,7 +66,7 @@ async def test_requests_with_a_context_that_finds_room_go_on_behind_one_that_lac
 async def test_after_a_mistaken_try_only_half_as_large_ones_try_before_the_next_news() -> None:
     pool = FakePool()
     d = dispatcher(pool, prefill_limit=9)
-    pool.answer_all(ReserveResult(False, "needs pages", False, room_tokens=64))
+    pool.answer_all(ReserveResult(False, "needs pages", False, reservable_tokens=64))
     waiting = [Held(d, "100", tokens=100)]
     await settle()
     waiting += [Held(d, str(tokens), tokens=tokens) for tokens in (60, 50, 40, 20, 16, 7)]
@@ -367,7 +367,7 @@ class RoomPool(FakePool):
     async def reserve(self, attempt: FakeAttempt, **asked: Any) -> ReserveResult:
         await asyncio.sleep(0)
         fits = asked["context_tokens"] in range(101)
-        return GRANTED if fits else ReserveResult(False, "pages", False, 1.0, room_tokens=100)
+        return GRANTED if fits else ReserveResult(False, "pages", False, 1.0, reservable_tokens=100)
 
 
 async def test_a_flood_of_large_contexts_hides_no_small_one_of_another_tenant() -> None:

@@ -51,7 +51,7 @@ class SharedWorker:
             return self.admission.reserve(session, request, self.loop.time())
         except OutOfPages as error:
             return ReserveResult(
-                False, str(error), False, 1.0, room_tokens=self.admission.free_context_tokens(self.loop.time())
+                False, str(error), False, 1.0, reservable_tokens=self.admission.free_context_tokens(self.loop.time())
             )
         except Overloaded as error:
             return ReserveResult(False, str(error), False, 1.0)

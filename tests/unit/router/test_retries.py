@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import BatonError, Overloaded, TransferError, Unavailable
-from router.pipeline import FORGIVEN_TOKENS, MOST_ATTEMPTS, MOST_EXCUSED, History, RetryBudget
 from router.request import Blame, Cause, Failed, Suspicion
+from router.request_runner import FORGIVEN_TOKENS, MAX_EXCUSED_DEATHS, MAX_IN_A_ROW, History, RetryBudget
 from router.workers.failures import WorkerLoss, WorkerLosses
 
 FAULT = Failed(TransferError("the link broke"), Blame.PAIR)
@@ -48,7 +48,7 @@ def test_an_empty_budget_makes_the_fault_the_answer() -> None:
 @pytest.mark.parametrize("failed", [DRAIN, PREEMPTED, LOST])
 def test_what_is_nobodys_fault_is_free_but_not_endless(failed: Failed) -> None:
     history, charges = History(), Charges(granted=False)
-    for _ in range(MOST_ATTEMPTS - 1):
+    for _ in range(MAX_IN_A_ROW - 1):
         assert retry(history, failed, charges) == 0
     with pytest.raises(type(failed.error)):
         retry(history, failed, charges)
@@ -57,7 +57,7 @@ def test_what_is_nobodys_fault_is_free_but_not_endless(failed: Failed) -> None:
 
 def test_attempts_that_bring_tokens_are_not_counted() -> None:
     history = History()
-    for _ in range(3 * MOST_ATTEMPTS):
+    for _ in range(3 * MAX_IN_A_ROW):
         history.record_progress(1)
         assert retry(history, PREEMPTED) == 0
 
@@ -75,7 +75,7 @@ def test_faults_are_forgotten_after_many_tokens_and_not_after_a_few() -> None:
 
 def test_deaths_without_a_token_from_decode_are_not_endless() -> None:
     history = History()
-    for _ in range(MOST_ATTEMPTS - 1):
+    for _ in range(MAX_IN_A_ROW - 1):
         history.record_progress(1)
         history.record_loss(loss(1.0), at_decode=True, alone=False)
         assert retry(history, LOST) == 0
@@ -139,33 +139,33 @@ def test_what_was_no_death_or_was_before_a_token_counts_for_nothing() -> None:
     assert not fork.suspicion
     fork.record_loss(loss(1.0), at_decode=True, alone=True)
     assert fork.suspicion
-    assert fork.is_guilty(0)
-    assert not history.is_guilty(0), "choices that part have histories of their own"
+    assert fork.has_killed_workers(0)
+    assert not history.has_killed_workers(0), "choices that part have histories of their own"
     fork.clear_losses()
     assert not fork.suspicion
-    assert not fork.is_guilty(0)
+    assert not fork.has_killed_workers(0)
 
 
 def test_a_death_alone_is_proof_unless_others_die_without_it_and_several_always_are() -> None:
     history = History()
-    for deaths in range(1, MOST_EXCUSED + 1):
+    for deaths in range(1, MAX_EXCUSED_DEATHS + 1):
         history.record_loss(loss(1.0), at_decode=True, alone=True)
-        assert history.is_guilty(deaths - 1)
-        assert not history.is_guilty(deaths)
+        assert history.has_killed_workers(deaths - 1)
+        assert not history.has_killed_workers(deaths)
     history.record_loss(loss(1.0), at_decode=True, alone=True)
-    assert history.is_guilty(1000)
+    assert history.has_killed_workers(1000)
 
 
 def test_a_death_is_no_proof_where_requests_of_another_router_were() -> None:
     losses, history = WorkerLosses(), History()
-    for number in range(MOST_EXCUSED + 2):
+    for number in range(MAX_EXCUSED_DEATHS + 2):
         history.record_loss(
             losses.record_loss("decode d:1", str(number), 1, 10.0 * number, shared=True), at_decode=True, alone=True
         )
     assert history.suspicion
-    assert not history.is_guilty(0)
+    assert not history.has_killed_workers(0)
     history.record_loss(losses.record_loss("decode d:1", "last", 1, 100.0, shared=False), at_decode=True, alone=True)
-    assert history.is_guilty(0)
+    assert history.has_killed_workers(0)
 
 
 def test_a_full_worker_is_left_in_peace_for_as_long_as_it_says() -> None:
@@ -201,8 +201,8 @@ def test_the_budget_is_a_share_of_what_was_accepted_and_a_rate() -> None:
 
 def test_one_event_is_charged_once_whatever_number_of_requests_it_fails() -> None:
     budget = RetryBudget(0, share=0, per_second=0, most=10, tokens=2)
-    assert all(budget.charge(0.01, culprit="d", first=True) for _ in range(50))
+    assert all(budget.charge(0.01, blamed="d", first=True) for _ in range(50))
     # Only the first fault of a request rides for free.
-    assert budget.charge(0.02, culprit="d")
-    assert not budget.charge(0.03, culprit="d")
-    assert not budget.charge(1.0, culprit="d", first=True)
+    assert budget.charge(0.02, blamed="d")
+    assert not budget.charge(0.03, blamed="d")
+    assert not budget.charge(1.0, blamed="d", first=True)

@@ -18,7 +18,7 @@ from baton.kv.format import KvFormat, KvPart, Shard
 from baton.model.checkpoint import tokenizer_digest
 from baton.process.executors import EngineThread
 from baton.worker import status as status_module
-from baton.worker.health import HANG_LOOKS, Progress, watch_progress
+from baton.worker.health import HANG_CHECKS, Progress, watch_progress
 from baton.worker.status import (
     StatusHub,
     WorkerLoad,
@@ -68,10 +68,12 @@ def test_a_status_with_blocks_of_no_size_is_refused() -> None:
 
 
 async def test_a_watch_tells_at_once_then_on_change_and_ends_with_the_hub() -> None:
-    hub = StatusHub(new_identity(WorkerConfig(), WorkerRole.DECODE, SPEC, ""), lambda: WorkerLoad(newcomers=3))
+    hub = StatusHub(
+        new_identity(WorkerConfig(), WorkerRole.DECODE, SPEC, ""), lambda: WorkerLoad(requests_without_token=3)
+    )
     watch = hub.watch()
     first = await anext(watch)
-    assert first.load.newcomers == 3
+    assert first.load.requests_without_token == 3
     assert not first.draining
     hub.advertise(":7001")
     hub.drain()
@@ -250,7 +252,7 @@ async def test_an_engine_hangs_when_look_after_look_finds_no_progress_however_lo
         progress.record()
         now += 1
         await watching
-    assert looks == HANG_LOOKS
+    assert looks == HANG_CHECKS
 
 
 def test_the_tokenizer_digest_depends_on_the_files_that_matter(tmp_path: Path) -> None:

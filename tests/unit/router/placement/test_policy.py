@@ -9,14 +9,14 @@ import pytest
 
 from baton.kv.format import KvFormat, KvPart
 from baton.rates import DecayingSum
-from router.placement.fleet import RECENT_S, RECENT_SHARE, DecodeView, FleetView, PrefillView
+from router.placement.fleet import RECENT_FRACTION, RECENT_S, DecodeView, FleetView, PrefillView
 from router.placement.policy import (
     NOTHING_EXCLUDED,
     Excluded,
     PlacementQuery,
     Selection,
     can_serve,
-    quietest_pair,
+    least_loaded_pair,
     select_workers,
 )
 from tests.hits import hits
@@ -50,7 +50,7 @@ def test_what_this_router_has_sent_counts_before_the_worker_reports_it() -> None
 
 def test_a_prefix_that_draws_much_work_gets_a_second_holder_before_there_is_a_line() -> None:
     cold, query = replace(P, name="cold", rate=100), PlacementQuery(100, prefill_match=hits({"hot": 80}))
-    for recent, goes in ((79 / RECENT_SHARE, "hot"), (81 / RECENT_SHARE, "cold")):
+    for recent, goes in ((79 / RECENT_FRACTION, "hot"), (81 / RECENT_FRACTION, "cold")):
         hot = replace(P, name="hot", recent_tokens=recent, rate=100)
         assert pick([hot, cold], [D], query) == Selection(goes, ("d",))
     past = DecayingSum(RECENT_S)
@@ -96,10 +96,13 @@ def test_open_breakers_are_the_last_resort_for_everybody() -> None:
 def test_alone_goes_where_least_of_ours_runs_and_says_whether_that_is_nothing() -> None:
     p2, d2 = replace(P, name="p2", own_requests=1), replace(D, name="d2", own_requests=1)
     query = PlacementQuery(1, alone=True)
-    assert quietest_pair(FleetView((P, p2), (D, d2)), query) == (Selection("p", ("d",)), True)
-    assert quietest_pair(FleetView((p2,), (D,)), query) == (Selection("p2", ("d",)), False)
-    assert quietest_pair(FleetView((P,), (d2,)), query) == (Selection("p", ("d2",)), False)
-    assert quietest_pair(FleetView((P,), ()), query) is None
+    assert least_loaded_pair(FleetView((P, p2), (D, d2)), query) == (Selection("p", ("d",)), True)
+    assert least_loaded_pair(FleetView((p2,), (D,)), query) == (Selection("p2", ("d",)), False)
+    assert least_loaded_pair(FleetView((P,), (d2,)), query) == (Selection("p", ("d2",)), False)
+    assert least_loaded_pair(FleetView((P,), ()), query) is None
     avoided = replace(query, avoid=frozenset({"d"}))
-    assert quietest_pair(FleetView((P,), (D, d2)), avoided) == (Selection("p", ("d2",)), False)
-    assert quietest_pair(FleetView((p2, P), ()), PlacementQuery(1, decodes=False, alone=True)) == (Selection("p"), True)
+    assert least_loaded_pair(FleetView((P,), (D, d2)), avoided) == (Selection("p", ("d2",)), False)
+    assert least_loaded_pair(FleetView((p2, P), ()), PlacementQuery(1, decodes=False, alone=True)) == (
+        Selection("p"),
+        True,
+    )

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.kv.hashing import NAME_BYTES
-from router.placement.prefix_directory import EXPECTED_S, MOST_EXPECTED, PrefixIndex
+from router.placement.prefix_directory import EXPECTED_S, MAX_EXPECTED, PrefixIndex
 from tests.effort import effort
 
 SIZE = 16
@@ -140,7 +140,7 @@ def test_memory_is_bounded_and_all_chains_stay_known() -> None:
 def test_of_a_very_long_prompt_only_the_next_blocks_are_expected() -> None:
     """The others follow in the worker's reports: a call for all of them would hold up the event loop."""
     index = PrefixIndex()
-    long = [number.to_bytes(32, "big")[::-1] for number in range(2 * MOST_EXPECTED)]
+    long = [number.to_bytes(32, "big")[::-1] for number in range(2 * MAX_EXPECTED)]
     index.expect("a", long, 0.0, first=10)
     store(index, "a", long[:10])
-    assert tokens(index, long) == {"a": (10 + MOST_EXPECTED) * SIZE}
+    assert tokens(index, long) == {"a": (10 + MAX_EXPECTED) * SIZE}

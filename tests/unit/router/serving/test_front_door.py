@@ -10,8 +10,8 @@ import pytest
 from baton.errors import Overloaded, Unavailable
 from baton.request import FinishReason, SamplingParams, TokenInfo
 from router.output import OutputProcessor
-from router.pipeline import Pipeline
 from router.request import Output, Request
+from router.request_runner import RequestRunner
 from router.serving.front_door import FrontDoor, StallGuard
 from router.serving.tenants import Caller, Tenants, Threads
 from router.serving.validator import GenerateRequest, RequestValidator, ServedModel, TokenPrompt
@@ -21,7 +21,7 @@ from tests.unit.router.dispatching import FakePool, dispatcher
 ONE = GenerateRequest(prompt=TokenPrompt([1, 2]), size=2, make_params=lambda vocabulary: SamplingParams(max_tokens=2))
 
 
-class FakePipeline:
+class FakeRequestRunner:
     """Says one token at once, and the last one when it may."""
 
     def __init__(self) -> None:
@@ -40,33 +40,37 @@ class FakePipeline:
             self.running -= 1
 
 
-def made() -> tuple[FrontDoor, FakePipeline]:
-    model, pipeline = ServedModel("m", 300, (), None), FakePipeline()
+def made() -> tuple[FrontDoor, FakeRequestRunner]:
+    model, request_runner = ServedModel("m", 300, (), None), FakeRequestRunner()
     validator = RequestValidator(model, lambda: 100, Threads(1))
     pool = FakePool()
-    place, serve = dispatcher(pool), cast(Pipeline, pipeline)
-    return FrontDoor(model, validator, cast(Pool, pool), place, serve, Tenants(), StallGuard(60.0)), pipeline
+    place, serve = dispatcher(pool), cast(RequestRunner, request_runner)
+    return FrontDoor(model, validator, cast(Pool, pool), place, serve, Tenants(), StallGuard(60.0)), request_runner
 
 
 async def test_updates_come_until_the_last_and_the_deadline_goes_with_the_request() -> None:
-    door, pipeline = made()
+    door, request_runner = made()
     tokens = []
     async with asyncio.timeout(60), door.generate(ONE, Caller("t"), 1e9) as (request_id, updates):
         async for update in updates:
             tokens += [token.token_id for delta in update.deltas.values() for token in delta.tokens]
-            pipeline.last.set()
+            request_runner.last.set()
     assert tokens == [7, 8]
-    assert pipeline.request is not None
-    assert (pipeline.request.id, pipeline.request.tenant, pipeline.request.deadline) == (request_id, "t", 1e9)
+    assert request_runner.request is not None
+    assert (request_runner.request.id, request_runner.request.tenant, request_runner.request.deadline) == (
+        request_id,
+        "t",
+        1e9,
+    )
 
 
 async def test_the_end_of_the_block_ends_the_request() -> None:
-    door, pipeline = made()
+    door, request_runner = made()
     async with asyncio.timeout(60):
         async with door.generate(ONE, Caller(), None) as (_, updates):
             await anext(updates)
-            assert (pipeline.running, door.running) == (1, 1)
-        assert (pipeline.running, door.running) == (0, 0)
+            assert (request_runner.running, door.running) == (1, 1)
+        assert (request_runner.running, door.running) == (0, 0)
 
 
 async def test_a_tenant_has_no_more_streams_than_it_may() -> None:
@@ -79,7 +83,7 @@ async def test_a_tenant_has_no_more_streams_than_it_may() -> None:
 
 
 async def test_a_drain_refuses_new_requests_and_waits_for_those_that_run() -> None:
-    door, pipeline = made()
+    door, request_runner = made()
     async with asyncio.timeout(60):
         async with door.generate(ONE, Caller(), None) as (_, updates):
             await anext(updates)
@@ -89,6 +93,6 @@ async def test_a_drain_refuses_new_requests_and_waits_for_those_that_run() -> No
                 async with door.generate(ONE, Caller(), None):
                     pass
             assert not draining.done()
-            pipeline.last.set()
+            request_runner.last.set()
             assert [update.usage is not None async for update in updates][-1]
         await draining

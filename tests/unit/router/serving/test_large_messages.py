@@ -14,7 +14,7 @@ from unittest.mock import AsyncMock, MagicMock, Mock
 import pytest
 from google.protobuf.descriptor import Descriptor
 
-import router.pipeline
+import router.request_runner
 import router.serving.servicer
 import router.serving.validator
 from baton.errors import InvalidRequest
@@ -34,7 +34,7 @@ from router.serving.servicer import (
 from router.serving.tenants import Threads
 from router.serving.tokenizer_processes import LONG_TEXT, TokenizerProcesses
 from router.serving.validator import MAX_CHAT_MESSAGES, RequestValidator, ServedModel, TokenPrompt
-from tests.integration.router_bench import bench
+from tests.integration.router_rig import router_rig
 from tests.unread import COUNT, WithUnread
 
 VOCAB, LENGTH = 30_000, 1_000_000
@@ -218,9 +218,9 @@ async def test_a_long_prompt_is_made_into_a_message_off_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: int
 ) -> None:
     seen: list[bool] = []
-    monkeypatch.setattr(router.pipeline, "LARGE_REQUEST", large, raising=False)
-    monkeypatch.setattr(router.pipeline, "prefill_message", noted(router.pipeline.prefill_message, seen))
-    async with bench(tmp_path) as b:
+    monkeypatch.setattr(router.request_runner, "LARGE_REQUEST", large, raising=False)
+    monkeypatch.setattr(router.request_runner, "prefill_message", noted(router.request_runner.prefill_message, seen))
+    async with router_rig(tmp_path) as b:
         await b.answer(max_tokens=1)
         assert len(b.prefill[0].requests[0].prompt_token_ids) == 3
     assert seen == [large == 1000]

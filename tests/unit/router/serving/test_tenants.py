@@ -14,7 +14,7 @@ import pytest
 import router.serving.tenants
 from baton import keys
 from baton.errors import ConfigError, Overloaded, Unauthenticated
-from router.serving.tenants import ANYBODY, Caller, Tenants
+from router.serving.tenants import ANONYMOUS, Caller, Tenants
 
 SECRET = "a secret of the tests"
 
@@ -33,7 +33,7 @@ def test_a_key_stands_for_its_tenant(tmp_path: Path) -> None:
 
 
 def test_without_a_file_everybody_is_the_one_tenant() -> None:
-    assert Tenants().caller(()) == ANYBODY == Caller("", None, admin=True)
+    assert Tenants().caller(()) == ANONYMOUS == Caller("", None, admin=True)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_several_tenants_need_a_fleet_secret(tmp_path: Path) -> None:
 
 def test_a_tenant_has_so_many_streams_at_a_time_over_all_its_keys() -> None:
     tenants, acme = Tenants(), Caller("acme", 2)
-    with tenants.stream(acme), tenants.stream(acme), tenants.stream(Caller("beta", 1)), tenants.stream(ANYBODY):
+    with tenants.stream(acme), tenants.stream(acme), tenants.stream(Caller("beta", 1)), tenants.stream(ANONYMOUS):
         with (
             pytest.raises(Overloaded, match=r"^max_streams: 2 streams of tenant acme are open, 2 may be$") as refusal,
             tenants.stream(acme),

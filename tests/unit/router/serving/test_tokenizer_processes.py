@@ -100,8 +100,8 @@ def test_a_process_that_does_not_answer_is_replaced(
     processes.encode(b"x", add_special_tokens=True)
     os.kill(processes.taken[0].pid, signal.SIGSTOP)
     with monkeypatch.context() as short:
-        short.setattr(tokenizer_processes, "_LEAST_S", 0.1)
-        short.setattr(tokenizer_processes, "_LEAST_BYTES_PER_S", 1e9)
+        short.setattr(tokenizer_processes, "_MIN_LIMIT_S", 0.1)
+        short.setattr(tokenizer_processes, "_MIN_BYTES_PER_S", 1e9)
         with pytest.raises(Unavailable, match=f"tokenizes {size} bytes of text did not answer within 0 s; try again$"):
             processes.encode(b"x" * size, add_special_tokens=True)
     assert processes.taken[0].returncode == -signal.SIGKILL

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from router.placement.policy import Excluded
-from router.workers.failures import LONGEST_S, AttemptHealth, Breakers
+from router.workers.failures import MAX_PAUSE_S, AttemptHealth, Breakers
 from tests.clock import Clock
 
 
@@ -103,7 +103,7 @@ def test_each_failed_trial_doubles_the_wait_up_to_a_minute() -> None:
         waits.append(wait)
         now += wait
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-    assert LONGEST_S == 60
+    assert MAX_PAUSE_S == 60
 
 
 def test_faults_of_attempts_begun_before_do_not_make_the_wait_longer() -> None:

@@ -56,4 +56,4 @@ async def test_calls_are_frequent_while_a_successor_is_expected(known: bool, mon
     await link.run()
     soon = [each for index, each in enumerate(clock.slept) if sum(clock.slept[:index]) < link_module._SOON_S]
     assert (max(soon) <= link_module._SOON_BACKOFF_S) is known
-    assert clock.slept[-1] == link_module._LONGEST_BACKOFF_S
+    assert clock.slept[-1] == link_module._MAX_BACKOFF_S

@@ -1,4 +1,4 @@
-"""The end of a pipeline: what is begun after it."""
+"""The end of a request_runner: what is begun after it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from baton.config.router import RouterConfig
 from baton.errors import Unavailable
 from baton.request import SamplingParams
 from router.output import OutputProcessor
-from router.pipeline import Pipeline
 from router.request import Request
+from router.request_runner import RequestRunner
 from router.serving.tenants import Threads
 from router.workers.pool import Pool
 from tests.unit.router.dispatching import FULL, FakePool, dispatcher
@@ -20,21 +20,21 @@ from tests.unit.router.dispatching import FULL, FakePool, dispatcher
 
 async def test_what_comes_after_the_stop_is_not_begun() -> None:
     pool, config = FakePool(d=FULL), RouterConfig(prefill=("p:1",), decode=("d:1",))
-    pipeline = Pipeline(cast(Pool, pool), dispatcher(pool), config, Threads(1))
+    request_runner = RequestRunner(cast(Pool, pool), dispatcher(pool), config, Threads(1))
     loop = asyncio.get_running_loop()
     outputs = []
     async with asyncio.timeout(60):
         for name in ("running", "late"):
             request = Request(name, [1, 2], SamplingParams(max_tokens=2, seed=1), 2, loop.time())
             outputs.append(OutputProcessor(request, loop.time))
-            task = asyncio.create_task(pipeline.run(request, outputs[-1]))
+            task = asyncio.create_task(request_runner.run(request, outputs[-1]))
             if name == "running":
                 await asyncio.sleep(0)
-                assert (await pipeline.ledger()).entries
-            pipeline.stop()
+                assert (await request_runner.ledger()).entries
+            request_runner.stop()
             await asyncio.gather(task, return_exceptions=True)
-        await pipeline.finish()
-    assert not (await pipeline.ledger()).entries
+        await request_runner.finish()
+    assert not (await request_runner.ledger()).entries
     for output in outputs:
         with pytest.raises(Unavailable, match="the router is stopping"):
             await output.queue.take()

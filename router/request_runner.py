@@ -23,7 +23,7 @@ Which failed attempts are followed by another one, and when:
                 alone, and ends if the worker dies then too
     drain, preemption, refusal by a full worker: nobody's fault, free of charge
 
-All together are bounded by MOST_ATTEMPTS in a row that brought no token, and by as many deaths of workers without a
+All together are bounded by MAX_IN_A_ROW in a row that brought no token, and by as many deaths of workers without a
 token from decode. The budget is the router's: retries of faults may be a share of the requests that were accepted, and
 a few more each second, so that a fleet in which everything fails is not asked the same again and again by everybody at
 once.
@@ -67,16 +67,23 @@ from router.placement.prefix_directory import BlockHasher
 from router.placement.scheduler import PlacementRequest
 from router.request import Blame, Cause, DecodeEnded, Event, Failed, Request, Suspicion
 from router.serving.tenants import Threads
-from router.workers.calls import LARGE_REQUEST, LOSS_GRACE_S, Abandoner, PrefillMessage, call_prefill, prefill_message
+from router.workers.calls import (
+    LARGE_REQUEST,
+    LOSS_GRACE_S,
+    AbandonCalls,
+    PrefillMessage,
+    call_prefill,
+    prefill_message,
+)
 from router.workers.failures import SAME_EVENT_S, AvoidedWorker, WorkerLoss
 from router.workers.pool import Pool
 
-VERDICT_S = 15.0
+DEATH_WAIT_S = 15.0
 """Seconds to wait for a worker that a request may have killed, before it counts as dead."""
 
 _STOPPED = "the router is stopping, and the request has not ended"
 
-_HAPPENED = {
+_CAUSE_TEXTS = {
     Cause.FAULT: "fault of",
     Cause.LOST: "lost connection to",
     Cause.DRAIN: "moved away from",
@@ -87,7 +94,7 @@ _HAPPENED = {
 _logger = logging.getLogger(__name__)
 
 
-class Pipeline:
+class RequestRunner:
     """Serves requests, each in a task of its own; `router_id` is its name in the ledger.
 
     `signer` signs the tickets with which workers fetch KV, where the fleet has keys for them.
@@ -104,8 +111,8 @@ class Pipeline:
         signer: TicketSigner | None = None,
     ) -> None:
         self._router_id = router_id
-        self._abandoner = Abandoner()
-        self._deps = AttemptDeps(pool, dispatcher, config, self._abandoner, signer, threads)
+        self._abandon_calls = AbandonCalls()
+        self._deps = AttemptDeps(pool, dispatcher, config, self._abandon_calls, signer, threads)
         self._config = config
         self._loop = asyncio.get_running_loop()
         self._budget = RetryBudget(self._loop.time())
@@ -152,7 +159,7 @@ class Pipeline:
     async def finish(self) -> None:
         """Wait until all that was stopped has given back what it held, and nothing goes on in the background."""
         await asyncio.gather(*self._running, return_exceptions=True)
-        await self._abandoner.finish()
+        await self._abandon_calls.finish()
 
     async def _serve(self, state: RequestState, choices: Sequence[int], history: History, delay_s: float) -> None:
         """Make attempts until the choices have ended; raises the last failure when there may be no more."""
@@ -167,7 +174,7 @@ class Pipeline:
             except AttemptFailed as attempt:
                 if (tokens := output.count_emitted(choices) - before) > 0:
                     history.record_progress(tokens // len(choices))
-                await self._judge(state.request, history, attempt)
+                await self._check_worker_deaths(state.request, history, attempt)
                 delay_s = self._retry(state.request, history, attempt)
 
     async def _attempt(self, attempt: Attempt, delay_s: float) -> None:
@@ -177,20 +184,20 @@ class Pipeline:
         finally:
             del self._attempts[attempt]
 
-    async def _judge(self, request: Request, history: History, attempt: AttemptFailed) -> None:
+    async def _check_worker_deaths(self, request: Request, history: History, attempt: AttemptFailed) -> None:
         """Raise EngineError if the request is what kills workers, once it is seen or must be presumed that one died."""
         loss, losses = attempt.failed.loss, self._deps.pool.losses
         if loss is None:
             return
         history.record_loss(loss, at_decode=attempt.failed.blame is Blame.DECODE, alone=attempt.alone)
-        if not history.is_guilty(losses.count_others(history.losses)):
+        if not history.has_killed_workers(losses.count_others(history.losses)):
             return
-        settled, until = asyncio.Event(), self._loop.time() + VERDICT_S
+        settled, until = asyncio.Event(), self._loop.time() + DEATH_WAIT_S
         loss.on_settled(settled.set)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(until if request.deadline is None else min(until, request.deadline)):
                 await settled.wait()
-        if history.is_guilty(losses.count_others(history.losses)):
+        if history.has_killed_workers(losses.count_others(history.losses)):
             deaths = sum(loss.death for loss in history.losses)
             message = f"the request was present at {deaths} worker deaths, at the last one alone"
             _logger.warning("request %s ends: %s: %s", request.id, message, attempt.failed.error)
@@ -204,7 +211,7 @@ class Pipeline:
             raise DeadlineExceeded(f"the request's deadline passed; the last attempt failed: {failed.error}")
 
         def charge() -> bool:
-            granted = self._budget.charge(now, culprit=attempt.culprit, first=history.faults == 1)
+            granted = self._budget.charge(now, blamed=attempt.blamed, first=history.faults == 1)
             RETRIES_REFUSED.inc(not granted)
             return granted
 
@@ -212,19 +219,19 @@ class Pipeline:
         try:
             delay_s = history.retry(failed, max_attempts=self._config.max_attempts, charge=charge)
         except BatonError:
-            _logger.warning("request %s ends: %s", request.id, words(failed, attempt.culprit))
+            _logger.warning("request %s ends: %s", request.id, describe_failure(failed, attempt.blamed))
             raise
-        _logger.log(level, "request %s is tried again: %s", request.id, words(failed, attempt.culprit))
+        _logger.log(level, "request %s is tried again: %s", request.id, describe_failure(failed, attempt.blamed))
         REPLAYS.labels(failed.cause.value).inc()
         return delay_s
 
 
-def words(failed: Failed, culprit: str) -> str:
+def describe_failure(failed: Failed, blamed: str) -> str:
     """The outcome of an attempt, and its worker or pair."""
     error = str(failed.error)
     # Workers name themselves in their errors, but for those of a call that broke.
-    where = error if culprit in error else f"worker {culprit}: {error}"
-    return f"{_HAPPENED[failed.cause]} {where}"
+    where = error if blamed in error else f"worker {blamed}: {error}"
+    return f"{_CAUSE_TEXTS[failed.cause]} {where}"
 
 
 def _this_task() -> asyncio.Task[Any]:
@@ -250,15 +257,15 @@ _FINAL = (InvalidRequest, NotFound, DeadlineExceeded)
 
 
 class AttemptFailed(Exception):
-    """An attempt failed, and another may succeed; `culprit` names the worker or pair that it lies in.
+    """An attempt failed, and another may succeed; `blamed` names the worker or pair that it lies in.
 
     `alone` tells that nothing else ran at the worker that it lies in.
     """
 
-    def __init__(self, failed: Failed, culprit: str, *, alone: bool) -> None:
+    def __init__(self, failed: Failed, blamed: str, *, alone: bool) -> None:
         super().__init__(str(failed.error))
         self.failed = failed
-        self.culprit = culprit
+        self.blamed = blamed
         self.alone = alone
 
 
@@ -269,7 +276,7 @@ class AttemptDeps:
     pool: Pool
     dispatcher: Dispatcher
     config: RouterConfig
-    abandoner: Abandoner
+    abandon_calls: AbandonCalls
     signer: TicketSigner | None
     threads: Threads
 
@@ -410,7 +417,7 @@ class Attempt:
             prefilling.cancel()
             # In this order: the cancellation is sent first, and what it came too late for is abandoned.
             if transfer_id and not self._fetched and not self._prefill_failed:
-                self._deps.abandoner.abandon(placement.prefill, transfer_id)
+                self._deps.abandon_calls.abandon(placement.prefill, transfer_id)
             await asyncio.gather(prefilling, return_exceptions=True)
 
     def _source(self, placement: Placement) -> PrefixSource | None:
@@ -469,13 +476,13 @@ class Attempt:
             async with asyncio.timeout_at(_until(self._life.request_deadline)):
                 await asyncio.shield(self._ended)
         if not self._ended.done():
-            # What is ready in the loop has arrived as well, and what has arrived counts.
+            # Messages that are ready in the loop have arrived as well, and all that has arrived counts.
             await asyncio.sleep(0)
         if not self._ended.done():
             raise _too_late()
         match self._ended.result():
             case Failed() as failed:
-                raise await self._judge(placement, failed)
+                raise await self._classify_failure(placement, failed)
             case Exception() as error:
                 raise error
         if self._fetched:
@@ -485,7 +492,7 @@ class Attempt:
         """Handle what happens, at once."""
         placement = self._placement
         if self._ended.done():
-            # What comes after the end is the word of a failed attempt, or of choices that the router has ended.
+            # Messages after the end come from a failed attempt, or from choices that the router has ended.
             return
         try:
             match event:
@@ -561,7 +568,7 @@ class Attempt:
             for choice in set(changed).difference(unfinished):
                 placement.decode.cancel_choice(choice)
 
-    async def _judge(self, placement: Placement, failed: Failed) -> Exception:
+    async def _classify_failure(self, placement: Placement, failed: Failed) -> Exception:
         """The meaning of a failure for the request, and for its workers."""
         if isinstance(failed.error, _FINAL) and failed.cause is not Cause.REFUSED:
             return failed.error
@@ -608,16 +615,16 @@ def _too_late(where: str = "") -> DeadlineExceeded:
     return DeadlineExceeded(f"the request's deadline passed{where}")
 
 
-MOST_ATTEMPTS = 16
+MAX_IN_A_ROW = 16
 DEATHS_UNTIL_ALONE = 2
 FORGIVEN_TOKENS = 64
 """An attempt that brought so many tokens proves that the faults before it were not the request's."""
-MOST_EXCUSED = 4
+MAX_EXCUSED_DEATHS = 4
 """Deaths of workers that a request had for itself and that do not end it, while other workers die without it."""
 
 _ROUNDING = 1e-9
 
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+_MIN_PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0
 
 
 class RetryBudget:
@@ -635,22 +642,22 @@ class RetryBudget:
         """A request came: a share of a retry more."""
         self._tokens = min(self._tokens + self._share, self._most)
 
-    def charge(self, now: float, *, culprit: str = "", first: bool = False) -> bool:
+    def charge(self, now: float, *, blamed: str = "", first: bool = False) -> bool:
         """Whether a fault may be followed by a retry, which is then charged.
 
-        One event may fail all that a worker runs: of faults of one `culprit` within SAME_EVENT_S one is charged,
+        One event may fail all that a worker runs: of faults of one `blamed` within SAME_EVENT_S one is charged,
         provided that they are the requests' `first`, so that none gets more than one retry in this way.
         """
         self._tokens = min(self._tokens + (now - self._filled) * self._per_second, self._most)
         self._filled = now
         self._last = {name: at for name, at in self._last.items() if now - at < SAME_EVENT_S}
-        if first and culprit in self._last:
+        if first and blamed in self._last:
             return True
         if self._tokens < 1:
             return False
         self._tokens -= 1
-        if culprit:
-            self._last[culprit] = now
+        if blamed:
+            self._last[blamed] = now
         return True
 
 
@@ -696,9 +703,9 @@ class History:
         self.losses_at_decode.clear()
         self.losses_alone.clear()
 
-    def is_guilty(self, others: int) -> bool:
+    def has_killed_workers(self, others: int) -> bool:
         """Whether it has killed a worker that it had for itself, when so many others died without it meanwhile."""
-        return sum(loss.death for loss in self.losses_alone) > min(others, MOST_EXCUSED)
+        return sum(loss.death for loss in self.losses_alone) > min(others, MAX_EXCUSED_DEATHS)
 
     def fork(self) -> History:
         """The history of one of the choices from here on; numbers stay common, since they name attempts."""
@@ -740,13 +747,13 @@ class History:
                 if self.refusals >= max_attempts and not hinted:
                     raise error
         # Prefill's token is progress of the stream, but says nothing of a request that kills decode workers.
-        if max(self.attempts, sum(loss.death for loss in self.losses)) >= MOST_ATTEMPTS:
+        if max(self.attempts, sum(loss.death for loss in self.losses)) >= MAX_IN_A_ROW:
             raise error
         if failed.cause is Cause.FAULT and self.faults > 1:
             return _pause(self.faults - 2, jitter)
         if failed.cause is Cause.REFUSED:
             hint = error.retry_after if isinstance(error, Overloaded) else None
-            return max(_pause(self.refusals - 1, jitter), min(hint or 0.0, _LONGEST_PAUSE_S))
+            return max(_pause(self.refusals - 1, jitter), min(hint or 0.0, _MAX_PAUSE_S))
         return 0.0
 
 
@@ -756,4 +763,4 @@ def _point_at_it(losses: Iterable[WorkerLoss]) -> bool:
 
 
 def _pause(doublings: int, jitter: Callable[[float, float], float]) -> float:
-    return min(_SHORTEST_PAUSE_S * 2.0**doublings, _LONGEST_PAUSE_S) * jitter(0.5, 1.0)
+    return min(_MIN_PAUSE_S * 2.0**doublings, _MAX_PAUSE_S) * jitter(0.5, 1.0)

@@ -21,7 +21,7 @@ from tests.integration.router_stubs import Handoffs, StubDecode, StubPrefill, ch
 
 
 @dataclass
-class Bench:
+class RouterRig:
     """A router, its stubs, and a client."""
 
     app: RouterApp
@@ -89,7 +89,7 @@ async def until(app: RouterApp, true: Callable[[], bool]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def bench(
+async def router_rig(
     folder: Path,
     *,
     prefill: int = 1,
@@ -98,7 +98,7 @@ async def bench(
     ready: bool = True,
     template: str | None = None,
     **settings: Any,
-) -> AsyncIterator[Bench]:
+) -> AsyncIterator[RouterRig]:
     checkpoint(folder, template=template)
     handoffs = Handoffs()
     prefills = [StubPrefill(identity(folder, WorkerRole.PREFILL, i), handoffs) for i in range(prefill)]
@@ -118,4 +118,4 @@ async def bench(
             everybody = len(prefills), len(decodes)
             await until(app, lambda: (len(app.pool.fleet.prefill), len(app.pool.fleet.decode)) == everybody)
         channel = await stack.enter_async_context(control_channel(app.address))
-        yield Bench(app, prefills, decodes, inference_pb2_grpc.InferenceStub(channel), channel)
+        yield RouterRig(app, prefills, decodes, inference_pb2_grpc.InferenceStub(channel), channel)
