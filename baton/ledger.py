@@ -1,4 +1,4 @@
-"""What a process tells of the memory that it holds. Pure: routers and clients import it too.
+"""Account of the memory that a process holds. Pure: routers and clients import it too.
 
 The ledger has every owner of memory or of a request's state. Each owner is a `LedgerEntry`; `baton ledger` and the
 chaos suite read them through the Admin RPC. The invariant is: each page of a pool is free, cached, or its reference

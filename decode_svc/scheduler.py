@@ -119,7 +119,7 @@ class DecodeScheduler:
         return sum(max(self._target_pages(each) - has(each.handle.capacity), 0) for each in self._running.values())
 
     def advance(self, found: Sequence, tokens: abc.Sequence[TokenInfo], now: float) -> StepOutput | None:
-        """What to report of a sequence that got these tokens in a step: those up to the one that ends it.
+        """Report on a sequence that got these tokens in a step: the tokens up to the one that ends it.
 
         None if there is nothing to report. A sequence that ended has lost its slot; the caller must free its handle.
         """

@@ -1,4 +1,4 @@
-"""What several commands share: types of values, tables, and failures.
+"""Parts that several commands share: types of values, tables, and failures.
 
 Errors of values name flag and value. Tables are fitted to a terminal; without one, each row is one line. A failure is
 one line on standard error, and an exit status that scripts can tell apart.

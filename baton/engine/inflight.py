@@ -157,7 +157,7 @@ class InflightPasses:
 
     @property
     def unread(self) -> list[LaunchedPass]:
-        """Those that are not read yet."""
+        """Passes that are not read yet."""
         return [launched for launched in self.passes if not launched.read]
 
     def add(self, launched: LaunchedPass) -> None:

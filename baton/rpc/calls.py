@@ -1,4 +1,4 @@
-"""What a client's calls are made of: requests from Python values, values from responses, credentials, and errors.
+"""Parts of a client's calls: requests from Python values, values from responses, credentials, and errors.
 
 A request that the server would refuse is refused here, with the same exception: InvalidRequest naming field and value.
 """

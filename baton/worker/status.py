@@ -1,4 +1,4 @@
-"""What a worker tells its routers: identity, load, cached prefix blocks, and the Watch stream that carries them.
+"""Status of a worker for its routers: identity, load, cached prefix blocks, and the Watch stream that carries them.
 
 `WorkerIdentity` is valid for one incarnation, which is a new random id at every start. `StatusHub` is the
 worker's side: services call `notify`, `drain` and `set_stalled`. Each watcher gets the status at once, then after each

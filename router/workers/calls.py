@@ -1,4 +1,4 @@
-"""What an attempt says to its two workers: the call to prefill, and its part of the session with decode.
+"""Calls of an attempt to its two workers: the one to prefill, and its part of the session with decode.
 
 A prompt has an assignment at a prefill worker, where it counts, and a call that brings its events. Between this router
 and a decode worker there is one stream, shared by all attempts there:

@@ -25,7 +25,6 @@ from baton.engine.contract import Engine
 from baton.errors import ConfigError
 from baton.model.config import ModelConfig
 from baton.native.packed import PackedWeight
-from bench.overhead import overhead
 from tests.checkpoints import make_checkpoint
 from tests.kernels import LIBRARY, needs_native
 
@@ -176,10 +175,3 @@ def test_ctrl_c_keeps_what_is_complete(tmp_path: Path, monkeypatch: pytest.Monke
     assert result.exit_code == 130
     assert "start to first token: 1.0 s" in result.output
     assert json.loads((tmp_path / "report.json").read_text())["interrupted"]
-
-
-def test_the_overhead_of_a_step_is_that_of_a_checkpoint_of_no_size(checkpoint: Path) -> None:
-    found = overhead(checkpoint, batch=2, context=20, steps=3)
-    assert found["dispatch_ms"] > 0
-    assert found["outside_forward_ms"] > 0
-    assert ("outside_native_ms" in found) == (LIBRARY is not None)
