@@ -108,10 +108,10 @@ class ChunkResult:
 class PassResult:
     """The results of a forward pass, chunk by chunk and sequence by sequence.
 
-    A chunk has its result, or its error: NoToken for logits that are not finite, or what its `on_layer` raised. A
-    sequence that was in the batch and was not freed since has 0..k tokens. One whose logits are not finite, or that
-    could not join the batch, has NoToken instead: it has left the batch and its slot, and the caller must `free` it.
-    An error of one does not affect the others.
+    A chunk has its result, or its error: NoToken for logits that are not finite, what its `on_layer` raised, or why it
+    can't be computed. A sequence that was in the batch and was not freed since has 0..k tokens. One whose logits are
+    not finite, or that could not join the batch, has NoToken instead: it has left the batch and its slot, and the
+    caller must `free` it. An error of one does not affect the others.
     """
 
     chunks: abc.Sequence[ChunkResult | Exception] = ()

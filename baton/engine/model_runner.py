@@ -134,16 +134,16 @@ class ModelRunner:
         with self._drained_on_error():
             states = forwarded.states
             if isinstance(states, NativeOutput):
-                best, logits = states.argmax, states.logits
+                argmax, logits = states.argmax, states.logits
             else:
-                best, logits = None, self._decoder.logits(states) if len(states) else None
+                argmax, logits = None, self._decoder.logits(states) if len(states) else None
             sampled, at = list[SamplerOutput | None](), 0
             for each in forwarded.prompts:
                 count, end = len(each.prompt.sample), at + len(each.row.sampled)
-                sampled.append(self._choose(each.sampler, best, logits, range(at, end), count) if count else None)
+                sampled.append(self._choose(each.sampler, argmax, logits, range(at, end), count) if count else None)
                 at = end
             steps = [row for row in plan.rows if not isinstance(row.source, PromptInput)]
-            choose = self._choose(self._sampler, best, logits, range(at, at + len(steps))) if steps else None
+            choose = self._choose(self._sampler, argmax, logits, range(at, at + len(steps))) if steps else None
             wait_steps = None if choose is None else self._finish_step(steps, choose)
             done = self._cuda.mark() if self._cuda is not None and forwarded.prompts else None
 
@@ -287,15 +287,15 @@ class ModelRunner:
         return self._decoder.forward(self._inputs.ids[: len(contexts)], batch.positions, batch, self._kv)
 
     def _choose(
-        self, sampler: SamplerBatch, best: Tensor | None, logits: Tensor | None, rows: range, copies: int = 1
+        self, sampler: SamplerBatch, argmax: Tensor | None, logits: Tensor | None, rows: range, copies: int = 1
     ) -> SamplerOutput:
         """Tokens after some rows of the pass, each row `copies` times in the sampler."""
         own = slice(rows.start, rows.stop)
         if logits is not None:
             return sampler.launch(logits[own] if copies == 1 else logits[own].repeat(copies, 1))
-        if best is None:
+        if argmax is None:
             raise EngineError("a token is to be sampled, but nothing was computed")
-        chosen = best[own] if copies == 1 else best[own].repeat(copies)
+        chosen = argmax[own] if copies == 1 else argmax[own].repeat(copies)
         return SamplerOutput(chosen, [chosen >= 0])
 
     def _finish_step(self, steps: Sequence[Row], sampled: SamplerOutput) -> Callable[[], list[RowResult]]:
