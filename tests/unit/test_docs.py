@@ -37,7 +37,19 @@ def test_prose_is_wrapped(file: Path) -> None:
 
 
 MAPS = ("CONTRIBUTING.md", "docs/architecture.md")
-FOLDERS = ".ci baton router prefill_svc decode_svc bench deploy docs proto scripts tests".split()
+FOLDERS = (
+    ".ci",
+    "baton",
+    "router",
+    "prefill_svc",
+    "decode_svc",
+    "bench",
+    "deploy",
+    "docs",
+    "proto",
+    "scripts",
+    "tests",
+)
 
 
 @cache
