@@ -1,20 +1,41 @@
-"""`baton cache`: what the prefix caches of a fleet hold, dropping it, and filling them beforehand."""
+"""`baton cache`: shows the contents of the prefix caches of a fleet, drops them, and fills the caches beforehand."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import json
+import sys
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 
-from baton.cli.options import DEFAULT_GRPC, EXIT_HELP, connection, size, table
+from baton.cli.generate import describe_cached, read_prompts
+from baton.cli.options import (
+    DEFAULT_GRPC,
+    EXIT_HELP,
+    FAILED,
+    INTERRUPTED,
+    Seconds,
+    connection,
+    connection_options,
+    describe,
+    exit_status,
+    size,
+    table,
+)
 from baton.cli.reach import Survey, addresses, survey_options
-from baton.cli.warm import warm
-from baton.client import Client
+from baton.client import AsyncClient, Client
+from baton.completion import Prompt
+from baton.config.options import Address, usage_errors
+from baton.errors import BatonError
 from baton.ledger import CacheReport, CacheTier
+from baton.request import Usage
 
 _COLUMNS = ("tier", "blocks", "held", "capacity", "hits", "misses", "fetching", "state")
 _NUMBERS = ("blocks", "held", "capacity", "hits", "misses", "fetching")
@@ -62,9 +83,6 @@ def clear(targets: Sequence[list[str]], redis: bool, yes: bool, timeout: float, 
     found.end()
 
 
-cache.add_command(warm)
-
-
 def _clear(client: Client, *, redis: bool, timeout: float) -> CacheReport:
     """Clear one process and report what was dropped; waits as long as the process reports progress."""
     who = client.cache(timeout=timeout)
@@ -108,3 +126,110 @@ def _print_dropped(each: CacheReport, console: Console) -> None:
     for tier in each.tiers:
         rows.add_row(tier.name, str(tier.blocks), size(tier.bytes), tier.state)
     console.print(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class WarmResult:
+    """The result of one prompt: its usage or its error."""
+
+    line: int
+    usage: Usage | None = None
+    error: BatonError | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        usage = asdict(self.usage) if self.usage else None
+        return {"line": self.line, "usage": usage, "error": describe(self.error) if self.error else None}
+
+    def describe(self) -> str:
+        if self.error is not None:
+            return f"error: {describe(self.error)}"
+        usage = self.usage or Usage(0, 0, 0)
+        computed = usage.prompt_tokens - usage.cached_tokens
+        return f"{usage.prompt_tokens} tokens, {computed} computed, {describe_cached(usage)}"
+
+
+@cache.command(epilog=f"{EXIT_HELP} If prompts fail in different ways, it is 1.")
+@click.option("--target", type=Address(), default=DEFAULT_GRPC, show_default=True, help="The router.")
+@click.option("--model", default="", help="Name of the served model.  [default: the only one]")
+@click.option(
+    "--prompt-file",
+    type=click.Path(path_type=Path),
+    required=True,
+    help='File with the prompt; .jsonl: one a line, {"text": ...}, {"token_ids": [...]} or {"messages": [...]}.',
+)
+@click.option("--cache-salt", default="", help="Salt of the requests that will use the cached prompts.")
+@click.option(
+    "--concurrency", type=click.IntRange(1, 256), default=4, show_default=True, help="Number of prompts sent at a time."
+)
+@click.option("--timeout", type=Seconds(), help="Deadline of each prompt in seconds.")
+@click.option("--json", "as_list", is_flag=True, help="Print a JSON list with an object for each prompt.")
+@connection_options
+def warm(
+    target: str,
+    model: str,
+    prompt_file: Path,
+    cache_salt: str,
+    concurrency: int,
+    timeout: float | None,
+    as_list: bool,
+    **flags: Any,
+) -> None:
+    """Compute and cache the KV of prompts, by a request for one output token each; fails if one of them fails.
+
+    Only requests of the same tenant and with the same --cache-salt can use them.
+    """
+    prompts = read_prompts(prompt_file)
+    settings = {"model": model, **connection(flags)}
+    arguments = {"cache_salt": cache_salt, "timeout": timeout}
+    try:
+        done = asyncio.run(_warm(target, settings, prompts, arguments, concurrency, live=not as_list))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    if as_list:
+        click.echo(json.dumps([each.as_json() for each in done], ensure_ascii=False))
+    statuses = {exit_status(each.error) for each in done if each.error}
+    sys.exit(statuses.pop() if len(statuses) == 1 else FAILED if statuses else 0)
+
+
+async def _warm(
+    target: str,
+    settings: Mapping[str, Any],
+    prompts: Mapping[int, Prompt],
+    arguments: Mapping[str, Any],
+    concurrency: int,
+    *,
+    live: bool,
+) -> list[WarmResult]:
+    """Send all prompts; returns the results in the order of their lines. If `live`, prints each when it ends."""
+    done: list[WarmResult] = []
+    waiting = iter(prompts.items())
+
+    async def work() -> None:
+        for line, prompt in waiting:
+            done.append(await _send(client, line, prompt, arguments))
+            if live:
+                click.echo(f"prompt {line}: {done[-1].describe()}", err=done[-1].error is not None)
+
+    with usage_errors():
+        client = AsyncClient(target, **settings)
+    async with client:
+        await asyncio.gather(*(work() for _ in range(min(concurrency, len(prompts)))))
+    if live:
+        click.echo(_total(done))
+    return sorted(done, key=lambda each: each.line)
+
+
+async def _send(client: AsyncClient, line: int, prompt: Prompt, arguments: Mapping[str, Any]) -> WarmResult:
+    try:
+        completion = await client.complete(prompt, max_tokens=1, temperature=0, **arguments)
+    except BatonError as error:
+        return WarmResult(line, error=error)
+    return WarmResult(line, completion.usage)
+
+
+def _total(done: list[WarmResult]) -> str:
+    usages = [each.usage for each in done if each.usage]
+    tokens, cached = sum(usage.prompt_tokens for usage in usages), sum(usage.cached_tokens for usage in usages)
+    failed = sum(1 for each in done if each.error)
+    count = f"{len(done)} prompt{'' if len(done) == 1 else 's'}{f', {failed} failed' if failed else ''}"
+    return f"{count}: {tokens} tokens, {tokens - cached} computed, {cached} cached"

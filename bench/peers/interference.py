@@ -17,17 +17,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton.bench.load.connect import connect
 from baton.bench.load.outcome import Outcome
-from baton.bench.load.targets import Place, Target
+from baton.bench.load.session import connect
+from baton.bench.load.targets import Endpoint, Target
 from baton.bench.load.workload import Job
 from baton.bench.stats import percentile
 from bench.children import Child
 from bench.pairing import Entry, attempt, failures, medians, spread, turned, values
 from bench.peers.fleet import VOCABULARY, baton_fleet
-from bench.peers.places import Places
-from bench.peers.runner import runner
-from bench.peers.servers import VLLM_NAME, vllm_server
+from bench.peers.processes import VLLM_NAME, PeerPaths, runner, vllm_server
 
 STREAM_TOKENS = 4000
 """More than any stream gets to: the streams are cancelled in the end."""
@@ -98,15 +96,15 @@ def figures(found: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     return {**shown, "ratio": shown["loaded"]["p99_ms"] / shown["alone"]["p99_ms"]}
 
 
-def measure(places: Places, rounds: int, quick: bool, tell: Callable[[str], object]) -> dict[str, Any]:
+def measure(paths: PeerPaths, rounds: int, quick: bool, tell: Callable[[str], object]) -> dict[str, Any]:
     """All three in turns, in an order that moves on: each is compared with itself in the same round."""
     load = QUICK if quick else InterferenceLoad()
     turns: dict[str, list[Entry]] = {peer: [] for peer in ("baton", "vllm", "llama")}
     with contextlib.ExitStack() as stack:
         start: dict[str, Callable[[], Watch]] = {
-            "baton": lambda: _served(f"grpc://{stack.enter_context(baton_fleet(places))}", "", load),
-            "vllm": lambda: _served(stack.enter_context(vllm_server(places)), VLLM_NAME, load),
-            "llama": lambda: _played(stack.enter_context(runner("llama", places.command("llama"))), load),
+            "baton": lambda: _served(f"grpc://{stack.enter_context(baton_fleet(paths))}", "", load),
+            "vllm": lambda: _served(stack.enter_context(vllm_server(paths)), VLLM_NAME, load),
+            "llama": lambda: _played(stack.enter_context(runner("llama", paths.command("llama"))), load),
         }
         started = {peer: attempt(lambda make=make: {"watch": make()}) for peer, make in start.items()}  # type: ignore[misc]
         for number in range(rounds):
@@ -138,7 +136,7 @@ Watch = Callable[[], Mapping[str, Sequence[float]]]
 
 
 def _served(url: str, model: str, load: InterferenceLoad) -> Watch:
-    return lambda: asyncio.run(watched(Place(url, model=model), load))
+    return lambda: asyncio.run(watched(Endpoint(url, model=model), load))
 
 
 def _played(llama: Child, load: InterferenceLoad) -> Watch:
@@ -150,9 +148,9 @@ def _figures_of(watch: Watch) -> Callable[[], dict[str, Any]]:
     return lambda: figures(watch())
 
 
-async def watched(place: Place, load: InterferenceLoad, vocabulary: int = VOCABULARY) -> dict[str, list[float]]:
+async def watched(endpoint: Endpoint, load: InterferenceLoad, vocabulary: int = VOCABULARY) -> dict[str, list[float]]:
     """As `watch`, of the server there, warmed up. Raises TimeoutError after WATCH_S."""
-    async with asyncio.timeout(WATCH_S), connect(place) as target:
+    async with asyncio.timeout(WATCH_S), connect(endpoint) as target:
         # Work of a server at a shape's first use is no interference.
         for tokens in (load.context, load.tokens):
             job = Job(_prompt(tokens, vocabulary), 4)

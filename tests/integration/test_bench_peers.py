@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.load.targets import Place
+from baton.bench.load.targets import Endpoint
 from bench.peers import fleet, interference
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.fleet import Fleet
@@ -21,7 +21,7 @@ async def test_a_fleet_is_loaded_and_its_streams_are_watched(tmp_path: Path, mon
     async with Fleet(checkpoint) as services:
         router = await services.start_router([await services.prefill()], [await services.decode()])
         report = await asyncio.to_thread(fleet.load, f"grpc://{router.address}", concurrency=2, requests=3, seed=0)
-        found = await interference.watched(Place(f"grpc://{router.address}"), load, VOCAB_SIZE)
+        found = await interference.watched(Endpoint(f"grpc://{router.address}"), load, VOCAB_SIZE)
     figures = fleet.figures(report)
     summary = fleet.summary({"baton": [figures], "vllm": [figures], "prediction": [figures]})
     assert summary["unfinished"] == {"baton": 0, "vllm": 0}

@@ -16,10 +16,9 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from baton.bench.load.connect import connect
 from baton.bench.load.outcome import Outcome, RequestFailed
-from baton.bench.load.session import Load, LoadSettings, measure
-from baton.bench.load.targets import Place
+from baton.bench.load.session import Load, LoadSettings, connect, measure
+from baton.bench.load.targets import Endpoint
 from baton.bench.load.workload import Job, lengths
 from baton.bundled import path as bundled_path
 from baton.errors import InvalidRequest
@@ -36,7 +35,7 @@ FIRST = behaviour.with_ids
 
 def settings(url: str, **more: Any) -> LoadSettings:
     made = LoadSettings(
-        Place(url, model="m"),
+        Endpoint(url, model="m"),
         [Load(concurrency=2)],
         requests=6,
         inputs=lengths("5"),
@@ -97,7 +96,7 @@ async def test_refusals_and_bad_requests_have_the_names_of_batons_errors() -> No
     async with served(router) as listener:
         url = f"grpc://{listener.address}"
         with pytest.raises(RequestFailed, match="is not served") as refused:
-            await one(settings(url, place=Place(url, model="other")))
+            await one(settings(url, endpoint=Endpoint(url, model="other")))
         assert refused.value.kind == "NotFound"
         router.error = InvalidRequest("prompt", "is too long")
         with pytest.raises(RequestFailed, match="is too long") as failed:
@@ -121,7 +120,7 @@ async def test_tokens_are_counted_as_each_kind_of_server_tells(stream: behaviour
         found = await one(settings(server.url))
         job = Job([1, 2, 3], 4)
         outcome = Outcome.of(job, 0.0)
-        async with connect(Place(server.url, model="m")) as target:
+        async with connect(Endpoint(server.url, model="m")) as target:
             await target.send(job, outcome)
     assert list(outcome.counts) == counts
     assert found["requests"]["finished"] == 6, found["failures"]

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from baton.bench.load.outcome import RequestFailed
 from baton.bench.load.session import Load, LoadSettings, measure
-from baton.bench.load.targets import Place
+from baton.bench.load.targets import Endpoint
 from baton.cli.main import main
 from baton.errors import ConfigError
 from tests import openai_server as behaviour
@@ -38,7 +38,7 @@ async def served(target: str, reach: Mapping[str, Any]) -> str:
 
 async def refused(url: str, reach: Mapping[str, Any]) -> str:
     """The kind of failure that a run with these credentials ends with."""
-    wanted = LoadSettings(Place(url, reach=reach, connections=2), [Load(concurrency=1)], requests=1, timeout_s=20.0)
+    wanted = LoadSettings(Endpoint(url, reach=reach, connections=2), [Load(concurrency=1)], requests=1, timeout_s=20.0)
     with pytest.raises(RequestFailed) as caught:
         _ = [each async for each in measure(wanted, Console(quiet=True))]
     return caught.value.kind

@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 
 from baton.bench.load.outcome import Ending, Outcome, RequestFailed
-from baton.bench.load.targets import Place
+from baton.bench.load.targets import Endpoint
 from baton.bench.load.workload import Job
 from baton.errors import ConfigError, preview
 
@@ -33,28 +33,28 @@ MAX_EVENT_BYTES = 4 << 20
 
 
 @asynccontextmanager
-async def http_target(place: Place) -> AsyncIterator[HttpTarget]:
-    """The server at `place`, with one connection for each open request."""
-    secure = _tls(place.reach) if place.url.startswith("https:") else None
-    key = place.reach.get("api_key")
+async def http_target(endpoint: Endpoint) -> AsyncIterator[HttpTarget]:
+    """The server at `endpoint`, with one connection for each open request."""
+    secure = _tls(endpoint.reach) if endpoint.url.startswith("https:") else None
+    key = endpoint.reach.get("api_key")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, ssl=secure or True)
     # The runner bounds the whole request.
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
-        yield HttpTarget(session, place)
+        yield HttpTarget(session, endpoint)
 
 
 class HttpTarget:
-    """The server at `place`."""
+    """The server at `endpoint`."""
 
-    def __init__(self, session: aiohttp.ClientSession, place: Place) -> None:
+    def __init__(self, session: aiohttp.ClientSession, endpoint: Endpoint) -> None:
         self._session = session
-        self._url = place.url
-        self._fields = {"model": place.model} if place.model else {}
-        self._body = place.body
-        self._server_name = place.reach.get("server_name")
-        self._tokenizer = _tokenizer(place.tokenizer) if place.tokenizer else None
+        self._url = endpoint.url
+        self._fields = {"model": endpoint.model} if endpoint.model else {}
+        self._body = endpoint.body
+        self._server_name = endpoint.reach.get("server_name")
+        self._tokenizer = _tokenizer(endpoint.tokenizer) if endpoint.tokenizer else None
 
     async def send(self, job: Job, outcome: Outcome) -> None:
         reader = _Reader(job, outcome)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,13 +13,22 @@ from typing import Any
 from rich.console import Console
 
 from baton.bench.interrupts import at_interrupt
-from baton.bench.load.connect import connect
-from baton.bench.load.prompt_file import Line, find_unknown_token, prompt_jobs, random_texts
-from baton.bench.load.report import Objectives, report
+from baton.bench.load.report import Objectives, bar, report
 from baton.bench.load.runner import LoadPlan, LoadRun
-from baton.bench.load.show import bar
-from baton.bench.load.targets import PROBE, TEXT_PROBE, Place, Target, is_grpc, wait_until_ready
-from baton.bench.load.workload import Job, Lengths, Prompts, Shared, lengths, poisson, random_jobs
+from baton.bench.load.targets import PROBE, TEXT_PROBE, Endpoint, GrpcTarget, Target, is_grpc, wait_until_ready
+from baton.bench.load.workload import (
+    Job,
+    Lengths,
+    Line,
+    Prompts,
+    Shared,
+    find_unknown_token,
+    lengths,
+    poisson,
+    prompt_jobs,
+    random_jobs,
+    random_texts,
+)
 from baton.errors import ConfigError
 
 DEFAULT_VOCAB = 1000
@@ -38,10 +48,10 @@ class Load:
 class LoadSettings:
     """Settings of a measurement.
 
-    `prompts` are those of the file named `prompt_file`, in place of random ones. `max_concurrency` caps open loops.
+    `prompts` are those of the file named `prompt_file`, in endpoint of random ones. `max_concurrency` caps open loops.
     """
 
-    place: Place
+    endpoint: Endpoint
     loads: Sequence[Load]
     requests: int | None = None
     seconds: float | None = None
@@ -64,13 +74,23 @@ class LoadSettings:
         return bool(self.prompts) and all(isinstance(each.prompt, str) for each in self.prompts)
 
 
+def connect(endpoint: Endpoint) -> AbstractAsyncContextManager[Target]:
+    """A target as a context that ends its connections. Raises ConfigError, naming a setting that can't be used."""
+    if is_grpc(endpoint.url):
+        return GrpcTarget(endpoint)
+    # aiohttp comes with an extra.
+    from baton.bench.load.http_target import http_target
+
+    return http_target(endpoint)
+
+
 async def measure(settings: LoadSettings, console: Console) -> AsyncGenerator[dict[str, Any], None]:
     """Yield a report for each load when it is complete; the last one says if Ctrl-C or SIGTERM ended its run.
 
     Raises RequestFailed if the server can't serve a small request, ConfigError for settings that can't be used.
     """
-    async with connect(settings.place) as target:
-        with console.status(f"waiting for {settings.place.url}"):
+    async with connect(settings.endpoint) as target:
+        with console.status(f"waiting for {settings.endpoint.url}"):
             await wait_until_ready(target, settings.wait_s, settings.timeout_s, TEXT_PROBE if settings.texts else PROBE)
         told = await target.vocab_size()
         if told is not None and (problem := find_unknown_token(settings.prompts, told)):
@@ -89,7 +109,7 @@ async def measure(settings: LoadSettings, console: Console) -> AsyncGenerator[di
                     await run.send_all(target, _jobs(settings, load, seed, vocab_size))
                 # Here too a signal must not lose what is complete.
                 workload = _workload(settings, load, vocab_size)
-                found = report(run, settings.place.url, workload, settings.objectives)
+                found = report(run, settings.endpoint.url, workload, settings.objectives)
                 await asyncio.sleep(0)
             yield {**found, "interrupted": run.interrupted}
             if run.interrupted:
@@ -125,8 +145,8 @@ def _workload(settings: LoadSettings, load: Load, vocab_size: int) -> dict[str, 
         shared = settings.shared
         own["shared_prefix"] = f"{shared.tokens}:{shared.groups}" if shared else None
     return {
-        "model": settings.place.model,
-        "connections": settings.place.connections if is_grpc(settings.place.url) else None,
+        "model": settings.endpoint.model,
+        "connections": settings.endpoint.connections if is_grpc(settings.endpoint.url) else None,
         "rate": load.rate,
         "concurrency": load.concurrency,
         "max_concurrency": settings.max_concurrency,

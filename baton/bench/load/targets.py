@@ -1,18 +1,25 @@
-"""The server under load: `grpc://host:port` is Baton, `http(s)://…/v1/completions` any OpenAI-compatible server."""
+"""The server under load: `grpc://host:port` is Baton, `http(s)://…/v1/completions` any OpenAI-compatible server.
+
+Requests to Baton use its own client and `Endpoint.connections` connections in turn, like the requests of as many users.
+If a router has several processes on its port, one connection reaches one of them. `http_target` has the other servers.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, Protocol, Self
 from urllib.parse import urlsplit
 
 from baton.bench.load.outcome import Ending, Outcome, RequestFailed
 from baton.bench.load.workload import Job
+from baton.client import AsyncClient
 from baton.config import parse_address
-from baton.errors import ConfigError
+from baton.errors import BatonError, ConfigError, Overloaded
 
 CONNECTIONS = 8
 """To a Baton router, if nothing else is set."""
@@ -24,10 +31,11 @@ TEXT_PROBE = Job("Hello", 1)
 """For servers that may take no token ids."""
 _NOT_THERE = frozenset({"connection", "Unavailable", "http 503"})
 """Failures that pass while a server starts."""
+_ASK_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Endpoint:
     """A target, and how to reach it; `reach` has API key and TLS, with the names of `baton.client`.
 
     `body` is merged into each HTTP request; a value of None removes a field. `tokenizer` is the file that turns prompts
@@ -54,6 +62,49 @@ class Target(Protocol):
 
     async def vocab_size(self) -> int | None:
         """Number of token ids that the model has, None if the server does not report it."""
+
+
+class GrpcTarget:
+    """The router at `endpoint`."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        address = endpoint.url.removeprefix("grpc://").strip("/")
+        self._clients = [
+            AsyncClient(address, model=endpoint.model, **endpoint.reach) for _ in range(endpoint.connections)
+        ]
+        self._turns = itertools.cycle(self._clients)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.gather(*(client.close() for client in self._clients))
+
+    async def send(self, job: Job, outcome: Outcome) -> None:
+        stream = next(self._turns).generate(
+            job.prompt, cache_salt=job.cache_salt, max_tokens=job.output_tokens, temperature=0.0, ignore_eos=True
+        )
+        try:
+            async for delta in stream:
+                if delta.tokens:
+                    outcome.event(len(delta.tokens))
+                if delta.usage:
+                    outcome.input_tokens = delta.usage.prompt_tokens
+                    outcome.cached_tokens = delta.usage.cached_tokens
+        except Overloaded as error:
+            raise RequestFailed(type(error).__name__, str(error), Ending.REFUSED, error.retry_after) from None
+        except BatonError as error:
+            raise RequestFailed(type(error).__name__, str(error)) from None
+
+    async def vocab_size(self) -> int | None:
+        """Asked on every connection, so that none is made while requests are timed."""
+        asked = (client.get_model(timeout=_ASK_S) for client in self._clients)
+        try:
+            return (await asyncio.gather(*asked))[0].vocab_size
+        except BatonError as error:
+            raise RequestFailed(type(error).__name__, str(error)) from None
 
 
 def is_grpc(url: str) -> bool:

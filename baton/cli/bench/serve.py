@@ -160,8 +160,8 @@ def serve(target: str, json_file: Path | None, **flags: Any) -> None:
 
 async def _measure(settings: LoadSettings, console: Any, table: Any, reports: list[dict[str, Any]]) -> None:
     """Append the report of each load to `reports`, and show it when it is complete."""
+    from baton.bench.load.report import print_report, warnings
     from baton.bench.load.session import measure
-    from baton.bench.load.show import print_report, warnings
 
     # Closed here in any case, for example when the reader of standard output goes away.
     async with aclosing(measure(settings, console)) as runs:
@@ -188,7 +188,7 @@ def _settings(target: str, flags: dict[str, Any]) -> LoadSettings:
     """Settings from the flags; raises click.UsageError for flags that exclude each other."""
     from baton.bench.load.report import Objectives
     from baton.bench.load.session import LoadSettings
-    from baton.bench.load.targets import CONNECTIONS, Place, is_grpc
+    from baton.bench.load.targets import CONNECTIONS, Endpoint, is_grpc
 
     try:
         grpc = is_grpc(target)
@@ -203,7 +203,7 @@ def _settings(target: str, flags: dict[str, Any]) -> LoadSettings:
         # BATON_API_KEY is only for Baton.
         reach["api_key"] = None
     connections = flags["connections"] or CONNECTIONS
-    place = Place(target, flags["model"], reach, flags["body"], flags["tokenizer"], connections)
+    endpoint = Endpoint(target, flags["model"], reach, flags["body"], flags["tokenizer"], connections)
     loads = _loads(flags)
     more: dict[str, Any] = {"shared": _shared(flags["shared_prefix"]), **_prompts(flags)}
     for name, field in (("input_tokens", "inputs"), ("output_tokens", "outputs")):
@@ -211,7 +211,7 @@ def _settings(target: str, flags: dict[str, Any]) -> LoadSettings:
             more[field] = _lengths(name, flags[name])
     once = None if flags["seconds"] else len(more.get("prompts", ())) or None
     return LoadSettings(
-        place,
+        endpoint,
         loads,
         requests=flags["requests"] or once,
         seconds=flags["seconds"],
@@ -249,7 +249,7 @@ def _prompts(flags: dict[str, Any]) -> dict[str, Any]:
     file = flags["prompt_file"]
     if file is None:
         return {}
-    from baton.bench.load.prompt_file import PromptFileError, read
+    from baton.bench.load.workload import PromptFileError, read
 
     for name in ("input_tokens", "shared_prefix", "vocab_size"):
         if flags[name] is not None:

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.children import Child, ChildFailed, child, pinned
-from bench.peers.places import RUNNERS
-from bench.peers.runner import runner
+from bench.peers.processes import RUNNERS, runner
 
 STUB = f"""
 import os, sys

@@ -10,9 +10,8 @@ from rich.console import Console
 
 from baton.bench.load.http_target import MAX_EVENT_BYTES, Events, EventTooLong
 from baton.bench.load.outcome import Ending, Outcome
-from baton.bench.load.report import Objectives, report
+from baton.bench.load.report import Objectives, print_report, report
 from baton.bench.load.runner import LoadPlan, LoadRun
-from baton.bench.load.show import print_report
 from baton.bench.stats import percentile, summary
 
 

@@ -10,7 +10,7 @@ from baton.bench.roofline import ModelShape, prefill_flops
 from bench.children import ChildFailed
 from bench.pairing import spread
 from bench.peers import fleet, interference, rates, report
-from bench.peers.runner import Absent
+from bench.peers.processes import Absent
 
 SHAPE = ModelShape(64, 112, 4, 2, 16, 264, (None, None))
 
