@@ -100,14 +100,7 @@ class SessionRouter:
             await self.say(heartbeat=decode_pb2.Heartbeat(live=self.asked))
 
     async def reserve(
-        self,
-        name: str,
-        context: int,
-        new: int,
-        choices: int = 1,
-        attempt: int = 0,
-        deadline_ms: int = 0,
-        **more: Any,
+        self, name: str, context: int, new: int, choices: int = 1, attempt: int = 0, deadline_ms: int = 0, **more: Any
     ) -> decode_pb2.ReserveResult:
         self.reserved.pop(name, None)
         self.asked.append(key(name, attempt))

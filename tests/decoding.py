@@ -63,11 +63,7 @@ def prefill(
     states = [SequenceState(params, list(prompt), list(outputs), choice) for choice in choices]
     result = prefill_chunk(engine, handle, ids, 0, len(ids), on_layer=lambda layer: None, sample=states)
     firsts = tuple(
-        FirstToken(
-            choice,
-            token,
-            finish_reason(params, [*outputs, token.token_id], engine.spec.eos_token_ids),
-        )
+        FirstToken(choice, token, finish_reason(params, [*outputs, token.token_id], engine.spec.eos_token_ids))
         for choice, token in zip(choices, result.tokens, strict=True)
     )
     layers = [

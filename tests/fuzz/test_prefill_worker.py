@@ -18,10 +18,7 @@ PREFILL = (
         "/baton.v1.Prefill/Prefill",
         True,
         prefill_pb2.PrefillRequest(
-            request_id="r",
-            prompt_token_ids=range(40),
-            choice_indexes=[0],
-            sampling=sampling_to_proto(GREEDY),
+            request_id="r", prompt_token_ids=range(40), choice_indexes=[0], sampling=sampling_to_proto(GREEDY)
         ),
     ),
     Method("/baton.v1.Prefill/Abandon", False, prefill_pb2.AbandonRequest(transfer_id="t")),

@@ -17,16 +17,7 @@ from baton.request import RemoteExport
 from baton.rpc.convert import export_from_proto
 from router.request_runner import Attempt
 from tests.integration.router_rig import router_rig, whole
-from tests.integration.router_stubs import (
-    KV,
-    LENGTH,
-    MAX_MODEL_LEN,
-    STOP,
-    DownStream,
-    letter,
-    never_ending,
-    text,
-)
+from tests.integration.router_stubs import KV, LENGTH, MAX_MODEL_LEN, STOP, DownStream, letter, never_ending, text
 
 
 async def test_happy_path(tmp_path: Path) -> None:

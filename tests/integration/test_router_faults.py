@@ -19,15 +19,7 @@ from router.request import Prefilled
 from router.workers import calls
 from router.workers import pool as pool_module
 from tests.integration.router_rig import Answer, refused, router_rig, until, whole
-from tests.integration.router_stubs import (
-    LENGTH,
-    DownStream,
-    StubDecode,
-    continue_by_hand,
-    granted,
-    letter,
-    text,
-)
+from tests.integration.router_stubs import LENGTH, DownStream, StubDecode, continue_by_hand, granted, letter, text
 
 Kind = decode_pb2.AttemptFailure
 

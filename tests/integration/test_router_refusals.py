@@ -17,11 +17,7 @@ from baton.transfer.tickets import TicketSigner
 from baton.worker.status import WIRE_VERSION, WorkerRole
 from tests.certificates import fleet
 from tests.integration.router_rig import refused, router_rig, until
-from tests.integration.router_stubs import (
-    KV,
-    StubDecode,
-    StubPrefill,
-)
+from tests.integration.router_stubs import KV, StubDecode, StubPrefill
 
 
 async def test_full_line_refuses_at_once_with_a_delay(tmp_path: Path) -> None:
@@ -207,10 +203,7 @@ BAD = {
         asked(text="x" * 9, sampling={"max_tokens": 60}),
         "max_tokens: 10 prompt tokens + 60 to generate exceed the model's length of 64",
     ),
-    "full prompt": (
-        asked(text="x" * 63),
-        "text: 64 prompt tokens + 1 to generate exceed the model's length of 64",
-    ),
+    "full prompt": (asked(text="x" * 63), "text: 64 prompt tokens + 1 to generate exceed the model's length of 64"),
     "huge": (asked(text="x" * 4_000_000), "text: 4000000 bytes can't fit: 64 tokens"),
 }
 

@@ -65,13 +65,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.loop = VirtualLoop(lambda: COPY_S)
-        self.engine = LoggingEngine(
-            page_size=PAGE,
-            pages=PAGES,
-            block_size=BLOCK,
-            slots=self.slots,
-            max_model_len=64,
-        )
+        self.engine = LoggingEngine(page_size=PAGE, pages=PAGES, block_size=BLOCK, slots=self.slots, max_model_len=64)
         self.cache = MemoryPrefixCache()
         self.book = Book(self.loop)
         self.tries_of = self.book.tries_of

@@ -80,13 +80,7 @@ def query_of(draw: random.Random, count: int) -> tuple[PlacementQuery, Excluded,
         return hits({draw.choice(prefills + decodes): draw.choice([16, 100, 200]) for _ in range(draw.randrange(6))})
 
     query = PlacementQuery(
-        draw.randint(1, 200),
-        draw.random() < 0.8,
-        some(*prefills, *decodes),
-        pairs(),
-        drawn(),
-        drawn(),
-        some(*decodes),
+        draw.randint(1, 200), draw.random() < 0.8, some(*prefills, *decodes), pairs(), drawn(), drawn(), some(*decodes)
     )
     return query, Excluded(some(*prefills, *decodes), pairs()), some(*prefills, *decodes)
 

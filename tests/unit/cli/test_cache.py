@@ -200,11 +200,7 @@ async def warm(router: Router, file: Path, *flags: str) -> Result:
 
 async def test_warm_sends_each_line_for_one_token_and_says_what_was_cached(tmp_path: Path) -> None:
     router, file = Router(), tmp_path / "prompts.jsonl"
-    lines = [
-        {"text": "a\u2028b"},
-        {"token_ids": [1, 2]},
-        {"messages": [{"role": "user", "content": "hi"}]},
-    ]
+    lines = [{"text": "a\u2028b"}, {"token_ids": [1, 2]}, {"messages": [{"role": "user", "content": "hi"}]}]
     file.write_text("\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines) + "\n", encoding="utf-8")
     result = await warm(router, file, "--cache-salt=s", "--concurrency=1", "--model=tiny")
     assert result.exit_code == 0, result.stderr

@@ -13,12 +13,7 @@ from torch import Tensor
 
 from baton.engine.load import load_model
 from baton.errors import ModelError
-from baton.model.layers import (
-    MergedColumnParallelLinear,
-    RMSNorm,
-    RowParallelLinear,
-    TensorParallel,
-)
+from baton.model.layers import MergedColumnParallelLinear, RMSNorm, RowParallelLinear, TensorParallel
 from baton.model.linear import DenseStorage, TensorOptions, WeightTensor
 from tests.checkpoints import make_checkpoint, prompt_ids
 from tests.unit.model.runner import chunked_logits

@@ -9,16 +9,7 @@ import pytest
 
 from baton.request import ReserveResult
 from router.dispatcher import Dispatcher
-from tests.unit.router.dispatching import (
-    FULL,
-    GRANTED,
-    NEVER,
-    FakeAttempt,
-    FakePool,
-    Held,
-    dispatcher,
-    settle,
-)
+from tests.unit.router.dispatching import FULL, GRANTED, NEVER, FakeAttempt, FakePool, Held, dispatcher, settle
 
 
 async def end(asked: Dispatcher, *requests: Held) -> None:

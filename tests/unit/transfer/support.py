@@ -145,11 +145,7 @@ def decoded(frame: bytes) -> wire.KvData | wire.Manifest | wire.Commit:
 class MemorySource:
     """A KvSource without a network: each stream is what `mangle(number of the stream, frames)` makes of it."""
 
-    def __init__(
-        self,
-        export: Export,
-        mangle: Callable[[int, list[bytes]], list[bytes]],
-    ) -> None:
+    def __init__(self, export: Export, mangle: Callable[[int, list[bytes]], list[bytes]]) -> None:
         self.shard = export.kv_format.whole
         self.seed = wire.seed_of(export.transfer_id)
         self.boxes: list[Box] = []

@@ -10,11 +10,7 @@ from typing import Any
 
 import pytest
 
-from baton.errors import (
-    EngineError,
-    IncompleteTransfer,
-    InvalidRequest,
-)
+from baton.errors import EngineError, IncompleteTransfer, InvalidRequest
 from baton.transfer import wire
 from baton.transfer.export import ExportRegistry
 from baton.transfer.wire import Box

@@ -7,21 +7,11 @@ from contextlib import aclosing
 
 import pytest
 
-from baton.errors import (
-    NotFound,
-    TransferError,
-    Unavailable,
-)
+from baton.errors import NotFound, TransferError, Unavailable
 from baton.telemetry.metrics import LEASES_EXPIRED
 from baton.transfer.export import REASON_LENGTH, ExportRegistry
 from tests.metrics import count
-from tests.unit.transfer.support import (
-    INCARNATION,
-    Engine,
-    prefilled,
-    ready,
-    whole,
-)
+from tests.unit.transfer.support import INCARNATION, Engine, prefilled, ready, whole
 
 TOKENS = 12
 

@@ -58,9 +58,7 @@ def flipped(frame: bytes, bit: int) -> bytes:
 
 
 @given(data_frames())
-def test_data_frames_are_what_the_generated_class_makes(
-    content: tuple[int, range, range, list[PartData]],
-) -> None:
+def test_data_frames_are_what_the_generated_class_makes(content: tuple[int, range, range, list[PartData]]) -> None:
     layer, tokens, heads, parts = content
     frame, checksum = wire.encode_data(layer, tokens, heads, parts)
     message = as_message(layer, tokens, heads, parts, checksum)
@@ -125,11 +123,7 @@ def test_a_manifest_with_anything_more_is_refused(extra: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("change", "complaint"),
-    [
-        ({"token_count": 0}, "0 tokens"),
-        ({"head_count": 3}, "shape"),
-        ({"parts": []}, "0 parts"),
-    ],
+    [({"token_count": 0}, "0 tokens"), ({"head_count": 3}, "shape"), ({"parts": []}, "0 parts")],
 )
 def test_a_header_that_contradicts_itself_is_refused(change: dict[str, object], complaint: str) -> None:
     header = kv_pb2.KvFrame.FromString(small_frame()).header

@@ -161,8 +161,7 @@ def test_no_template(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "template",
-    ["{{ messages[0].content + 1 }}", "{{ messages[5].content.x }}", "{% if %}", "{{ ''.__class__.mro() }}"],
+    "template", ["{{ messages[0].content + 1 }}", "{{ messages[5].content.x }}", "{% if %}", "{{ ''.__class__.mro() }}"]
 )
 def test_template_errors_are_the_requests(tmp_path: Path, template: str) -> None:
     with pytest.raises(InvalidRequest, match=r"^chat: the chat template"):
