@@ -125,7 +125,7 @@ async def test_a_stall_costs_one_budget_not_one_each_time(server: Server, cache:
 
 
 async def test_a_late_answer_is_not_taken_for_that_to_another_question(server: Server) -> None:
-    cache = open_cache(server.url, budget_s=3.0)
+    cache = open_cache(server.url, budget_s=6.0)
     await fill(cache)
     with server.stalled():
         assert await cache.fetch(DIGESTS) == []

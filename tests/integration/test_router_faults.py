@@ -207,18 +207,20 @@ async def test_session_lost_before_the_answer_leaves_the_next_workers_attempt_al
 
 
 async def test_a_late_answer_is_not_taken_for_that_of_the_next_reservation(tmp_path: Path) -> None:
-    async with router_rig(tmp_path, reserve_timeout_s=0.05) as b:
+    async with router_rig(tmp_path, reserve_timeout_s=0.2) as b:
 
         def late(reserve: decode_pb2.Reserve) -> decode_pb2.ReserveResult:
             if len(b.decode[0].reserves) == 1:
                 return decode_pb2.ReserveResult()
-            refusal = decode_pb2.ReserveResult(key=reserve.key, reason="full")
-            b.decode[0].sessions[-1].messages.put_nowait(decode_pb2.SessionDown(reserved=[refusal]))
+            if len(b.decode[0].reserves) == 2:
+                refusal = decode_pb2.ReserveResult(key=reserve.key, reason="full")
+                b.decode[0].sessions[-1].messages.put_nowait(decode_pb2.SessionDown(reserved=[refusal]))
             return granted(reserve)
 
         b.decode[0].answer = late
         assert (await b.answer(max_tokens=3)).text() == "abc"
-        assert (len(b.decode[0].reserves), len(b.decode[0].cancels)) == (2, 1)
+        # On a busy machine the second answer may be late as well.
+        assert len(b.decode[0].reserves) == len(b.decode[0].cancels) + 1 > 1
 
 
 async def test_a_cancel_ends_the_prefill_call_and_the_reservation(tmp_path: Path) -> None:

@@ -28,9 +28,10 @@ DRAIN = (
     "print('listening a=1:2'); [signal.pause() for _ in range(9)]"
 )
 DEAF = "signal.signal(15, lambda *_: print('ignored')); print('listening a=1:2'); [signal.pause() for _ in range(9)]"
+# Of two processes that write at the same time, one's line may come into the midst of the other's.
 PARENT = (
-    "subprocess.Popen([sys.executable, '-S', '-c', 'import os, signal; signal.signal(15, signal.SIG_IGN);"
-    " print(os.getpid(), flush=True); signal.pause()']); print('listening a=1:2')"
+    "print('listening a=1:2'); subprocess.Popen([sys.executable, '-S', '-c', 'import os, signal;"
+    " signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); signal.pause()'])"
 )
 
 
