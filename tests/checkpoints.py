@@ -12,8 +12,6 @@ The tokenizer is byte-level without merges: ids 0 to 255 are the bytes in GPT-2'
 tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A decode worker on real sockets between a router's session and a KV exporter, both reduced to the tests' needs."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence

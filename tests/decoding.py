@@ -1,7 +1,5 @@
 """Helpers of decode's tests: prompts prefilled by hand on a fake engine, and an engine that keeps a log."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """What every engine does when it computes: chunks, batches, refills, forks, transfers."""
 
-from __future__ import annotations
-
 import dataclasses
 import struct
 

@@ -1,7 +1,5 @@
 """Steps in flight: the next one launched before the tokens of the last one are read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

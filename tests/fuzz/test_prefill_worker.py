@@ -3,8 +3,6 @@
 Each call ends, in time, with a status that blames the caller; the worker is healthy afterwards and holds nothing.
 """
 
-from __future__ import annotations
-
 import grpc
 
 from baton.pb import kv_pb2, prefill_pb2

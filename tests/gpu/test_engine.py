@@ -2,8 +2,6 @@
 device, in host memory, and in both; then what only flash-attn's kernels have: graphs, whose tokens are those of eager
 steps, and copies beside a running batch."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """KV in host memory beside a CUDA device: segments equal plain attention, a batch may have sequences of both homes,
 transfers read and write beside a chunk, and device memory does not grow with the prompt."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`baton bench serve` against a real fleet, and against an OpenAI-shaped server that misbehaves."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

@@ -1,7 +1,5 @@
 """A request with more choices than a worker has slots, beside requests of others, in a whole fleet."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A session whose router forgets, falls silent, or asks without reading: what it owned is freed, and nothing grows."""
 
-from __future__ import annotations
-
 import asyncio
 
 import grpc

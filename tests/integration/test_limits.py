@@ -3,8 +3,6 @@
 Limits that depend on the model's length or vocabulary are in test_router_refusals.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Long texts through a router: the same ids, and a clear end for whoever asks while a text is tokenized."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

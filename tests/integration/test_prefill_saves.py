@@ -1,7 +1,5 @@
 """Long prompts in the prefill service with a real Valkey: saved while they are computed, whatever the server does."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Nobody learns from the prefix cache what others asked, and none without the fleet's secret puts words into it."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Writes and deletions at a real server that take long or come to nothing: what is remembered, bounded and told."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Sequence

@@ -1,7 +1,5 @@
 """Requests through the router over real gRPC, between a client and stub workers."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """Faults on either side of the router, over real gRPC: streams go on without a seam, and nothing is left behind."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Placement of a prompt whose prefix is somewhere already, over real gRPC, between stub workers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`python -m router` as a process: quick to start, told by signals, exact about bad settings."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Workers that die, stall, fall silent or refuse, over real gRPC between stubs: what the router does about them."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

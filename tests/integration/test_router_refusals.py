@@ -1,7 +1,5 @@
 """Refusals of the router, and their texts: full fleets, workers that do not match, bad input."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Clients that read late, or never: what they are sent, and what they cost."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence

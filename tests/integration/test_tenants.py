@@ -1,7 +1,5 @@
 """Tenants of one router: fair places in the queue, caches of their own, and keys that come and go."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading

@@ -3,8 +3,6 @@
 The services are the real ones on real sockets; their engines are fake, so that every token is known.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

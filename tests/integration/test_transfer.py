@@ -1,7 +1,5 @@
 """KV over real gRPC servers and sockets: layouts, overlap, boxes, back-pressure, and the service's calls."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable

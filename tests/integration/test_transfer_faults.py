@@ -1,7 +1,5 @@
 """KV over real gRPC servers and sockets: every fault is caught, counted, and ends where it should."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator

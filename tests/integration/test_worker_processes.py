@@ -1,7 +1,5 @@
 """`python -m prefill_svc` and `-m decode_svc` as a supervisor sees them, with the bundled model and the real engine."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import socket

@@ -3,8 +3,6 @@
 Ours here is transformers with its rotary embedding in float64, whose frequencies are computed from the formulas again.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -10,8 +10,6 @@ ended, the pages in use are those of live attempts and of write-backs, and once 
 in the pool, what was written back, and what is exported is the KV of the tokens by which it is named.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Placement equals the plain one that looks at every pair, on fleets of any size."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """`baton bench engine`: runs through the contract on a tiny checkpoint, the arithmetic of shares, the command."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Requests of a run, and their times: arrivals, lengths, prompts; all of it decided by the seed."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import statistics

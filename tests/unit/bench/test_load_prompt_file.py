@@ -1,7 +1,5 @@
 """Prompts from a file: what a line may say, what is refused and how it is named, and the requests that come of it."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

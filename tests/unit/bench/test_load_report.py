@@ -1,7 +1,5 @@
 """The arithmetic of reports, against requests written by hand; percentiles."""
 
-from __future__ import annotations
-
 from array import array
 from typing import Any
 

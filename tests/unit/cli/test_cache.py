@@ -1,7 +1,5 @@
 """`baton cache`: the tiers of processes over real gRPC, what is cleared, and prompts sent to fill them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence

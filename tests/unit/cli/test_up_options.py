@@ -1,7 +1,5 @@
 """The options of `baton up`: what it refuses or warns of before anything starts, and what services get."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A watched file that is replaced, spoilt, taken away and put back."""
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Attempts: sizing, ownership, handing over to sequences, and the one way out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

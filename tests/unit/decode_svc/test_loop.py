@@ -1,7 +1,5 @@
 """The engine thread's turns, taken one by one on the test's own thread."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """When generation outgrows the pool: who is preempted, when its replay may come, and that all end with their tokens."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Reservations that pin what is here already, commits that are held against it, and what ends leave behind."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

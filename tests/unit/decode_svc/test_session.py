@@ -1,7 +1,5 @@
 """Messages to a router: how they are gathered, and the translation of both directions."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -3,8 +3,6 @@
 And reservations that replace many cached blocks: others are served meanwhile.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

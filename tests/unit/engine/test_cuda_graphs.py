@@ -1,7 +1,5 @@
 """Decode graphs: what they replay follows tensors alone, and what can't be captured runs all the same."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The fake engine's tokens, by hand, and that no fault in KV goes unseen."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Pages of both homes, in and out, equal pages in one tensor. The device is acted out on a CPU."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The torch engine alone: the build from a config, equality with transformers, failures of the model."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

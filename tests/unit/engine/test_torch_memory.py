@@ -3,8 +3,6 @@
 The device is acted out on a CPU (`tests.unit.engine.cuda_standin`).
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The pool's cached pages: what names cover, how they go and come back, and that the audit notices damage."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The attention contract over every backend that runs on CPU, and the batch that describes a forward."""
 
-from __future__ import annotations
-
 from inspect import signature
 
 import pytest

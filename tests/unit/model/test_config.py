@@ -1,7 +1,5 @@
 """Reading config.json in all its spellings, and refusing what can't be computed, by name."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Layers by themselves: shards of every linear, and a whole model over tensor-parallel ranks."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

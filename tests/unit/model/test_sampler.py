@@ -1,7 +1,5 @@
 """The sampler against a plain one, row by row, and what must not matter: batch mates, history, order."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Attention over KV in host memory equals attention over all of it at once, for any segments and any way to them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

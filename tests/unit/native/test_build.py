@@ -1,7 +1,5 @@
 """The native library: how it is compiled, which instruction set it chooses, and when it is refused."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

@@ -3,8 +3,6 @@
 Every tensor has the size that the kernels may touch and no more, so that `make sanitize` sees each access outside.
 """
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import random

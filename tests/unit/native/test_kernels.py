@@ -1,7 +1,5 @@
 """Native products against float64 and attention under its contract, for each instruction set of this machine."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os

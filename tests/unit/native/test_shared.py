@@ -1,7 +1,5 @@
 """Packed weights in a file that workers share: who builds it, who waits, what becomes of a file that does not fit."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import logging

@@ -1,7 +1,5 @@
 """The supervisor over real processes: tiny scripts that say what they do."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """An attempt's own race: what has arrived against a deadline that has passed."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

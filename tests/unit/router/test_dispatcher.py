@@ -1,7 +1,5 @@
 """From the queue to a place, with workers that answer as the test says; no network."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Requests that run alone: what is kept for them, for how long, and what others get meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import cast
 

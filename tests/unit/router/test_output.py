@@ -1,7 +1,5 @@
 """Order, duplicates, texts, stop strings and the latency account, without a network."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

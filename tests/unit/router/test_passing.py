@@ -1,7 +1,5 @@
 """No request that waits for reasons of its own keeps others from workers that they could use."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Failures that another attempt follows, and their cost."""
 
-from __future__ import annotations
-
 import pytest
 
 from baton.errors import BatonError, Overloaded, TransferError, Unavailable

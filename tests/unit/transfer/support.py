@@ -1,7 +1,5 @@
 """An exporter and a consumer on fake engines, whose KV tells token, position, layer, head and part apart."""
 
-from __future__ import annotations
-
 import threading
 from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence

@@ -1,7 +1,5 @@
 """One export: the order of its frames, its wake-ups, and its one end."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Exports by id: finding, waiting, leases and releases."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import aclosing
 

@@ -1,7 +1,5 @@
 """Exports that hand nothing over, and consumers that have the beginning already."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing

@@ -1,7 +1,5 @@
 """Streams that lie, and streams that are damaged: caught, fetched again, and never accepted as something else."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 

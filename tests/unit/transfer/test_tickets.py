@@ -1,7 +1,5 @@
 """Tickets: what is signed, what is refused and why, what is accepted once, and keys that are replaced."""
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The codec: compatible with the generated class both ways, and blind to no flipped bit."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The ledger of a worker, and the audit when it is idle."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The three listeners of a worker on real sockets."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

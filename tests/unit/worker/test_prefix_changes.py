@@ -1,7 +1,5 @@
 """News of prefixes: what the tiers tell from any thread, merged, and told to each watcher of a worker's status."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence

@@ -1,7 +1,5 @@
 """Names of a request's blocks, from prompt to replay."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from typing import Any

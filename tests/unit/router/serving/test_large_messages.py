@@ -1,7 +1,5 @@
 """A large message must not hold up the event loop: fields are counted before they are read, and read on threads."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

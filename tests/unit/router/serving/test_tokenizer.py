@@ -1,7 +1,5 @@
 """Loading, chat rendering beside transformers, and what is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

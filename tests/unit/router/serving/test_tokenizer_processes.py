@@ -1,7 +1,5 @@
 """Processes that tokenize: the same ids as in this process, and a clear error however a process ends."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
