@@ -180,9 +180,7 @@ class HeldCache(MemoryPrefixCache):
         return await super().fetch(digests)
 
 
-async def test_many_blocks_that_were_loaded_are_shared_slice_by_slice(
-    valkey: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_many_loaded_blocks_are_shared_slice_by_slice(valkey: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     class Publishing(FakeEngine):
         def publish(self, handle: Any, digests: Sequence[bytes]) -> None:
             published.append(len(digests))
@@ -237,9 +235,7 @@ async def evicting(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Evict
         yield engine, client
 
 
-async def test_the_blocks_that_a_long_prompt_replaces_are_evicted_a_slice_in_each_turn_of_the_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_blocks_that_a_long_prompt_replaces_are_evicted_a_slice_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     async with evicting(monkeypatch) as (engine, client):
         assert by_tier(await client.done(REPLACING)) == {"pool": 32}
         assert engine.turns == [0, 1, 2]

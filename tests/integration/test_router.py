@@ -48,9 +48,7 @@ async def test_happy_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["finished", "prefilling", "decoding"])
-async def test_an_ended_request_leaves_no_work_to_the_garbage_collector(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
-) -> None:
+async def test_an_ended_request_needs_no_collector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     """Each of a million tokens would keep 16 MB until a collection, which is rare."""
     freed, prefilling = asyncio.Event(), asyncio.Event()
     watches: list[weakref.ref[Attempt]] = []

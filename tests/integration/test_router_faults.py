@@ -61,9 +61,7 @@ async def test_failed_attempt_goes_on_elsewhere_without_a_seam(tmp_path: Path, k
         assert (replay.context_tokens, replay.max_new_tokens) == (3 + 3, 3)
 
 
-async def test_a_request_that_can_not_be_told_ends_and_its_session_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_request_that_can_not_be_told_ends_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bad, told, emit = letter(25), asyncio.Event(), output_module._Choice._emit
 
     def breaks(self: output_module._Choice, token: TokenInfo, *rest: Any) -> None:
@@ -91,9 +89,7 @@ async def test_a_request_that_can_not_be_told_ends_and_its_session_goes_on(
         assert len(b.decode[0].sessions) == 1
 
 
-async def test_a_message_that_can_not_be_handled_costs_its_session_and_another_follows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_bad_message_costs_its_session_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bad, read = letter(25), calls.token_from_proto
 
     def breaks(message: inference_pb2.TokenInfo) -> TokenInfo:
@@ -125,9 +121,7 @@ async def test_a_prefill_that_can_not_be_read_ends_its_request(tmp_path: Path, m
         assert (await b.answer(max_tokens=3)).text() == text(0, 3)
 
 
-async def test_a_status_that_can_not_be_handled_costs_its_watch_and_another_follows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_bad_status_costs_its_watch_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, broken = pool_module.status_from_proto, asyncio.Event()
 
     def breaks(message: worker_pb2.WorkerStatus) -> WorkerStatus:

@@ -51,9 +51,7 @@ MISMATCHES = {
 
 
 @pytest.mark.parametrize("what", MISMATCHES)
-async def test_mismatched_worker_is_refused_by_name(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
-) -> None:
+async def test_mismatched_worker_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str) -> None:
     name, value = MISMATCHES[what]
     odd: list[StubDecode] = []
 
@@ -81,9 +79,7 @@ async def test_mismatched_worker_is_refused_by_name(
     assert odd[0].reserves == []
 
 
-async def test_a_prefill_worker_whose_tickets_cannot_be_signed_is_refused_by_name(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_prefill_worker_of_other_tickets_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     key = fleet() / "ticket.key"
     signs, other = TicketSigner(str(key)).key_id, b"\1" * 8
     taken: tuple[bytes, ...] = (other,)

@@ -52,9 +52,7 @@ def checkpoint(
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_greedy_output_equals_transformers_with_exact_angles(
-    checkpoint: tuple[Path, list[int], list[int]], kernels: str
-) -> None:
+def test_output_equals_that_of_exact_angles(checkpoint: tuple[Path, list[int], list[int]], kernels: str) -> None:
     path, ids, expected = checkpoint
     model = load_model(path, dtype=torch.float32, native=library_of(kernels))
     with torch.inference_mode():

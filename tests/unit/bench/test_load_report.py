@@ -102,9 +102,7 @@ def test_goodput_counts_what_finished_within_both_objectives() -> None:
 @pytest.mark.parametrize(
     ("tokens", "cached"), [((5, 3), (8, 0.4)), ((0, 0), (0, 0.0)), ((None, None), (None, None)), ((5, None), (5, 0.25))]
 )
-def test_cached_tokens_are_those_of_requests_that_finished(
-    tokens: tuple[int | None, ...], cached: tuple[int | None, float | None]
-) -> None:
+def test_cached_tokens_of_the_finished(tokens: tuple[int | None, ...], cached: tuple[int | None, float | None]) -> None:
     """vLLM tells of hits only, so what it does not tell once it has told of one is none."""
     finished = [outcome(100.0, 100.5, cached_tokens=each) for each in tokens]
     failed = outcome(100.0, 100.5, ending=Ending.FAILED, kind="timeout")

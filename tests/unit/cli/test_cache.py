@@ -299,9 +299,7 @@ class Picky(Router):
         ("[" * 100_000, "line 2: prompt: is not JSON: "),
     ],
 )
-async def test_a_bad_line_is_refused_by_its_number_before_anything_is_sent(
-    line: str, words: str, tmp_path: Path
-) -> None:
+async def test_a_bad_line_is_refused_by_its_number_before_any_is_sent(line: str, words: str, tmp_path: Path) -> None:
     router, file = Router(), tmp_path / "prompts.jsonl"
     file.write_text('{"text": "x"}\n' + line)
     result = await warm(router, file)

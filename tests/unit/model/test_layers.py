@@ -48,9 +48,7 @@ class Threads:
     ],
 )
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_together_equal_one(
-    family: str, tied: bool, overrides: dict[str, object], size: int, tmp_path: Path
-) -> None:
+def test_ranks_equal_one_rank(family: str, tied: bool, overrides: dict[str, object], size: int, tmp_path: Path) -> None:
     path = make_checkpoint(family, tmp_path, tied=tied, num_key_value_heads=4, **overrides)
     ids, threads = prompt_ids(40), Threads(size)
     alone = chunked_logits(load_model(path, dtype=torch.float32), ids, 16, 16)

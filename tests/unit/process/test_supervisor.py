@@ -135,9 +135,7 @@ async def test_a_successor_that_hangs_at_its_start_is_replaced(said: Lines, tmp_
 
 
 @pytest.mark.parametrize("what", ["asyncio.create_subprocess_exec", "os.pipe"])
-async def test_one_that_can_not_be_started_has_not_served(
-    said: Lines, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+async def test_one_that_can_not_start_has_not_served(said: Lines, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(12, "no memory")
 

@@ -68,9 +68,7 @@ async def test_a_stream_that_takes_nothing_has_no_lease(exports: ExportRegistry,
                 pass
 
 
-async def test_an_unknown_id_waits_briefly_an_announced_one_longer(
-    exports: ExportRegistry, engine: Engine, clock: Clock
-) -> None:
+async def test_an_announced_id_is_waited_for_longer(exports: ExportRegistry, engine: Engine, clock: Clock) -> None:
     exports.announce("late")
     names = ("late", "late", "refused", "unknown")
     *late, refused, unknown = [asyncio.create_task(exports.find(name, INCARNATION)) for name in names]

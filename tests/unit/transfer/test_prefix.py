@@ -68,9 +68,7 @@ async def test_who_takes_a_request_over_insists_on_the_handoff(exports: ExportRe
         await pull([MemorySource(export, unchanged)], consumer, handle, whole(TOKENS), length=TOKENS, timeout_s=20)
 
 
-async def test_a_read_that_finds_its_handle_freed_after_the_end_tells_of_the_end(
-    exports: ExportRegistry, engine: Engine
-) -> None:
+async def test_a_read_of_a_handle_freed_after_the_end_tells_of_it(exports: ExportRegistry, engine: Engine) -> None:
     handle = prefilled(engine, TOKENS)
     gate = engine.before_read = Gate()
     export = exports.open("t", handle, TOKENS, on_closed=lambda: None)

@@ -70,9 +70,7 @@ SHARDS = st.builds(Shard, st.just(""), SPANS, SPANS)
 
 
 @given(UINT32, st.lists(st.tuples(UINT32, UINT32, UINT32), max_size=4), UINT32, SHARDS)
-def test_manifests_are_read_as_they_were_made(
-    frames: int, runs: list[wire.TokenRun], digest: int, shard: Shard
-) -> None:
+def test_manifests_are_read_as_they_are_made(frames: int, runs: list[wire.TokenRun], digest: int, shard: Shard) -> None:
     manifest = wire.Manifest(frames, tuple(runs), digest, shard)
     assert wire.decode(wire.encode_manifest(manifest)) == manifest
 

@@ -205,9 +205,7 @@ def test_the_ids_of_a_long_prompt_are_not_copied_on_the_event_loop() -> None:
 
 
 @pytest.mark.parametrize("large", [2, 1000])
-async def test_a_long_prompt_is_made_into_a_message_off_the_event_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: int
-) -> None:
+async def test_a_long_prompt_is_made_off_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: int) -> None:
     seen: list[bool] = []
     monkeypatch.setattr(router.request_runner, "LARGE_REQUEST", large, raising=False)
     monkeypatch.setattr(router.request_runner, "prefill_message", noted(router.request_runner.prefill_message, seen))
