@@ -1,7 +1,5 @@
 """Certificates for tests: two fleets that do not trust each other, made once in a process."""
 
-from __future__ import annotations
-
 import functools
 import shutil
 import tempfile

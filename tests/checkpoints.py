@@ -12,8 +12,6 @@ The tokenizer is byte-level without merges: ids 0 to 255 are the bytes in GPT-2'
 tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,12 +64,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "sliding_window": 24,
         "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
     },
-    "qwen2": {
-        "num_key_value_heads": 4,
-        "use_sliding_window": True,
-        "sliding_window": 20,
-        "max_window_layers": 1,
-    },
+    "qwen2": {"num_key_value_heads": 4, "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
     "qwen3": {
         "num_key_value_heads": 2,
         "head_dim": 32,
@@ -93,13 +86,7 @@ _MODELS = {
 
 
 def make_checkpoint(
-    family: str,
-    directory: Path,
-    *,
-    tied: bool = False,
-    seed: int = 0,
-    max_shard_size: str = "1GB",
-    **overrides: Any,
+    family: str, directory: Path, *, tied: bool = False, seed: int = 0, max_shard_size: str = "1GB", **overrides: Any
 ) -> Path:
     """Write model, tokenizer and chat template of `family` into `directory`, and return it.
 
@@ -163,11 +150,7 @@ def greedy(model: Any, prompt: list[int], count: int = 64) -> Reference:
     output = model.generate(
         torch.tensor([prompt]),
         generation_config=transformers.GenerationConfig(
-            do_sample=False,
-            max_new_tokens=count,
-            output_logits=True,
-            return_dict_in_generate=True,
-            pad_token_id=EOS_ID,
+            do_sample=False, max_new_tokens=count, output_logits=True, return_dict_in_generate=True, pad_token_id=EOS_ID
         ),
     )
     top = torch.cat(output.logits).topk(2, dim=-1).values

@@ -1,7 +1,5 @@
 """Time that stands still until a test moves it."""
 
-from __future__ import annotations
-
 
 class Clock:
     """A clock for what takes one as a function."""

@@ -1,7 +1,5 @@
 """A decode worker on real sockets between a router's session and a KV exporter, both reduced to the tests' needs."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -100,14 +98,7 @@ class SessionRouter:
             await self.say(heartbeat=decode_pb2.Heartbeat(live=self.asked))
 
     async def reserve(
-        self,
-        name: str,
-        context: int,
-        new: int,
-        choices: int = 1,
-        attempt: int = 0,
-        deadline_ms: int = 0,
-        **more: Any,
+        self, name: str, context: int, new: int, choices: int = 1, attempt: int = 0, deadline_ms: int = 0, **more: Any
     ) -> decode_pb2.ReserveResult:
         self.reserved.pop(name, None)
         self.asked.append(key(name, attempt))

@@ -1,7 +1,5 @@
 """Helpers of decode's tests: prompts prefilled by hand on a fake engine, and an engine that keeps a log."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -63,11 +61,7 @@ def prefill(
     states = [SequenceState(params, list(prompt), list(outputs), choice) for choice in choices]
     result = prefill_chunk(engine, handle, ids, 0, len(ids), on_layer=lambda layer: None, sample=states)
     firsts = tuple(
-        FirstToken(
-            choice,
-            token,
-            finish_reason(params, [*outputs, token.token_id], engine.spec.eos_token_ids),
-        )
+        FirstToken(choice, token, finish_reason(params, [*outputs, token.token_id], engine.spec.eos_token_ids))
         for choice, token in zip(choices, result.tokens, strict=True)
     )
     layers = [

@@ -5,8 +5,6 @@ that many percent of these are run, seeded with FUZZ_SEED. As a pytest plugin (`
 number of inputs tried, and writes them to the file that FUZZ_REPORT names, if it does.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os

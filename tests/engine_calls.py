@@ -1,7 +1,5 @@
 """Single calls of an engine, as tests make them."""
 
-from __future__ import annotations
-
 from collections import abc
 from typing import Any
 

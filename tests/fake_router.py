@@ -1,7 +1,5 @@
 """A router played by a small servicer, for tests of what talks to routers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

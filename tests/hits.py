@@ -1,7 +1,5 @@
 """Prefix hits by worker, as tests write them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from router.placement.prefix_directory import PrefixMatch

@@ -6,8 +6,6 @@ is `python -m prefill_svc FLAGS...`, but before the first chunk that begins at t
 MARKER, prints "holding TOKEN", and computes no more. If MARKER exists already, it goes on.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Sequence

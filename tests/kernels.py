@@ -1,7 +1,5 @@
 """The kernels that CPU tests run over: torch's operators, and the native ones where they are built."""
 
-from __future__ import annotations
-
 from ctypes import CDLL
 
 import pytest

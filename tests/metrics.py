@@ -1,7 +1,5 @@
 """Values of this process's metrics."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from prometheus_client import REGISTRY

@@ -3,8 +3,6 @@
 What a request gets is chosen by the order of arrival: `behaviours[n % len]` for the n-th.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

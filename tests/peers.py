@@ -1,7 +1,5 @@
 """A decode worker's side of a prefix fetch: pages that hold a prefix, exported for a prefill worker to pull."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import AsyncIterator

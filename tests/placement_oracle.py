@@ -1,7 +1,5 @@
 """The plain placement, which looks at every pair: what `router.placement.policy` must equal."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from router.placement.fleet import DecodeView, PrefillView, can_pair

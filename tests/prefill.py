@@ -4,8 +4,6 @@ Whether KV that leaves the worker is right is judged by a second engine: it fetc
 expected tokens only if every element arrived in its place.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

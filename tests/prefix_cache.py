@@ -1,7 +1,5 @@
 """The simplest prefix cache that stores: a dictionary."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import takewhile
 

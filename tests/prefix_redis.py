@@ -1,7 +1,5 @@
 """A Redis prefix cache of tiny blocks for tests, and what its metrics say."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from unittest import mock

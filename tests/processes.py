@@ -1,7 +1,5 @@
 """Processes that are children of nobody here."""
 
-from __future__ import annotations
-
 import os
 import select
 import time

@@ -1,7 +1,5 @@
 """Real Redis and Valkey servers for tests, to be paused and killed: single ones, clusters, a master with a sentinel."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -6,8 +6,6 @@ message a step, as a real decode worker does. It writes `listening prefill=HOST:
 it is killed.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -1,7 +1,5 @@
 """Ends that take TLS for servers that have none, such as the embedded Valkey."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import ssl

@@ -1,7 +1,5 @@
 """Messages with a field of which only the number of elements may be read."""
 
-from __future__ import annotations
-
 from typing import Any, NoReturn
 
 COUNT = 10**9

@@ -8,8 +8,6 @@ minutes are used up. Exits with 1 if anything was hung, wrong, leaked, lost or n
 tenant delayed another beyond the bar.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import random

@@ -4,8 +4,6 @@ The matrix is which fault hits whom while a request is in which state. Beside it
 damaged records (tests/chaos/damage.py) and floods (tests/chaos/flood.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import signal

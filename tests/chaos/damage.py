@@ -6,8 +6,6 @@
 No token may be wrong meanwhile, and a damaged record is one that the next computation mends.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

@@ -8,8 +8,6 @@ SIGUSR2 makes the engine hang for ever, at the next step or chunk. SIGUSR1 makes
 ends that.
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import socket

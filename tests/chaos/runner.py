@@ -4,8 +4,6 @@ load runs ── some request is in the state ── fault ── held ── he
                                               └─ time to detect       └─ all ended      └─ every worker works again
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

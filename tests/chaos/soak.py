@@ -7,8 +7,6 @@ Resident memory of every process is sampled all the time. Flat means: the median
 spared for that.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import random

@@ -4,8 +4,6 @@ Workers that ended are started again a moment later, as `baton up` does; frozen 
 storm the name of Redis does not resolve. Streams that were accepted must finish with exact tokens.
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import time

@@ -1,7 +1,5 @@
 """The suite's own instruments: a proxy that really cuts, and an oracle that really tells right from wrong."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -4,8 +4,6 @@ The faults themselves have cheaper tests. Only these can show that routers, pref
 together through a fault under a mixed load, with exact tokens and nothing held afterwards.
 """
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

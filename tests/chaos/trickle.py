@@ -5,8 +5,6 @@ It writes an empty line when it begins, and at the end a line of JSON for each r
 first token came, on the monotonic clock, which all processes of a machine share, how it ended, and what was wrong.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -4,8 +4,6 @@ The latter with torch's operators, with native kernels, and with two thirds of t
 host memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path

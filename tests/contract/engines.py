@@ -1,7 +1,5 @@
 """The engines under contract, each from a `Rig` that makes any number of equal ones with sizes of choice."""
 
-from __future__ import annotations
-
 import math
 import random
 import struct

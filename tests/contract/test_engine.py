@@ -1,7 +1,5 @@
 """What every engine does when it computes: chunks, batches, refills, forks, transfers."""
 
-from __future__ import annotations
-
 import dataclasses
 import struct
 
@@ -142,9 +140,7 @@ def test_replay_through_prefill_samples_what_decode_would_have(rig: Rig) -> None
 
 
 @pytest.mark.parametrize(("sizes", "other"), [((16, 64), (5, 200)), ((7, 100), (16, 64)), ((32, 8), (32, 8))])
-def test_decode_goes_on_after_a_transfer_between_page_sizes(
-    rig: Rig, sizes: tuple[int, int], other: tuple[int, int]
-) -> None:
+def test_decode_goes_on_between_page_sizes(rig: Rig, sizes: tuple[int, int], other: tuple[int, int]) -> None:
     source = rig.engine(page_size=sizes[0], pages=sizes[1])
     target = rig.engine(page_size=other[0], pages=other[1])
     wanted = state(rig.prompt(37), MIXED[1])

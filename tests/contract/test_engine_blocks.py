@@ -1,7 +1,5 @@
 """Prefix blocks in and out of every engine's pages, whatever their sizes; what does not fit is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

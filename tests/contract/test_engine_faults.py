@@ -1,7 +1,5 @@
 """Contract of every engine for a sequence that can't join, or whose numbers are not finite: it fails alone."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import pytest

@@ -1,7 +1,5 @@
 """One forward pass over chunks of prompts and a step of the batch: each row is as if it were computed alone."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Contract of every engine for pages: reserve, extend, free at any moment, refuse what does not fit."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

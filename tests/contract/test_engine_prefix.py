@@ -1,7 +1,5 @@
 """Contract of every engine for published prefixes: found, shared, cut by a copy, evicted; and never a wrong token."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What every engine does for those who wait for pages: spares of forks, word of returns."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

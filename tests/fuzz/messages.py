@@ -1,7 +1,5 @@
 """Messages that are valid protobuf and make no sense."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any, TypeVar

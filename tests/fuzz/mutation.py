@@ -1,7 +1,5 @@
 """Damage: arbitrary bytes, and what links and faulty peers make of valid ones."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 

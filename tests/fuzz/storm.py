@@ -1,7 +1,5 @@
 """Calls with raw bytes to a running server, many at a time, and garbage on its sockets."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

@@ -3,8 +3,6 @@
 Nothing but TransferError comes out, and what is accepted is the KV that was sent, every element of it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random

@@ -3,8 +3,6 @@
 Each call ends, in time, with a status that blames the caller; the worker is healthy afterwards and holds nothing.
 """
 
-from __future__ import annotations
-
 import grpc
 
 from baton.pb import kv_pb2, prefill_pb2
@@ -18,10 +16,7 @@ PREFILL = (
         "/baton.v1.Prefill/Prefill",
         True,
         prefill_pb2.PrefillRequest(
-            request_id="r",
-            prompt_token_ids=range(40),
-            choice_indexes=[0],
-            sampling=sampling_to_proto(GREEDY),
+            request_id="r", prompt_token_ids=range(40), choice_indexes=[0], sampling=sampling_to_proto(GREEDY)
         ),
     ),
     Method("/baton.v1.Prefill/Abandon", False, prefill_pb2.AbandonRequest(transfer_id="t")),

@@ -1,7 +1,5 @@
 """Prefix-cache records: only the exact bytes that a holder of the fleet's secret wrote for this block are accepted."""
 
-from __future__ import annotations
-
 import random
 
 from baton.kv.format import KvFormat, KvPart

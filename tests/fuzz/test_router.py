@@ -1,7 +1,5 @@
 """A router's listeners against bytes and messages that make no sense; see test_prefill_worker."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from baton.pb import inference_pb2

@@ -1,7 +1,5 @@
 """Tickets and key files: nothing forged, altered or replayed is accepted, and nothing crashes on what is malformed."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sessions with a decode worker whose commands make no sense, alone or in their order; see test_prefill_worker."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """These tests need a CUDA device and are collected only where there is one."""
 
-from __future__ import annotations
-
 import torch
 
 collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]

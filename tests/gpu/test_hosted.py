@@ -1,8 +1,6 @@
 """KV in host memory beside a CUDA device: segments equal plain attention, a batch may have sequences of both homes,
 transfers read and write beside a chunk, and device memory does not grow with the prompt."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -58,9 +56,7 @@ def make(checkpoint: Path) -> Iterator[Make]:
 @pytest.mark.parametrize("window", [None, 40, 700])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)], ids=str)
 @pytest.mark.parametrize("size", [50, 256, 2000])
-def test_segments_in_both_homes_equal_dense_attention(
-    size: int, dtype: torch.dtype, tolerance: float, window: int | None
-) -> None:
+def test_segments_of_both_homes_are_exact(size: int, dtype: torch.dtype, tolerance: float, window: int | None) -> None:
     backend: AttentionBackend = select(DEVICE, dtype, dtype, PAGE, DIM)
     tokens, device_pages = 1500, 60
     parts = attention_parts(dtype_name(dtype), KV_HEADS, DIM)

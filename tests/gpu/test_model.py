@@ -1,7 +1,5 @@
 """The attention contract and whole models on CUDA, over every backend installed there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Conversations with a decode worker of `tests.decode_rig`, whose router names the blocks of each prompt."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from baton.request import SamplingParams

@@ -4,8 +4,6 @@ Output token `i` of choice `c` is the letter `c + i` places after "a"; prefill s
 rest. A test replaces a stub's `script` to make it misbehave.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Fleets with everything on: mutual TLS, tickets, API keys and tenants, in one process with fake engines."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The parts of bench.peers that drive a fleet: load through `baton bench serve`, streams watched under prompts."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

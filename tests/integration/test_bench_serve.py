@@ -1,7 +1,5 @@
 """`baton bench serve` against a real fleet, and against an OpenAI-shaped server that misbehaves."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal
@@ -71,12 +69,7 @@ async def test_a_fleet_under_load(tmp_path: Path) -> None:
     async with Fleet(bundled_path(), dtype="float32") as fleet:
         app = await fleet.start_router([await fleet.prefill()], [await fleet.decode()])
         flags = ["--rates=20,40", "--requests=6", "--input-tokens=uniform:8:24", "--output-tokens=5", "--warmup=2"]
-        more = [
-            "--max-concurrency=8",
-            "--shared-prefix=16:2",
-            f"--json={tmp_path / 'a.json'}",
-            "--wait=60",
-        ]
+        more = ["--max-concurrency=8", "--shared-prefix=16:2", f"--json={tmp_path / 'a.json'}", "--wait=60"]
         status, out, err = await command("serve", f"grpc://{app.address}", *flags, *more)
     assert status == 0, err
     assert "6 sent, 6 finished" in out

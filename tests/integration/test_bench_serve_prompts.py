@@ -1,7 +1,5 @@
 """`baton bench serve` with prompts from a file, a cap on what is open, and what caches had."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`baton bench serve` with CA, client certificate, server name and API key: who is served, and who is told why not."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Mapping

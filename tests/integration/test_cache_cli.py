@@ -1,7 +1,5 @@
 """`baton cache` against a small fleet and a real Valkey: prompts are warmed, counted, found and cleared."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from functools import partial

@@ -1,7 +1,5 @@
 """A request with more choices than a worker has slots, beside requests of others, in a whole fleet."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 
@@ -63,11 +61,7 @@ async def test_a_request_with_more_choices_than_slots_keeps_nobody_from_a_first_
         engine.gate.clear()
         async with AsyncClient(app.address, api_key=tenants[0]) as a, AsyncClient(app.address, api_key=tenants[1]) as b:
             asked = []
-            for client, prompt, tokens, n in (
-                (b, [5, 7], 20, 1),
-                (a, [3, 1, 4, 1, 5], 20, CHOICES),
-                (b, [2, 7], 4, 1),
-            ):
+            for client, prompt, tokens, n in ((b, [5, 7], 20, 1), (a, [3, 1, 4, 1, 5], 20, CHOICES), (b, [2, 7], 4, 1)):
                 asked.append(Asked(client, prompt, tokens, n))
                 await asked[-1].starts()
             assert len(engine.steps) <= 1

@@ -3,8 +3,6 @@
 A fleet takes many seconds to start, so that one serves for all that can be asked of it, and ends by what ends it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Workers with different element types of KV: what decode converts is cached by nobody."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

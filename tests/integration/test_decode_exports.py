@@ -1,7 +1,5 @@
 """Pages that decode workers have pinned: fetched by peers over real sockets, and let go in every state."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator

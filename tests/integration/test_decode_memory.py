@@ -1,7 +1,5 @@
 """Decode when memory is short, over real sockets: growth, preemption, refusals, and the ledger of it all."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

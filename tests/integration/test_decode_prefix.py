@@ -1,7 +1,5 @@
 """KV that decode workers hold, over real sockets: pinned, moved no second time, exported, left behind, written back."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import abc
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A session whose router forgets, falls silent, or asks without reading: what it owned is freed, and nothing grows."""
 
-from __future__ import annotations
-
 import asyncio
 
 import grpc
@@ -31,9 +29,7 @@ async def test_what_a_router_does_not_list_is_ended_and_the_rest_goes_on() -> No
         assert not router.failures
 
 
-async def test_a_cancel_of_what_was_refused_gives_back_the_pages_that_were_kept_for_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_cancel_of_what_was_refused_gives_back_the_pages_kept_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async with rig({"reserve_tokens": 4}, pages=20, max_model_len=80) as all_:
         router, other = await all_.router(), await all_.router()
         assert (await router.reserve("held", 36, 4)).granted

@@ -1,7 +1,5 @@
 """The decode service over real sockets: a router's session on one side, a KV exporter on the other."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

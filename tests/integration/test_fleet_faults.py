@@ -1,7 +1,5 @@
 """Faults of a transfer, seen from the client: caught, counted, and the answer is what it would have been."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path

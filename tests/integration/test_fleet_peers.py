@@ -11,9 +11,7 @@ from tests.prefill import fetch_all
 PROMPT = prompt_ids(100)
 
 
-async def test_a_follow_up_turn_is_fetched_from_the_decode_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_follow_up_turn_is_fetched_from_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fetch_all(monkeypatch)
     async with Fleet(make_checkpoint("llama", tmp_path), dtype="float32", page_size=16, block_size=16) as fleet:
         decode = await fleet.decode()

@@ -1,7 +1,5 @@
 """A decode worker is killed under running streams: what clients read is what they would have read without."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

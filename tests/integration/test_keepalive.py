@@ -1,7 +1,5 @@
 """A peer that is silent for good is noticed in seconds; a stream that is merely quiet lives on."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

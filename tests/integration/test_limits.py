@@ -3,8 +3,6 @@
 Limits that depend on the model's length or vocabulary are in test_router_refusals.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +87,7 @@ async def test_messages_and_metadata_beyond_their_limits_are_refused_with_sizes(
         assert (await b.answer(max_tokens=1)).text() == "a"
 
 
-async def test_without_max_tokens_the_output_may_have_what_fits_the_workers_memory(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_without_max_tokens_the_output_may_fill_the_workers_memory(caplog: pytest.LogCaptureFixture) -> None:
     small, large = (FakeEngine(page_size=16, pages=pages, max_model_len=400) for pages in (3, 4))
     async with Fleet(bundled.path()) as fleet:
         prefill = await fleet.prefill(engine=FakeEngine(max_model_len=400))

@@ -1,7 +1,5 @@
 """Long texts through a router: the same ids, and a clear end for whoever asks while a text is tokenized."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -97,9 +95,7 @@ async def test_a_killed_process_ends_its_request_and_no_other(tmp_path: Path, mo
         await whole(ask(b))
 
 
-async def test_a_client_that_leaves_while_its_text_is_tokenized_leaves_the_process_to_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_client_that_leaves_frees_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processes = Processes(monkeypatch)
     async with asyncio.timeout(WAIT_S), router_rig(tmp_path) as b:
         call = await ask_stopped(b, processes)
@@ -111,9 +107,7 @@ async def test_a_client_that_leaves_while_its_text_is_tokenized_leaves_the_proce
         assert len(set(processes.taken)) == 1
 
 
-async def test_a_router_that_stops_says_so_and_kills_the_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_router_that_stops_tells_and_kills_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processes = Processes(monkeypatch)
     async with asyncio.timeout(WAIT_S), contextlib.AsyncExitStack() as client:
         async with router_rig(tmp_path) as b:

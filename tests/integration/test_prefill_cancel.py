@@ -159,9 +159,7 @@ class SlowCopies(FakeEngine):
         return found
 
 
-async def test_loading_stops_after_the_copy_in_progress(
-    caches: list[SlowCache], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_loading_stops_after_the_copy_under_way(caches: list[SlowCache], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_cache, "COPY_BYTES", 1)
     engine = SlowCopies(layers=8)
     async with serving(engine) as client:

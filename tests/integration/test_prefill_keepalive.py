@@ -5,8 +5,6 @@ consumer that is stopped in the middle of a transfer holds its pages for the lea
 noticed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -44,10 +44,7 @@ def all_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize(
-    ("again", "cached"),
-    [(PROMPT, 96), (PROMPT[:96], 95), (PROMPT[:5], 0)],
-)
+@pytest.mark.parametrize(("again", "cached"), [(PROMPT, 96), (PROMPT[:96], 95), (PROMPT[:5], 0)])
 async def test_a_prefix_is_not_computed_twice(valkey: Server, tier: str, again: list[int], cached: int) -> None:
     settings = {"host": HOST, "redis": {"redis": valkey.url}}.get(tier, {})
     async with contextlib.AsyncExitStack() as stack:
@@ -79,10 +76,7 @@ async def test_all_tiers_give_their_part(valkey: Server) -> None:
     async with (
         serving(redis=valkey.url) as other,
         serving(redis=valkey.url, **HOST) as client,
-        exporter() as (
-            exporting,
-            held,
-        ),
+        exporter() as (exporting, held),
     ):
         await client.done(PROMPT[:34])
         await flushed(client)
@@ -186,9 +180,7 @@ class HeldCache(MemoryPrefixCache):
         return await super().fetch(digests)
 
 
-async def test_many_blocks_that_were_loaded_are_shared_slice_by_slice(
-    valkey: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_many_loaded_blocks_are_shared_slice_by_slice(valkey: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     class Publishing(FakeEngine):
         def publish(self, handle: Any, digests: Sequence[bytes]) -> None:
             published.append(len(digests))
@@ -243,17 +235,13 @@ async def evicting(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Evict
         yield engine, client
 
 
-async def test_the_blocks_that_a_long_prompt_replaces_are_evicted_a_slice_in_each_turn_of_the_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_blocks_that_a_long_prompt_replaces_are_evicted_a_slice_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     async with evicting(monkeypatch) as (engine, client):
         assert by_tier(await client.done(REPLACING)) == {"pool": 32}
         assert engine.turns == [0, 1, 2]
 
 
-async def test_no_more_is_evicted_for_a_prompt_that_has_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_no_more_is_evicted_for_a_prompt_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     async with evicting(monkeypatch) as (engine, client):
 
         def abort() -> None:

@@ -1,7 +1,5 @@
 """A prefill worker is killed at 90% of a long prompt; another process resumes from the blocks in a real Valkey."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import sys

@@ -1,7 +1,5 @@
 """Long prompts in the prefill service with a real Valkey: saved while they are computed, whatever the server does."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
@@ -47,9 +45,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("writes", ["first", "second"])
-async def test_another_worker_finds_all_but_the_last_two_chunks_at_any_time(
-    valkey: Server, writes: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_others_find_all_but_two_chunks(valkey: Server, writes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fetch_all(monkeypatch)
     engine = Watching(valkey)
     async with serving(engine, redis=valkey.url, cache_writes=writes, **LONG) as client:
@@ -62,9 +58,7 @@ async def test_another_worker_finds_all_but_the_last_two_chunks_at_any_time(
     assert by_tier(done) == {"redis": BLOCKS * CHUNK}
 
 
-async def test_cached_blocks_that_the_server_has_lost_are_saved_again(
-    valkey: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_blocks_that_the_server_has_lost_are_saved_again(valkey: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     fetch_all(monkeypatch)
     engine, prompt = Watching(valkey), [(7 * i) % 1000 for i in range(2 * len(PROMPT))]
     async with serving(engine, redis=valkey.url, **LONG) as client:

@@ -86,10 +86,7 @@ async def test_finish_reasons_of_the_first_token() -> None:
     token = expected_tokens(PROMPT, 1)[0]
     cases = [
         (SamplingParams(max_tokens=1, temperature=0.0), inference_pb2.FINISH_REASON_LENGTH),
-        (
-            SamplingParams(max_tokens=9, temperature=0.0, stop_token_ids=(token,)),
-            inference_pb2.FINISH_REASON_STOP,
-        ),
+        (SamplingParams(max_tokens=9, temperature=0.0, stop_token_ids=(token,)), inference_pb2.FINISH_REASON_STOP),
         (GREEDY, inference_pb2.FINISH_REASON_UNSPECIFIED),
     ]
     async with serving() as client:

@@ -20,9 +20,7 @@ async def heartbeats(call: Any, count: int) -> None:
         assert not (await asyncio.wait_for(call.read(), WAIT_S)).HasField("done")
 
 
-async def test_a_living_job_is_heard_while_it_waits_and_while_a_chunk_takes_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_living_job_is_heard_while_it_waits_and_in_a_long_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefill_svc.job.HEARTBEAT_S", 0.02)
     gate = Gate()
     async with serving(FakeEngine(chunk_time=1.0, delay=gate), chunk_size=60) as client:
@@ -74,9 +72,7 @@ async def test_a_wedged_engine_is_told_to_watchers_and_so_is_its_recovery() -> N
         await client.status(lambda status: not status.stalled)
 
 
-async def test_an_engine_that_counts_work_within_a_layer_is_wedged_only_when_the_count_stands_still(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_engine_that_counts_work_is_wedged_when_its_count_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, looks = Gate(), itertools.count(1)
     engine, stuck, looked = FakeEngine(chunk_time=1.0, delay=gate), asyncio.Event(), asyncio.Event()
 
@@ -101,9 +97,7 @@ async def test_an_engine_that_counts_work_within_a_layer_is_wedged_only_when_the
         await running
 
 
-async def test_an_idle_worker_audits_itself_and_ends_when_an_owner_was_forgotten(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_an_idle_worker_audits_itself_and_ends_for_a_forgotten_owner(caplog: pytest.LogCaptureFixture) -> None:
     engine = FakeEngine()
     async with serving(engine) as client:
         forgotten = engine.reserve("gone/3", 40)

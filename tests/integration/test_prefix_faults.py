@@ -1,7 +1,5 @@
 """Redis goes away under load: no request fails or waits for long, the counters say why, and hits come back."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import socket

@@ -1,7 +1,5 @@
 """Nobody learns from the prefix cache what others asked, and none without the fleet's secret puts words into it."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -38,9 +36,7 @@ CHECKSUM = slice(80, 84)
 SETTINGS: dict[str, Any] = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
 
 
-async def test_what_others_have_cached_takes_all_the_work_of_what_nobody_ever_asked(
-    valkey: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_nobody_gains_by_others_prompts(valkey: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The victim's prompt, asked by another tenant or with another salt, is neither found nor looked for in any other
     way than one that nobody ever asked, so that not even its time can tell them apart."""
     fetch_all(monkeypatch)

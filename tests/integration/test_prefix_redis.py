@@ -75,9 +75,7 @@ async def test_a_key_of_another_type_is_a_miss(server: Server, cache: RedisPrefi
     assert faults("wrong_type") == before + 2
 
 
-async def test_nothing_behind_an_error_is_delivered(
-    server: Server, cache: RedisPrefixCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_error_ends_a_fetch(server: Server, cache: RedisPrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Payloads are by position: those of the next window would be taken for the missing ones."""
     monkeypatch.setattr("baton.kv.prefix.redis.cache.WINDOW_BYTES", 2 * CODEC.record_bytes)
     await fill(cache)
@@ -125,7 +123,7 @@ async def test_a_stall_costs_one_budget_not_one_each_time(server: Server, cache:
 
 
 async def test_a_late_answer_is_not_taken_for_that_to_another_question(server: Server) -> None:
-    cache = open_cache(server.url, budget_s=3.0)
+    cache = open_cache(server.url, budget_s=6.0)
     await fill(cache)
     with server.stalled():
         assert await cache.fetch(DIGESTS) == []
@@ -209,9 +207,7 @@ async def test_a_lost_store_is_logged_once_and_so_is_its_return(
     assert said() == ["WARNING", "INFO"]
 
 
-async def test_long_chains_are_looked_up_in_parts(
-    server: Server, cache: RedisPrefixCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_look_ups_are_in_parts(server: Server, cache: RedisPrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.kv.prefix.redis.cache.LOOKUP_KEYS", 2)
     monkeypatch.setattr("baton.kv.prefix.redis.cache.LOOKUP_LANES", 1)
     await fill(cache)
@@ -223,9 +219,7 @@ async def test_long_chains_are_looked_up_in_parts(
         assert client.info("commandstats")["cmdstat_strlen"]["calls"] == 4, "none behind the part with the first miss"
 
 
-async def test_small_records_are_written_and_read_in_parts(
-    server: Server, cache: RedisPrefixCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_records_move_in_parts(server: Server, cache: RedisPrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, int]] = []
     call_keys = RedisCalls.call_keys
 
@@ -240,9 +234,7 @@ async def test_small_records_are_written_and_read_in_parts(
     assert sorted(asked) == [("fetch", 1), ("fetch", 2), ("fetch", 2), ("write", 1), ("write", 2), ("write", 2)]
 
 
-async def test_a_look_up_in_many_parts_has_several_under_way_and_one_time_budget(
-    server: Server, cache: RedisPrefixCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_parts_share_one_budget(server: Server, cache: RedisPrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.kv.prefix.redis.cache.LOOKUP_KEYS", 1)
     call_keys, budgets, together = RedisCalls.call_keys, list[float](), asyncio.Barrier(LOOKUP_LANES)
 

@@ -1,7 +1,5 @@
 """Damaged records in a real server: refused, written again by the next computation, and never kept alive."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

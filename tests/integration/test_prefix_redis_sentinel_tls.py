@@ -4,8 +4,6 @@ The embedded server has no TLS, so each has an end before it that takes TLS and 
 the sentinel speak plainly with each other.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager

@@ -1,7 +1,5 @@
 """Writes and deletions at a real server that take long or come to nothing: what is remembered, bounded and told."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
@@ -27,9 +25,7 @@ async def request(cache: PrefixCache, hits: int) -> int:
 
 
 @pytest.mark.parametrize(("writes", "memory"), [("first", 0), ("first", 1 << 20), ("second", 0), ("second", 1 << 20)])
-async def test_a_write_that_came_to_nothing_is_made_with_the_next_sighting(
-    valkey: Server, writes: str, memory: int
-) -> None:
+async def test_a_write_that_failed_is_made_with_the_next_sighting(valkey: Server, writes: str, memory: int) -> None:
     cache = open_prefix_cache(valkey.url, FORMAT, "secret", cache_memory=memory, limits=LIMITS, writes=writes)
     with valkey.client() as client:
         if writes == "second":
@@ -66,9 +62,7 @@ async def test_what_was_queued_at_a_server_that_went_away_is_not_taken_for_store
 
 
 @pytest.mark.parametrize("memory", [0, 1 << 20])
-async def test_what_the_server_forgot_is_written_again_though_nobody_looks_for_it(
-    valkey: Server, memory: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_the_server_lost_is_rewritten(valkey: Server, memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.kv.prefix.tiered.random.random", lambda: 0.0)
     cache = open_prefix_cache(valkey.url, FORMAT, "secret", cache_memory=memory, limits=LIMITS)
     await request(cache, 0)
@@ -109,9 +103,7 @@ def watch_batches(monkeypatch: pytest.MonkeyPatch, scanned: Scanned) -> None:
     monkeypatch.setattr("baton.kv.prefix.redis.clearing.CLEAR_KEYS", 20)
 
 
-async def test_clearing_takes_as_long_as_it_takes_and_opens_no_breaker(
-    valkey: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_clearing_may_take_long_and_opens_no_breaker(valkey: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each batch has the whole time of one."""
     go_on, budgets = asyncio.Semaphore(0), list[float]()
 
@@ -139,9 +131,7 @@ async def test_clearing_takes_as_long_as_it_takes_and_opens_no_breaker(
     await cache.close()
 
 
-async def test_a_server_that_stops_in_the_middle_is_left_and_the_answer_says_so(
-    valkey: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_that_stops_midway_is_left_and_told(valkey: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = itertools.count()
 
     async def scanned(_: float) -> None:

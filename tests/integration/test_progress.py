@@ -1,7 +1,5 @@
 """Progress of a long prompt, from the worker's chunks to the client, through a real router."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import aclosing
 

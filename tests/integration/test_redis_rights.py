@@ -1,7 +1,5 @@
 """The ACL user of docs/deploy.md can do all that the prefix cache does, and no more."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

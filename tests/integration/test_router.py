@@ -1,7 +1,5 @@
 """Requests through the router over real gRPC, between a client and stub workers."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import weakref
@@ -17,16 +15,7 @@ from baton.request import RemoteExport
 from baton.rpc.convert import export_from_proto
 from router.request_runner import Attempt
 from tests.integration.router_rig import router_rig, whole
-from tests.integration.router_stubs import (
-    KV,
-    LENGTH,
-    MAX_MODEL_LEN,
-    STOP,
-    DownStream,
-    letter,
-    never_ending,
-    text,
-)
+from tests.integration.router_stubs import KV, LENGTH, MAX_MODEL_LEN, STOP, DownStream, letter, never_ending, text
 
 
 async def test_happy_path(tmp_path: Path) -> None:
@@ -59,9 +48,7 @@ async def test_happy_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["finished", "prefilling", "decoding"])
-async def test_an_ended_request_leaves_no_work_to_the_garbage_collector(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
-) -> None:
+async def test_an_ended_request_needs_no_collector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     """Each of a million tokens would keep 16 MB until a collection, which is rare."""
     freed, prefilling = asyncio.Event(), asyncio.Event()
     watches: list[weakref.ref[Attempt]] = []

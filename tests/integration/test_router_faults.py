@@ -1,7 +1,5 @@
 """Faults on either side of the router, over real gRPC: streams go on without a seam, and nothing is left behind."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 from pathlib import Path
@@ -19,15 +17,7 @@ from router.request import Prefilled
 from router.workers import calls
 from router.workers import pool as pool_module
 from tests.integration.router_rig import Answer, refused, router_rig, until, whole
-from tests.integration.router_stubs import (
-    LENGTH,
-    DownStream,
-    StubDecode,
-    continue_by_hand,
-    granted,
-    letter,
-    text,
-)
+from tests.integration.router_stubs import LENGTH, DownStream, StubDecode, continue_by_hand, granted, letter, text
 
 Kind = decode_pb2.AttemptFailure
 
@@ -71,9 +61,7 @@ async def test_failed_attempt_goes_on_elsewhere_without_a_seam(tmp_path: Path, k
         assert (replay.context_tokens, replay.max_new_tokens) == (3 + 3, 3)
 
 
-async def test_a_request_that_can_not_be_told_ends_and_its_session_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_request_that_can_not_be_told_ends_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bad, told, emit = letter(25), asyncio.Event(), output_module._Choice._emit
 
     def breaks(self: output_module._Choice, token: TokenInfo, *rest: Any) -> None:
@@ -101,9 +89,7 @@ async def test_a_request_that_can_not_be_told_ends_and_its_session_goes_on(
         assert len(b.decode[0].sessions) == 1
 
 
-async def test_a_message_that_can_not_be_handled_costs_its_session_and_another_follows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_bad_message_costs_its_session_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bad, read = letter(25), calls.token_from_proto
 
     def breaks(message: inference_pb2.TokenInfo) -> TokenInfo:
@@ -135,9 +121,7 @@ async def test_a_prefill_that_can_not_be_read_ends_its_request(tmp_path: Path, m
         assert (await b.answer(max_tokens=3)).text() == text(0, 3)
 
 
-async def test_a_status_that_can_not_be_handled_costs_its_watch_and_another_follows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_bad_status_costs_its_watch_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, broken = pool_module.status_from_proto, asyncio.Event()
 
     def breaks(message: worker_pb2.WorkerStatus) -> WorkerStatus:
@@ -215,18 +199,20 @@ async def test_session_lost_before_the_answer_leaves_the_next_workers_attempt_al
 
 
 async def test_a_late_answer_is_not_taken_for_that_of_the_next_reservation(tmp_path: Path) -> None:
-    async with router_rig(tmp_path, reserve_timeout_s=0.05) as b:
+    async with router_rig(tmp_path, reserve_timeout_s=0.2) as b:
 
         def late(reserve: decode_pb2.Reserve) -> decode_pb2.ReserveResult:
             if len(b.decode[0].reserves) == 1:
                 return decode_pb2.ReserveResult()
-            refusal = decode_pb2.ReserveResult(key=reserve.key, reason="full")
-            b.decode[0].sessions[-1].messages.put_nowait(decode_pb2.SessionDown(reserved=[refusal]))
+            if len(b.decode[0].reserves) == 2:
+                refusal = decode_pb2.ReserveResult(key=reserve.key, reason="full")
+                b.decode[0].sessions[-1].messages.put_nowait(decode_pb2.SessionDown(reserved=[refusal]))
             return granted(reserve)
 
         b.decode[0].answer = late
         assert (await b.answer(max_tokens=3)).text() == "abc"
-        assert (len(b.decode[0].reserves), len(b.decode[0].cancels)) == (2, 1)
+        # On a busy machine the second answer may be late as well.
+        assert len(b.decode[0].reserves) == len(b.decode[0].cancels) + 1 > 1
 
 
 async def test_a_cancel_ends_the_prefill_call_and_the_reservation(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Placement of a prompt whose prefix is somewhere already, over real gRPC, between stub workers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from dataclasses import replace
@@ -181,9 +179,7 @@ async def test_decode_is_told_what_it_may_hold_and_prefill_where_to_fetch_it(tmp
 
 
 @pytest.mark.parametrize(("more_blocks", "offered"), [(1, True), (0, False)])
-async def test_decode_is_offered_from_one_block_more_than_prefill_has(
-    tmp_path: Path, more_blocks: int, offered: bool
-) -> None:
+async def test_decode_is_offered_if_it_has_a_block_more(tmp_path: Path, more_blocks: int, offered: bool) -> None:
     # An offer costs an open export and no more: prefill fetches only what it computes more slowly, by measured rates.
     has = 2 * KV.block_size
     async with router_rig(tmp_path, change=longer) as b:

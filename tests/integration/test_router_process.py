@@ -1,7 +1,5 @@
 """`python -m router` as a process: quick to start, told by signals, exact about bad settings."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -51,13 +49,7 @@ def test_a_full_disk_under_its_output_does_not_end_a_service(tmp_path: Path) -> 
     assert b"draining after SIGTERM" in log
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("grpc", "0.0.0.0:0"),
-        ("model", "/no/such/place"),
-    ],
-)
+@pytest.mark.parametrize(("setting", "value"), [("grpc", "0.0.0.0:0"), ("model", "/no/such/place")])
 async def test_bad_settings_are_named(tmp_path: Path, setting: str, value: str) -> None:
     """Settings that flags alone do not show to be bad; for the others see the unit tests of the settings."""
     workers: dict[str, Any] = {"prefill": ("127.0.0.1:1",), "decode": ("127.0.0.1:1",)}

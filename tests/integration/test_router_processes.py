@@ -1,7 +1,5 @@
 """Several routers on one port, as processes, before stand-in workers: spread, a death, a drain, bad settings."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

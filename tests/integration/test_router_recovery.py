@@ -1,7 +1,5 @@
 """Workers that die, stall, fall silent or refuse, over real gRPC between stubs: what the router does about them."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -190,9 +188,7 @@ async def test_a_cut_pair_is_avoided_by_everybody(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(("tokens", "finishes", "abandoned"), [(0, False, True), (1, False, False), (0, True, False)])
-async def test_kv_that_nobody_fetched_is_abandoned(
-    tmp_path: Path, tokens: int, finishes: bool, abandoned: bool
-) -> None:
+async def test_kv_that_nobody_took_is_abandoned(tmp_path: Path, tokens: int, finishes: bool, abandoned: bool) -> None:
     before, told = wasted(), asyncio.Event()
     async with router_rig(tmp_path) as b:
         script = continue_by_hand if finishes else fails(Kind.KIND_ENGINE, 1, tokens=tokens)

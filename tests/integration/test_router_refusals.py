@@ -1,7 +1,5 @@
 """Refusals of the router, and their texts: full fleets, workers that do not match, bad input."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from pathlib import Path
@@ -17,11 +15,7 @@ from baton.transfer.tickets import TicketSigner
 from baton.worker.status import WIRE_VERSION, WorkerRole
 from tests.certificates import fleet
 from tests.integration.router_rig import refused, router_rig, until
-from tests.integration.router_stubs import (
-    KV,
-    StubDecode,
-    StubPrefill,
-)
+from tests.integration.router_stubs import KV, StubDecode, StubPrefill
 
 
 async def test_full_line_refuses_at_once_with_a_delay(tmp_path: Path) -> None:
@@ -57,9 +51,7 @@ MISMATCHES = {
 
 
 @pytest.mark.parametrize("what", MISMATCHES)
-async def test_mismatched_worker_is_refused_by_name(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
-) -> None:
+async def test_mismatched_worker_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str) -> None:
     name, value = MISMATCHES[what]
     odd: list[StubDecode] = []
 
@@ -87,9 +79,7 @@ async def test_mismatched_worker_is_refused_by_name(
     assert odd[0].reserves == []
 
 
-async def test_a_prefill_worker_whose_tickets_cannot_be_signed_is_refused_by_name(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_prefill_worker_of_other_tickets_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     key = fleet() / "ticket.key"
     signs, other = TicketSigner(str(key)).key_id, b"\1" * 8
     taken: tuple[bytes, ...] = (other,)
@@ -207,10 +197,7 @@ BAD = {
         asked(text="x" * 9, sampling={"max_tokens": 60}),
         "max_tokens: 10 prompt tokens + 60 to generate exceed the model's length of 64",
     ),
-    "full prompt": (
-        asked(text="x" * 63),
-        "text: 64 prompt tokens + 1 to generate exceed the model's length of 64",
-    ),
+    "full prompt": (asked(text="x" * 63), "text: 64 prompt tokens + 1 to generate exceed the model's length of 64"),
     "huge": (asked(text="x" * 4_000_000), "text: 4000000 bytes can't fit: 64 tokens"),
 }
 

@@ -1,7 +1,5 @@
 """Refused callers and their statuses, over real TLS: clients without a key, thieves of tickets, other CAs."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Workers of one host hold packed weights once: real processes, and the memory that the kernel counts for them."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from asyncio.subprocess import Process

@@ -1,7 +1,5 @@
 """Clients that read late, or never: what they are sent, and what they cost."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -155,9 +153,7 @@ async def test_an_unread_answer_counts_for_its_tenant_until_it_is_read(tmp_path:
 
 
 @pytest.mark.parametrize("method", UNARY)
-async def test_a_call_whose_answer_is_never_read_is_ended(
-    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_call_that_is_never_read_is_ended(tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stalled = asyncio.Event()
     monkeypatch.setattr(router.serving.front_door, "CLIENTS_STALLED", Mock(inc=stalled.set))
     file = tmp_path / "keys.json"

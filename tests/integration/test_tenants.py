@@ -1,7 +1,5 @@
 """Tenants of one router: fair places in the queue, caches of their own, and keys that come and go."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading
@@ -107,9 +105,7 @@ def long_texts(stub: StubPrefill | StubDecode) -> None:
 
 
 @pytest.mark.parametrize("max_streams", [1, None])
-async def test_one_tenants_texts_leave_another_its_place_at_the_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_streams: int | None
-) -> None:
+async def test_tenants_share_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_streams: int | None) -> None:
     """16 large texts: with a limit all but one are refused at once, without they wait; another is served beside
     those that are being tokenized, which end only then."""
     begun, gate = [], threading.Event()

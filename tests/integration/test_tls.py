@@ -3,8 +3,6 @@
 The services are the real ones on real sockets; their engines are fake, so that every token is known.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -108,9 +106,7 @@ async def test_a_request_from_end_to_end(checkpoint: Path, tmp_path: Path) -> No
                     await client.get_model()
 
 
-async def test_workers_that_are_not_what_the_router_expects_are_named(
-    checkpoint: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_unexpected_workers_are_named(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     ours, theirs = fleet(), fleet("theirs")
     async with Fleet(checkpoint) as running:
         prefill = await running.prefill(engine=engine(), **worker(ours, "prefill"))

@@ -1,7 +1,5 @@
 """KV over real gRPC servers and sockets: layouts, overlap, boxes, back-pressure, and the service's calls."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,12 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.errors import (
-    BatonError,
-    IncompleteTransfer,
-    TransferError,
-    WrongPrefix,
-)
+from baton.errors import BatonError, IncompleteTransfer, TransferError, WrongPrefix
 from baton.kv.format import PartData, Shard
 from baton.pb import kv_pb2, kv_pb2_grpc
 from baton.rpc.errors import from_rpc_error
@@ -273,10 +266,7 @@ async def test_exports_are_released_over_the_wire(pair: Pair) -> None:
 async def test_ids_that_are_long_are_refused_and_not_remembered(pair: Pair, field: str) -> None:
     stub = kv_pb2_grpc.KvStub(pair.channel)
     ids = {"transfer_id": "t", "incarnation": INCARNATION, field: "x" * (1 << 20)}
-    for call in (
-        stub.FetchKv(kv_pb2.FetchKvRequest(**ids)).read(),
-        stub.ReleaseKv(kv_pb2.ReleaseKvRequest(**ids)),
-    ):
+    for call in (stub.FetchKv(kv_pb2.FetchKvRequest(**ids)).read(), stub.ReleaseKv(kv_pb2.ReleaseKvRequest(**ids))):
         await _refused(call, f"^{field}: must have at most 128 printable ASCII characters, got 'xxx")
     assert not pair.exports._ended
 

@@ -1,31 +1,16 @@
 """KV over real gRPC servers and sockets: every fault is caught, counted, and ends where it should."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator
 
 import pytest
 
-from baton.errors import (
-    EngineError,
-    IncompleteTransfer,
-    SourceUnreachable,
-    StaleIncarnation,
-    TransferError,
-)
+from baton.errors import EngineError, IncompleteTransfer, SourceUnreachable, StaleIncarnation, TransferError
 from baton.rpc.channel import kv_channel
 from baton.transfer.transport import GrpcSource
 from tests.integration.transfer_pair import TOKENS, Cable, Pair, flip, running
-from tests.unit.transfer.support import (
-    Gate,
-    advance_all,
-    faults,
-    handoff,
-    prefilled,
-    ready,
-)
+from tests.unit.transfer.support import Gate, advance_all, faults, handoff, prefilled, ready
 
 
 @pytest.fixture

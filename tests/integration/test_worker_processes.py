@@ -1,7 +1,5 @@
 """`python -m prefill_svc` and `-m decode_svc` as a supervisor sees them, with the bundled model and the real engine."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import socket
@@ -68,9 +66,7 @@ async def holds_pages_while_it_drains(process: Process, channel: grpc.aio.Channe
 
 
 @pytest.mark.parametrize(("module", "use"), [("prefill_svc", prefills), ("decode_svc", holds_pages_while_it_drains)])
-async def test_listens_serves_drains_and_exits_with_zero(
-    module: str, use: Callable[[Process, grpc.aio.Channel], Awaitable[None]]
-) -> None:
+async def test_serves_drains_and_ends(module: str, use: Callable[[Process, grpc.aio.Channel], Awaitable[None]]) -> None:
     process = await start(module, "--dtype", "float32", "--kv-memory", "16MiB")
     assert process.stdout is not None
     try:
@@ -106,9 +102,7 @@ async def test_a_taken_port_is_named_before_the_model_is_loaded(listener: str, m
         ("decode_svc", ["--control", "0.0.0.0:0"], ["decode: ", "0.0.0.0:0", "--insecure"]),
     ],
 )
-async def test_bad_settings_are_named_on_one_line_and_end_with_two(
-    module: str, flags: list[str], words: list[str]
-) -> None:
+async def test_bad_settings_are_named_and_end_with_two(module: str, flags: list[str], words: list[str]) -> None:
     process = await start(module, *flags)
     text = await said(process)
     assert process.returncode == 2

@@ -20,16 +20,7 @@ from baton.transfer.fetcher import fetch, fetch_prefix
 from baton.transfer.transport import SERVICE, GrpcSource, KvServicer
 from baton.transfer.wire import Box
 from tests.metrics import count
-from tests.unit.transfer.support import (
-    HEADS,
-    INCARNATION,
-    LAYERS,
-    WHOLE,
-    Engine,
-    contents,
-    prefilled,
-    whole,
-)
+from tests.unit.transfer.support import HEADS, INCARNATION, LAYERS, WHOLE, Engine, contents, prefilled, whole
 
 TOKENS = 40
 Mangle = Callable[[int, int, bytes], list[bytes]]
@@ -169,10 +160,7 @@ class Cable:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         far_reader, far_writer = await asyncio.open_connection(self._host, int(self._port))
         self._writers += [writer, far_writer]
-        self._tasks += [
-            asyncio.create_task(_pump(reader, far_writer)),
-            asyncio.create_task(_pump(far_reader, writer)),
-        ]
+        self._tasks += [asyncio.create_task(_pump(reader, far_writer)), asyncio.create_task(_pump(far_reader, writer))]
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,7 +1,5 @@
 """In float32 a request's output depends on the request alone: not on batch mates, slots, or who came first."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A decode worker that keeps what it holds: fewer bytes moved, the same tokens, with a real model in float32."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence

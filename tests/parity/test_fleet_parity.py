@@ -5,8 +5,6 @@ than the windows and the original RoPE length of the checkpoints. Each checkpoin
 the same in every family, chunk and page size is for the parity of the model.
 """
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

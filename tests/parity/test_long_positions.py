@@ -3,8 +3,6 @@
 Ours here is transformers with its rotary embedding in float64, whose frequencies are computed from the formulas again.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +52,7 @@ def checkpoint(
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_greedy_output_equals_transformers_with_exact_angles(
-    checkpoint: tuple[Path, list[int], list[int]], kernels: str
-) -> None:
+def test_output_equals_that_of_exact_angles(checkpoint: tuple[Path, list[int], list[int]], kernels: str) -> None:
     path, ids, expected = checkpoint
     model = load_model(path, dtype=torch.float32, native=library_of(kernels))
     with torch.inference_mode():

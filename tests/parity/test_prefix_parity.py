@@ -1,7 +1,5 @@
 """The source of a prefix changes how long a prompt takes and nothing else; losing a store changes no more."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator

@@ -1,7 +1,5 @@
 """Expected state of a decode worker's attempts, and stand-ins for the worker's surroundings."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """A request returns to the address of a worker that failed it once another incarnation is there, in simulated time."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

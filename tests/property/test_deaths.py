@@ -1,7 +1,5 @@
 """Deaths of workers and breaks of sessions in simulated time: which requests are blamed, and which continue."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Coroutine

@@ -10,8 +10,6 @@ ended, the pages in use are those of live attempts and of write-backs, and once 
 in the pool, what was written back, and what is exported is the KV of the tokens by which it is named.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math
@@ -65,13 +63,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.loop = VirtualLoop(lambda: COPY_S)
-        self.engine = LoggingEngine(
-            page_size=PAGE,
-            pages=PAGES,
-            block_size=BLOCK,
-            slots=self.slots,
-            max_model_len=64,
-        )
+        self.engine = LoggingEngine(page_size=PAGE, pages=PAGES, block_size=BLOCK, slots=self.slots, max_model_len=64)
         self.cache = MemoryPrefixCache()
         self.book = Book(self.loop)
         self.tries_of = self.book.tries_of

@@ -5,8 +5,6 @@ after its end; no stream hangs, and one that ends well carried exactly the KV; n
 of ids outgrows its bound.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from contextlib import aclosing

@@ -1,7 +1,5 @@
 """Placement equals the plain one that looks at every pair, on fleets of any size."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 
@@ -80,13 +78,7 @@ def query_of(draw: random.Random, count: int) -> tuple[PlacementQuery, Excluded,
         return hits({draw.choice(prefills + decodes): draw.choice([16, 100, 200]) for _ in range(draw.randrange(6))})
 
     query = PlacementQuery(
-        draw.randint(1, 200),
-        draw.random() < 0.8,
-        some(*prefills, *decodes),
-        pairs(),
-        drawn(),
-        drawn(),
-        some(*decodes),
+        draw.randint(1, 200), draw.random() < 0.8, some(*prefills, *decodes), pairs(), drawn(), drawn(), some(*decodes)
     )
     return query, Excluded(some(*prefills, *decodes), pairs()), some(*prefills, *decodes)
 

@@ -8,8 +8,6 @@ only by such as came before it had been overtaken for ten times its own computin
 ends, once, computed whole.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from hypothesis import strategies as st

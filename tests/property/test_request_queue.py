@@ -4,8 +4,6 @@ Every entry leaves exactly once; whose turn it is, is in its tenant's order; a t
 once by each other one, whatever comes back; no tenant takes more than its share, and the whole queue is bounded.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Whatever happens: each client gets each token once, in order, and the right one;
 a typed error, by its deadline; and once all have ended, no assignment, attempt, waiting entry or task is left.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

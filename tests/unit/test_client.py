@@ -1,7 +1,5 @@
 """Both clients against a router that is played by a small servicer, over real sockets."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re

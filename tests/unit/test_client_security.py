@@ -1,7 +1,5 @@
 """Credentials of a client: its API key and its certificates."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """The deployment files hold: manifests match their schemas, and every variable belongs to the service that gets it."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

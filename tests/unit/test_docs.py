@@ -1,7 +1,5 @@
 """The form of the Markdown files that people write."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from functools import cache

@@ -1,7 +1,5 @@
 """The walls between the parts, read from the source, and one look at a real process."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The file of API keys: what is added, what is read, what is refused by name."""
 
-from __future__ import annotations
-
 import json
 import stat
 import threading

@@ -1,7 +1,5 @@
 """The state machine that router, prefill and decode share."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Ranges of sampling parameters: what is outside is refused by field and value."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pieces never hold half a character and together equal decoding at once, for any tokens."""
 
-from __future__ import annotations
-
 import pytest
 import tokenizers
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Processes of benches: questions and answers over pipes, who runs when, words of those that fail."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

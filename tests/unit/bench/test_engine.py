@@ -1,7 +1,5 @@
 """`baton bench engine`: runs through the contract on a tiny checkpoint, the arithmetic of shares, the command."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -139,9 +137,7 @@ def test_rates_are_by_token_and_step(engine: Engine) -> None:
     assert prefill["bytes"] == 4 * weights + (40 + 48) * kv_format.token_bytes
 
 
-def test_the_command_prints_tables_and_writes_the_report(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_reports_all_rows(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_report, "Probes", partial(Probes, **SMALL))
     monkeypatch.setenv("KINETO_LOG_LEVEL", "5")
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")

@@ -1,7 +1,5 @@
 """The CPU-reachable part of the GPU bench: a tiny model through every measurement, and the message without a GPU."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """The CPU-reachable part of the bench of long prompts on a GPU: a tiny model through every part of it."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ctrl-C in a measurement: what is complete is kept, what the signal breaks is not told as a failure."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Generator
 from typing import Any

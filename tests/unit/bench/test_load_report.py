@@ -1,7 +1,5 @@
 """The arithmetic of reports, against requests written by hand; percentiles."""
 
-from __future__ import annotations
-
 from array import array
 from typing import Any
 
@@ -19,12 +17,7 @@ def outcome(
     sent: float, *times: float, counts: tuple[int, ...] = (), ending: Ending = Ending.FINISHED, **more: Any
 ) -> Outcome:
     counts = counts or (1,) * len(times)
-    values = {
-        "input_tokens": 10,
-        "tokens": sum(counts),
-        "ended": max((sent, *times)),
-        **more,
-    }
+    values = {"input_tokens": 10, "tokens": sum(counts), "ended": max((sent, *times)), **more}
     return Outcome(
         values.pop("due", sent), sent, ending=ending, times=array("d", times), counts=array("I", counts), **values
     )
@@ -106,12 +99,9 @@ def test_goodput_counts_what_finished_within_both_objectives() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "cached"),
-    [((5, 3), (8, 0.4)), ((0, 0), (0, 0.0)), ((None, None), (None, None)), ((5, None), (5, 0.25))],
+    ("tokens", "cached"), [((5, 3), (8, 0.4)), ((0, 0), (0, 0.0)), ((None, None), (None, None)), ((5, None), (5, 0.25))]
 )
-def test_cached_tokens_are_those_of_requests_that_finished(
-    tokens: tuple[int | None, ...], cached: tuple[int | None, float | None]
-) -> None:
+def test_cached_tokens_of_the_finished(tokens: tuple[int | None, ...], cached: tuple[int | None, float | None]) -> None:
     """vLLM tells of hits only, so what it does not tell once it has told of one is none."""
     finished = [outcome(100.0, 100.5, cached_tokens=each) for each in tokens]
     failed = outcome(100.0, 100.5, ending=Ending.FAILED, kind="timeout")

@@ -1,7 +1,5 @@
 """Loops of `baton bench serve`: a cap on requests in flight, and users who are refused."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time

@@ -1,7 +1,5 @@
 """Requests of a run, and their times: drawn from a seed, or read from a file."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import statistics

@@ -1,7 +1,5 @@
 """Turns: orders, and what is told of all turns."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from bench.pairing import attempt, failures, median, medians, ratio, turned

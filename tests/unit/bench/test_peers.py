@@ -1,7 +1,5 @@
 """Peers side by side: who runs when, ratios, bars and the table."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

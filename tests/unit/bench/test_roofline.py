@@ -1,7 +1,5 @@
 """The arithmetic of forward passes, against numbers counted another way."""
 
-from __future__ import annotations
-
 import pytest
 
 from baton.bench.roofline import ModelShape, decode_bytes, decode_flops, prefill_flops

@@ -6,8 +6,6 @@ stub_up.py service ROLE …    a stub; the variable STUB_<ROLE> says how it beha
     · "busy" drains after SIGTERM, until SIGUSR1 or a second SIGTERM · "absent" says that it listens, and does not
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """`baton bench` before it measures: what it could not write or load later is refused at once."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`baton cache`: the tiers of processes over real gRPC, what is cleared, and prompts sent to fill them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -200,11 +198,7 @@ async def warm(router: Router, file: Path, *flags: str) -> Result:
 
 async def test_warm_sends_each_line_for_one_token_and_says_what_was_cached(tmp_path: Path) -> None:
     router, file = Router(), tmp_path / "prompts.jsonl"
-    lines = [
-        {"text": "a\u2028b"},
-        {"token_ids": [1, 2]},
-        {"messages": [{"role": "user", "content": "hi"}]},
-    ]
+    lines = [{"text": "a\u2028b"}, {"token_ids": [1, 2]}, {"messages": [{"role": "user", "content": "hi"}]}]
     file.write_text("\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines) + "\n", encoding="utf-8")
     result = await warm(router, file, "--cache-salt=s", "--concurrency=1", "--model=tiny")
     assert result.exit_code == 0, result.stderr
@@ -305,9 +299,7 @@ class Picky(Router):
         ("[" * 100_000, "line 2: prompt: is not JSON: "),
     ],
 )
-async def test_a_bad_line_is_refused_by_its_number_before_anything_is_sent(
-    line: str, words: str, tmp_path: Path
-) -> None:
+async def test_a_bad_line_is_refused_by_its_number_before_any_is_sent(line: str, words: str, tmp_path: Path) -> None:
     router, file = Router(), tmp_path / "prompts.jsonl"
     file.write_text('{"text": "x"}\n' + line)
     result = await warm(router, file)

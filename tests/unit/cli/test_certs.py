@@ -1,7 +1,5 @@
 """`baton certs`: what the files say, who may read them, and what it never overwrites."""
 
-from __future__ import annotations
-
 import datetime
 import stat
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`baton doctor` says which kernels run on this machine, and why not the native ones."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

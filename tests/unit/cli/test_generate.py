@@ -1,7 +1,5 @@
 """`baton generate` against a router that is played by a small servicer."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

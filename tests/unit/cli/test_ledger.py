@@ -1,7 +1,5 @@
 """`baton ledger`: one line an owner, and whichever name a certificate has."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

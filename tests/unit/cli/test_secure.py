@@ -1,7 +1,5 @@
 """Files that `baton up --secure` makes, and files that it leaves alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

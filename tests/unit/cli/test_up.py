@@ -1,7 +1,5 @@
 """`baton up` supervises: real processes, with stubs in the services' place."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

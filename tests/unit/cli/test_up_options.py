@@ -1,7 +1,5 @@
 """The options of `baton up`: what it refuses or warns of before anything starts, and what services get."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path
@@ -117,9 +115,7 @@ def test_a_lasting_redis_without_a_lasting_secret_is_warned_of(redis: str, warne
     assert not invoke(f"--redis={redis}", BATON_FLEET_SECRET="a").stderr
 
 
-def test_more_threads_than_the_cores_can_bear_are_said(
-    monkeypatch: pytest.MonkeyPatch, started: list[UpOptions]
-) -> None:
+def test_more_threads_than_the_cores_bear_are_said(monkeypatch: pytest.MonkeyPatch, started: list[UpOptions]) -> None:
     monkeypatch.setattr(cores, "affinity", lambda: 4)
     monkeypatch.setattr(cores, "quota", lambda: 2.5)
     results = [invoke(*flags) for flags in ([], ["--threads=1"], ["--threads=2"])]

@@ -1,7 +1,5 @@
 """Flags and variables become the settings of a role, or an error that names what is wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path

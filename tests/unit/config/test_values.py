@@ -1,7 +1,5 @@
 """Text forms of addresses and sizes."""
 
-from __future__ import annotations
-
 import pytest
 
 from baton.config.values import format_bytes, is_loopback, parse_address, parse_bytes

@@ -1,7 +1,5 @@
 """A watched file that is replaced, spoilt, taken away and put back."""
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path
@@ -25,9 +23,7 @@ def replace(path: Path, data: bytes) -> None:
     os.replace(beside, path)
 
 
-def test_the_last_good_contents_are_in_use_whatever_becomes_of_the_file(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_last_good_contents_stay_whatever_becomes_of_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "number"
     path.write_bytes(b"1")
     watched = watch_file(str(path), "the_number", number)

@@ -1,7 +1,5 @@
 """Attempts: sizing, ownership, handing over to sequences, and the one way out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -240,9 +238,7 @@ def test_with_no_choice_left_nothing_is_decoded_and_the_end_frees_all() -> None:
         ({"params": greedy(4, stop_token_ids=(5000,))}, InvalidRequest, "stop_token_ids.*5000"),
     ],
 )
-def test_a_handoff_that_is_not_what_was_reserved_is_refused(
-    change: dict[str, object], error: type[BatonError], words: str
-) -> None:
+def test_a_handoff_of_another_shape_is_refused(change: dict[str, object], error: type[BatonError], words: str) -> None:
     fake = engine()
     attempts = of(fake)
     attempt = attempts.reserve(1, Reserve(KEY, 5, 4, 1), 0.0)

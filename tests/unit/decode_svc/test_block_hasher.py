@@ -1,7 +1,5 @@
 """Names of a sequence's blocks: those of the chain, and never one whose KV may not be there."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

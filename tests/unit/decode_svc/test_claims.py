@@ -1,7 +1,5 @@
 """Pages set aside for a large reservation: how many, for whom, and for how long."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The engine thread's turns, taken one by one on the test's own thread."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 
@@ -73,15 +71,7 @@ def test_a_freed_slot_is_filled_in_the_very_next_step() -> None:
     for number, length in ((1, 3), (2, 6), (3, 4), (4, 3)):
         turns.add(number, prompts[number], length)
     turns.until_finished(1, 2, 3, 4)
-    assert turns.engine.steps == [
-        ["s1", "s2"],
-        ["s1", "s2"],
-        ["s2", "s3"],
-        ["s2", "s3"],
-        ["s2", "s3"],
-        ["s4"],
-        ["s4"],
-    ]
+    assert turns.engine.steps == [["s1", "s2"], ["s1", "s2"], ["s2", "s3"], ["s2", "s3"], ["s2", "s3"], ["s4"], ["s4"]]
     for number, length in ((1, 3), (2, 6), (3, 4), (4, 3)):
         assert turns.tokens[number] == alone(prompts[number], greedy(length))
     assert turns.engine.audit() == {}

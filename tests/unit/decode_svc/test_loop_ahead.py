@@ -1,7 +1,5 @@
 """The decode loop with a step in flight: what it emits is the same, one turn later."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

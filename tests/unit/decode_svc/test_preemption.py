@@ -1,7 +1,5 @@
 """When generation outgrows the pool: who is preempted, when its replay may come, and that all end with their tokens."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 
@@ -225,9 +223,7 @@ def test_one_that_is_alone_is_replayed_when_others_hold_the_pages_and_gets_all_t
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**9), st.sampled_from([0, 1, 2]))
-def test_any_mix_of_requests_that_each_fit_alone_ends_exactly_and_each_attempt_brings_tokens(
-    seed: int, steps_ahead: int
-) -> None:
+def test_any_mix_of_requests_that_each_fit_alone_ends_and_every_try_brings_tokens(seed: int, steps_ahead: int) -> None:
     dice = random.Random(seed)
     pages = dice.randint(6, 40)
     bench = Bench(pages, slots=dice.randint(1, 4), first=dice.choice([1, 5, 20]), steps_ahead=steps_ahead)

@@ -1,7 +1,5 @@
 """Reservations that pin what is here already, commits that are held against it, and what ends leave behind."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -181,12 +179,7 @@ def test_the_salt_of_another_tenant_finds_nothing_and_fails_where_it_is_pinned()
 
 @pytest.mark.parametrize(
     ("policy", "first", "second"),
-    [
-        (CachePolicy.READ_WRITE, 8, 8),
-        (CachePolicy.WRITE, 8, 0),
-        (CachePolicy.READ, 0, 0),
-        (CachePolicy.OFF, 0, 0),
-    ],
+    [(CachePolicy.READ_WRITE, 8, 8), (CachePolicy.WRITE, 8, 0), (CachePolicy.READ, 0, 0), (CachePolicy.OFF, 0, 0)],
 )
 def test_a_policy_says_who_reads_and_who_writes(policy: CachePolicy, first: int, second: int) -> None:
     worker = Worker()

@@ -1,7 +1,5 @@
 """Slots: who gets one, when it comes back, and what a step's tokens mean."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from baton.engine.contract import EngineSpec

@@ -1,7 +1,5 @@
 """Silence of a session's router, in simulated time."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Number of sequences that are admitted: the arithmetic, by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

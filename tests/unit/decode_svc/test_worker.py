@@ -3,8 +3,6 @@
 And reservations that replace many cached blocks: others are served meanwhile.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -174,9 +172,7 @@ def test_no_more_is_evicted_for_a_session_that_has_ended(evicting: Evicting) -> 
     assert 14 > evicting.engine.stats().cached == left > 4
 
 
-def test_the_blocks_of_a_long_context_are_published_in_slices(
-    evicting: Evicting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_of_a_long_context_are_published_in_slices(evicting: Evicting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.worker.prefix_cache.PUBLISH_BLOCKS", 2)
     published = list[int]()
     publish = evicting.engine.publish

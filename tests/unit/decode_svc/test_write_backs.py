@@ -1,7 +1,5 @@
 """Write-back: what is copied, what gives way, and that nothing is held for longer than a copy takes."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence

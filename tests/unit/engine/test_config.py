@@ -1,7 +1,5 @@
 """EngineConfig, and the memory that the machine has."""
 
-from __future__ import annotations
-
 import mmap
 from pathlib import Path
 from typing import Any

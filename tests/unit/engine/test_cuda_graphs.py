@@ -1,7 +1,5 @@
 """Decode graphs: what they replay follows tensors alone, and what can't be captured runs all the same."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -101,9 +99,7 @@ def test_tokens_are_those_of_eager_steps(
     assert (cuda.sync_mode, cuda.current) == ("default", cuda.main)
 
 
-def test_a_shape_whose_capture_fails_is_not_tried_again(
-    make: Make, cuda: Cuda, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_shape_whose_capture_fails_is_left_alone(make: Make, cuda: Cuda, caplog: pytest.LogCaptureFixture) -> None:
     engine = make()
     cuda.capture_error = torch.OutOfMemoryError("no memory is left")
     found = batch(engine)

@@ -1,7 +1,5 @@
 """The fake engine's tokens, by hand, and that no fault in KV goes unseen."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable
@@ -115,16 +113,7 @@ def test_every_lost_frame_changes_every_token() -> None:
                     assert wrong[0] != right[0]
 
 
-@pytest.mark.parametrize(
-    "misplaced",
-    [
-        {"token": 1},
-        {"token": 2},
-        {"layer": 1},
-        {"head": 1},
-        {"parts": 1},
-    ],
-)
+@pytest.mark.parametrize("misplaced", [{"token": 1}, {"token": 2}, {"layer": 1}, {"head": 1}, {"parts": 1}])
 def test_misplaced_frames_change_the_token(misplaced: dict[str, int]) -> None:
     engine = FakeEngine()
     prompt = [8] * 12

@@ -1,7 +1,5 @@
 """The shortest chunk that hides copies, for published rates of devices and of their links to the host."""
 
-from __future__ import annotations
-
 import pytest
 
 from baton.engine.host_link import hiding_chunk

@@ -1,7 +1,5 @@
 """Pages of both homes, in and out, equal pages in one tensor. The device is acted out on a CPU."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -64,9 +62,7 @@ def test_all_calls_equal_those_of_one_tensor(cuda: Cuda, pages: tuple[int, ...])
     check_equal(whole, parted)
 
 
-def test_pages_of_both_homes_are_read_after_these_layers_were_computed(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_of_both_homes_are_read_after_their_layers_are_done(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     _, kv = caches()
     device, source = CudaMemory(kv), SegmentRing(kv, torch.device("cpu"), 2, 8)
     memory, waited = HostedMemory(device, kv, source), list[Event]()

@@ -1,7 +1,5 @@
 """Memory that the kernel gave in small pages is moved to huge ones, and what was never touched stays so."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Slots, and what plans tell of them; no tensor anywhere."""
 
-from __future__ import annotations
-
 import pytest
 
 from baton.engine.contract import EngineSpec

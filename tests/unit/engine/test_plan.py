@@ -82,9 +82,7 @@ def plan_of(text: str) -> ForwardPlan:
     )
 
 
-def test_another_runner_chooses_the_same_tokens_from_the_same_plans(
-    runner: Callable[[], ModelRunner], spec: EngineSpec
-) -> None:
+def test_another_runner_finds_the_same_tokens_in_the_plans(runner: Callable[[], ModelRunner], spec: EngineSpec) -> None:
     """Sequences join, grow, leave and fail meanwhile; the second runner is told nothing but the plans."""
     engine, second = EngineCore(spec, InProcessExecutor(runner())), InProcessExecutor(runner())
     results: list[tuple[PlanResult, PlanResult]] = []
@@ -159,9 +157,7 @@ def test_kv_comes_from_host_memory_once_a_sequence_has_pages_there(model: Loaded
 
 
 @pytest.mark.parametrize("other", ["prompt on the device", "prompt in host memory", "step"])
-def test_rows_after_one_in_host_memory_that_is_not_sampled_are_as_on_the_device(
-    model: LoadedModel, spec: EngineSpec, other: str
-) -> None:
+def test_rows_after_an_unsampled_one_in_host_memory_are_right(model: LoadedModel, spec: EngineSpec, other: str) -> None:
     ids = [tuple((factor * i + 1) % 200 for i in range(40)) for factor in (7, 11, 5)]
     hosted, second, short = pages([6, 7, 8]), pages([9, 10, 11]), pages([1, 2])
 

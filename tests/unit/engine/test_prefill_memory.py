@@ -1,7 +1,5 @@
 """Memory that a prefill takes beside weights and KV, counted at each operator of torch."""
 
-from __future__ import annotations
-
 import weakref
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A worker's process: the cores it keeps to, and memory that stays with it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The torch engine alone: the build from a config, equality with transformers, failures of the model."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -181,9 +179,7 @@ def test_what_the_model_raises_becomes_an_engine_error(checkpoint: Path, monkeyp
         prefill_chunk(engine, engine.reserve("c/1", 10), [1, 2], 0, 2, on_layer=abort)
 
 
-def test_chunks_between_the_layers_of_another_take_no_segment_that_it_fetched(
-    checkpoint: Path, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_between_layers_take_no_segment(checkpoint: Path, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     def ring(kv: KvCache, size: int) -> SegmentRing:
         return SegmentRing(kv, torch.device("cpu"), 3, size)
 
@@ -193,9 +189,7 @@ def test_chunks_between_the_layers_of_another_take_no_segment_that_it_fetched(
 
 
 @pytest.mark.parametrize("layer", range(3))
-def test_a_step_that_failed_between_layers_runs_again(
-    checkpoint: Path, layer: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_failed_between_layers_runs_again(checkpoint: Path, layer: int, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(checkpoint, kernels="torch")
     wanted = [state(list(range(20 + 25 * i)), params) for i, params in enumerate(MIXED[:3])]
     expected = [generate(engine_of(checkpoint), one, 8) for one in wanted]
@@ -218,9 +212,7 @@ def test_a_step_that_failed_between_layers_runs_again(
     assert [outputs for _, outputs in running] == [expected[0], expected[1], expected[2][:6]]
 
 
-def test_an_attention_backend_that_can_not_be_loaded_fails_the_build(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backend_that_can_not_be_loaded_fails_the_build(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_args: Any) -> None:
         raise ImportError("undefined symbol")
 
@@ -316,9 +308,7 @@ def test_pages_lie_where_kv_home_says(checkpoint: Path, monkeypatch: pytest.Monk
         homes(host_memory=900 << 30)
 
 
-def test_a_device_without_room_for_the_longest_sequence_gets_host_pages_for_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_longest_sequence_gets_its_pages(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(factory.host_memory, "available", lambda: 1 << 30)
     config, cuda = EngineConfig("unused"), torch.device("cuda")
     assert factory._host_pages(config, 1 << 20, 99, 100, cuda) == 100

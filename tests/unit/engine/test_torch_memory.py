@@ -3,8 +3,6 @@
 The device is acted out on a CPU (`tests.unit.engine.cuda_standin`).
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -129,9 +127,7 @@ def test_blocks_are_read_from_any_token_on(kind: Kind, dtype: torch.dtype, size:
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=dtype_name)
 @pytest.mark.parametrize("size", BLOCK_SIZES)
-def test_blocks_are_written_from_any_token_on_and_nothing_beside_them(
-    kind: Kind, dtype: torch.dtype, size: int
-) -> None:
+def test_blocks_are_written_from_any_token_on_and_none_beside_them(kind: Kind, dtype: torch.dtype, size: int) -> None:
     source, kv = cache_of(dtype), cache_of(dtype)
     memory, rng = kind(kv), random.Random(size)
     for _ in range(20):
@@ -195,9 +191,7 @@ def test_blocks_that_fail_midway_are_waited_for(cuda: Cuda, monkeypatch: pytest.
     assert len(waited) == 1
 
 
-def test_blocks_of_a_device_are_read_after_the_kernels_that_make_them(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_of_a_device_are_read_after_their_kernels(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     kv, waited = cache_of(torch.float32), []
     memory = CudaMemory(kv)
     for layer in range(2):

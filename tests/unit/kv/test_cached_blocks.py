@@ -1,7 +1,5 @@
 """The pool's cached pages: what names cover, how they go and come back, and that the audit notices damage."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -187,9 +185,7 @@ def test_what_a_sequence_leaves_of_its_last_page_is_copied_and_never_taken_for_a
     pool.audit()
 
 
-def test_what_a_reservation_replaces_is_evicted_in_slices_and_its_own_prefix_is_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_reservation_replaces_is_evicted_in_slices_and_its_prefix_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.kv.page_allocator.SLICE_PAGES", 2)
     pool = PagePool(12, 4)
     for owner, chain in (("a/1", CHAIN_A), ("b/1", CHAIN_B)):

@@ -1,7 +1,5 @@
 """The pool's cached pages: found, shared, cut by a copy, evicted from the end of the chain, against a simple model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The page pool call by call, and that the audit notices damage; the cached blocks' machine has any sequence."""
 
-from __future__ import annotations
-
 import threading
 from array import array
 

@@ -1,7 +1,5 @@
 """Sampling parameters of all kinds, alone and together, for property tests."""
 
-from __future__ import annotations
-
 import hypothesis.strategies as st
 
 from baton.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingParams

@@ -5,8 +5,6 @@ into it, on scattered pages or on pages that follow each other. The pool starts 
 foreign or unwritten slot into a result shows it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Small models run fastest on one thread, and tests leave nothing in the user's cache."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -5,8 +5,6 @@ window counted from the query, causality aligned at the bottom right) where ther
 kernels; tests/gpu runs those.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

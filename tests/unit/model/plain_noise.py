@@ -1,7 +1,5 @@
 """The sampler's noise in plain Python, a token at a time, as its documentation says."""
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """Running a loaded model the way an engine does, without one: page tables, chunks, greedy steps."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

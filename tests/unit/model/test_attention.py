@@ -1,7 +1,5 @@
 """The attention contract over every backend that runs on CPU, and the batch that describes a forward."""
 
-from __future__ import annotations
-
 from inspect import signature
 
 import pytest
@@ -31,9 +29,7 @@ def test_cpu_gets_the_torch_backend() -> None:
 
 
 @pytest.mark.parametrize(("capability", "name"), [((7, 5), "torch"), ((8, 0), "flash"), ((9, 0), "flash")])
-def test_flash_attention_is_for_ampere_and_newer(
-    capability: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flash_attention_needs_ampere(capability: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_backend, "available", lambda: True)
     monkeypatch.setattr(flash_backend.FlashKernels, "load", lambda: KERNELS)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)

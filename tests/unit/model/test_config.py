@@ -1,7 +1,5 @@
 """Reading config.json in all its spellings, and refusing what can't be computed, by name."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -24,12 +22,7 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 128,
 }
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"]}
-LLAMA3_ROPE = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+LLAMA3_ROPE = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 WANTED_ROPE = RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 64)
 
 
@@ -70,11 +63,7 @@ def test_null_counts_as_left_out() -> None:
         {
             "max_position_embeddings": 64,
             "rope_theta": 5e5,
-            "rope_scaling": {
-                "rope_type": "llama3",
-                **LLAMA3_ROPE,
-                "original_max_position_embeddings": None,
-            },
+            "rope_scaling": {"rope_type": "llama3", **LLAMA3_ROPE, "original_max_position_embeddings": None},
         },
     ],
 )
@@ -114,11 +103,7 @@ def test_dtype_spellings(spelling: dict[str, str]) -> None:
             {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3},
             (None, None, None, 8),
         ),
-        (
-            "Qwen2ForCausalLM",
-            {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0},
-            (8,) * 4,
-        ),
+        ("Qwen2ForCausalLM", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0}, (8,) * 4),
         (
             "Qwen3ForCausalLM",
             {

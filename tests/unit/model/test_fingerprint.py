@@ -1,7 +1,5 @@
 """The model fingerprint: equal for equal models wherever they lie, others for all that compute otherwise."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The draw against its plain twin, its distribution, and what the last bits of logits may not do."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Layers by themselves: shards of every linear, and a whole model over tensor-parallel ranks."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,12 +11,7 @@ from torch import Tensor
 
 from baton.engine.load import load_model
 from baton.errors import ModelError
-from baton.model.layers import (
-    MergedColumnParallelLinear,
-    RMSNorm,
-    RowParallelLinear,
-    TensorParallel,
-)
+from baton.model.layers import MergedColumnParallelLinear, RMSNorm, RowParallelLinear, TensorParallel
 from baton.model.linear import DenseStorage, TensorOptions, WeightTensor
 from tests.checkpoints import make_checkpoint, prompt_ids
 from tests.unit.model.runner import chunked_logits
@@ -55,9 +48,7 @@ class Threads:
     ],
 )
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_together_equal_one(
-    family: str, tied: bool, overrides: dict[str, object], size: int, tmp_path: Path
-) -> None:
+def test_ranks_equal_one_rank(family: str, tied: bool, overrides: dict[str, object], size: int, tmp_path: Path) -> None:
     path = make_checkpoint(family, tmp_path, tied=tied, num_key_value_heads=4, **overrides)
     ids, threads = prompt_ids(40), Threads(size)
     alone = chunked_logits(load_model(path, dtype=torch.float32), ids, 16, 16)

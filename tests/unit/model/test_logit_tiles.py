@@ -1,7 +1,5 @@
 """Logits as tiles against the plain operations on whole rows."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Philox against its published vectors, and the keys made of it."""
 
-from __future__ import annotations
-
 import pytest
 
 from baton.model.noise import noise_key, philox

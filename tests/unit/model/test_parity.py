@@ -1,7 +1,5 @@
 """Every family against transformers, in float32: logits of all positions, and greedy tokens."""
 
-from __future__ import annotations
-
 from ctypes import CDLL
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rotary angles: their kinds against transformers, and their exactness far out against 50 digits."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 from typing import Any

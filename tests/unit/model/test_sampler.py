@@ -1,7 +1,5 @@
 """The sampler against a plain one, row by row, and what must not matter: batch mates, history, order."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -281,9 +279,7 @@ def test_scores_of_logits_that_are_not_finite_are_refused() -> None:
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["row by row", "at once"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_drawing_from_a_row_that_is_not_finite_ends(
-    value: float, at_once: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draw_of_a_row_that_is_not_finite_ends(value: float, at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if at_once:
         monkeypatch.setattr(truncation, "mass_above", truncation._mass_at_once)
     params = [SamplingParams(seed=1, top_p=0.9), SamplingParams(seed=2, min_p=0.1), SamplingParams(seed=3, top_k=200)]

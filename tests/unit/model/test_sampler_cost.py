@@ -4,8 +4,6 @@ Counted are the elements that torch's operations read or write, and those that t
 hundred times as much.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Any parameters, in any company, against the plain sampler."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

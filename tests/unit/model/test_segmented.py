@@ -1,7 +1,5 @@
 """Attention over KV in host memory equals attention over all of it at once, for any segments and any way to them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -193,9 +191,7 @@ def test_a_ring_reads_pages_of_both_homes_and_fetches_ahead(cuda: Cuda) -> None:
     assert torch.equal(source.open(third)[0], expected[6:8])
 
 
-def test_a_copy_into_a_ring_waits_for_what_it_overwrites_and_for_what_it_reads(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_into_a_ring_waits_for_what_it_reads_and_writes(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = (LAYERS, 4, 2, 1, 3)
     parts, host = ({part: torch.randn(shape) for part in (KEYS, VALUES)} for _ in range(2))
     source = SegmentRing(KvCache(parts, host, 3), CPU, 2, 2)
@@ -230,9 +226,7 @@ def test_a_copy_into_a_ring_waits_for_what_it_overwrites_and_for_what_it_reads(
 @pytest.mark.parametrize(
     ("windows", "first"), [((4, None), range(8)), ((None, 4), range(13, 16)), ((4, 1), None), ((1, None), range(8))]
 )
-def test_the_next_layers_first_segment_is_fetched_by_its_own_window(
-    windows: tuple[int | None, ...], first: range | None
-) -> None:
+def test_the_next_layers_segment_is_of_its_own_window(windows: tuple[int | None, ...], first: range | None) -> None:
     class Watched(SegmentViews):
         def prefetch(self, segment: Segment) -> None:
             if segment.layer > layer:

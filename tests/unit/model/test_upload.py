@@ -1,7 +1,5 @@
 """Values on their way to a device."""
 
-from __future__ import annotations
-
 from array import array
 
 import pytest

@@ -1,7 +1,5 @@
 """Loading weights: single and sharded, tied and untied, and every way in which a checkpoint can be bad."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Memory that is committed in the background."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 

@@ -3,8 +3,6 @@
 tests/gpu runs the real one.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

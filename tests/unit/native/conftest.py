@@ -1,7 +1,5 @@
 """The instruction sets of this machine in turn."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from ctypes import CDLL
 

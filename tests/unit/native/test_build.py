@@ -1,7 +1,5 @@
 """The native library: how it is compiled, which instruction set it chooses, and when it is refused."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil
@@ -118,9 +116,7 @@ def test_what_is_no_library_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("not_loaded")
-def test_without_a_library_torch_computes_unless_native_is_demanded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_library_torch_runs_unless_native_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_NATIVE_LIBRARY", str(tmp_path / "none.so"))
     chosen = select_kernels("auto")
     assert chosen.library is None

@@ -1,7 +1,5 @@
 """The decoder over native kernels: what its bits depend on, what it refuses, what is not finite."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

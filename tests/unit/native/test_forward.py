@@ -3,8 +3,6 @@
 Every tensor has the size that the kernels may touch and no more, so that `make sanitize` sees each access outside.
 """
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import random
@@ -129,9 +127,7 @@ def some_tokens(rng: random.Random, count: int) -> list[int] | None:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)], ids=str)
 @fuzz("native forward passes", 20)
-def test_a_forward_pass_equals_torchs(
-    library: ctypes.CDLL, dtype: torch.dtype, tolerance: float, rng: random.Random
-) -> None:
+def test_a_pass_equals_torchs(library: ctypes.CDLL, dtype: torch.dtype, tolerance: float, rng: random.Random) -> None:
     torch.manual_seed(rng.getrandbits(32))
     config, count = random_config(rng), rng.randint(1, 5)
     decoders = make_decoders(config, library, rng.randint(1, 3), dtype)
@@ -158,9 +154,7 @@ def test_a_wide_mlp_of_many_rows_equals_torchs(library: ctypes.CDLL, dtype: torc
 
 
 @fuzz("native batches with one wrong number", 40)
-def test_a_batch_with_a_wrong_number_is_refused_before_anything_is_written(
-    library: ctypes.CDLL, rng: random.Random
-) -> None:
+def test_a_batch_with_a_wrong_number_is_refused_before_a_write(library: ctypes.CDLL, rng: random.Random) -> None:
     torch.manual_seed(rng.getrandbits(32))
     config, page_size = random_config(rng), rng.choice((1, 3, 16))
     _, decoder = make_decoders(config, library, rng.randint(1, 3))

@@ -1,7 +1,5 @@
 """Native products against float64 and attention under its contract, for each instruction set of this machine."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os
@@ -160,9 +158,7 @@ def test_memory_for_many_long_contexts_is_given_back_when_it_is_no_longer_needed
 
 @pytest.mark.parametrize("window", [None, 9, 1500])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_attention_of_a_token_does_not_depend_on_the_others(
-    library: ctypes.CDLL, dtype: torch.dtype, window: int | None
-) -> None:
+def test_attention_does_not_depend_on_the_others(library: ctypes.CDLL, dtype: torch.dtype, window: int | None) -> None:
     """A chunk, its tokens one by one, and the parts of a long context by several threads: the same bits."""
     torch.manual_seed(0)
     length, query, heads, kv_heads, size = 2600, 150, 6, 2, 32

@@ -1,7 +1,5 @@
 """Packed weights in a file that workers share: who builds it, who waits, what becomes of a file that does not fit."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import logging
@@ -285,9 +283,7 @@ def test_who_waits_builds_when_the_builder_is_killed(path: str, caplog: pytest.L
     assert len(re.findall("built in", caplog.text)) == 1
 
 
-def test_a_builder_that_takes_too_long_is_not_waited_for(
-    path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_slow_builder_is_left(path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(shared, "_WAIT_S", 0.0)
     with subprocess.Popen(
         [sys.executable, "-c", BUILDER, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -299,9 +295,7 @@ def test_a_builder_that_takes_too_long_is_not_waited_for(
     assert "another worker has been building it" in caplog.text
 
 
-def test_without_space_each_holds_its_own(
-    path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_space_none_share(path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def full(address: int, size: int, *, write: bool, threads: int = 1) -> None:
         raise OSError(errno.EFAULT, "Bad address")
 

@@ -1,7 +1,5 @@
 """Choice of the job whose chunk the engine computes next, and chunks of cancelled jobs."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """Rate and time left of a prompt, from the times of its chunks."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Events that a job tells its caller, their order, and how long it may wait."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

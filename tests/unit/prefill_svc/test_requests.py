@@ -1,7 +1,5 @@
 """Limits of request fields that a prefill worker keeps: longer ones are refused by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

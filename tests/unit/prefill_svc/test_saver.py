@@ -1,7 +1,5 @@
 """Prompts that are saved while they are computed: their choice, their wait for the store, and failures."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from unittest import mock

@@ -1,7 +1,5 @@
 """Cores by affinity and by the quotas of cgroups, from files as the kernel has them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

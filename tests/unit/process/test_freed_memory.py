@@ -1,7 +1,5 @@
 """Memory that was freed is used again without page faults."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The ops listener and the log lines."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import io

@@ -39,9 +39,7 @@ class Worker:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_drains_and_ends_with_success(
-    number: signal.Signals, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_signal_drains_and_ends_in_success(number: signal.Signals, capsys: pytest.CaptureFixture[str]) -> None:
     worker = Worker()
     serving = asyncio.create_task(serve(worker.run(), "decode"))
     await worker.up.wait()
@@ -219,9 +217,7 @@ def run(settings):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(("before", "said"), [("", b"loading\nleft\n"), (IMPORTING, b"importing\n")])
-async def test_a_signal_during_the_start_ends_the_process_at_once(
-    number: signal.Signals, before: str, said: bytes
-) -> None:
+async def test_a_signal_during_the_start_ends_it_at_once(number: signal.Signals, before: str, said: bytes) -> None:
     script = LOADING.format(before=before)
     child = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=PIPE, stderr=PIPE)
     assert child.stdout is not None

@@ -1,7 +1,5 @@
 """The supervisor over real processes: tiny scripts that say what they do."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -28,9 +26,10 @@ DRAIN = (
     "print('listening a=1:2'); [signal.pause() for _ in range(9)]"
 )
 DEAF = "signal.signal(15, lambda *_: print('ignored')); print('listening a=1:2'); [signal.pause() for _ in range(9)]"
+# Of two processes that write at the same time, one's line may come into the midst of the other's.
 PARENT = (
-    "subprocess.Popen([sys.executable, '-S', '-c', 'import os, signal; signal.signal(15, signal.SIG_IGN);"
-    " print(os.getpid(), flush=True); signal.pause()']); print('listening a=1:2')"
+    "print('listening a=1:2'); subprocess.Popen([sys.executable, '-S', '-c', 'import os, signal;"
+    " signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); signal.pause()'])"
 )
 
 
@@ -136,9 +135,7 @@ async def test_a_successor_that_hangs_at_its_start_is_replaced(said: Lines, tmp_
 
 
 @pytest.mark.parametrize("what", ["asyncio.create_subprocess_exec", "os.pipe"])
-async def test_one_that_can_not_be_started_has_not_served(
-    said: Lines, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+async def test_one_that_can_not_start_has_not_served(said: Lines, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(12, "no memory")
 

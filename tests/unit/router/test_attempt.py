@@ -1,7 +1,5 @@
 """An attempt's own race: what has arrived against a deadline that has passed."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time
@@ -64,9 +62,7 @@ async def test_without_it_the_deadline_holds(monkeypatch: pytest.MonkeyPatch) ->
         await outcome(monkeypatch, arrives=False)
 
 
-async def test_a_long_prompt_waits_for_its_tenants_threads_before_it_has_a_place(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_long_prompt_waits_for_its_tenants_threads_before_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router.request_runner, "LARGE_REQUEST", 1)
 
     async def prefill(*_: Any, deliver: Deliver, **__: Any) -> None:

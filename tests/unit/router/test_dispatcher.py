@@ -1,7 +1,5 @@
 """From the queue to a place, with workers that answer as the test says; no network."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
@@ -10,16 +8,7 @@ import pytest
 from baton.errors import InvalidRequest, Overloaded, Unavailable
 from baton.lifecycle import State
 from baton.request import ReserveResult
-from tests.unit.router.dispatching import (
-    FULL,
-    GRANTED,
-    NEVER,
-    FakeAttempt,
-    FakePool,
-    Held,
-    dispatcher,
-    settle,
-)
+from tests.unit.router.dispatching import FULL, GRANTED, NEVER, FakeAttempt, FakePool, Held, dispatcher, settle
 
 
 async def test_a_full_fleet_is_asked_once_per_news_and_by_the_head_alone() -> None:

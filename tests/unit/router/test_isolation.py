@@ -1,7 +1,5 @@
 """Requests that run alone: what is kept for them, for how long, and what others get meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import cast
 
@@ -15,15 +13,7 @@ from router.placement.scheduler import PlacementRequest
 from router.request import Suspicion
 from router.workers.failures import Breakers
 from router.workers.pool import Pool
-from tests.unit.router.dispatching import (
-    FULL,
-    GRANTED,
-    NEVER,
-    FakePool,
-    Held,
-    dispatcher,
-    settle,
-)
+from tests.unit.router.dispatching import FULL, GRANTED, NEVER, FakePool, Held, dispatcher, settle
 
 
 async def test_alone_waits_for_an_empty_pair_and_keeps_it_until_its_end() -> None:

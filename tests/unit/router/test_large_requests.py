@@ -3,8 +3,6 @@
 The dispatchers and what grants reservations at the worker are the real ones. A place is held for a second.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """Order, duplicates, texts, stop strings and the latency account, without a network."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -177,9 +175,7 @@ SECONDS = st.floats(0, 100)
 
 
 @given(SECONDS, SECONDS, SECONDS, st.floats(0, 1e6), st.floats(0, 1e6), st.booleans())
-def test_the_account_adds_up(
-    line: float, prefill: float, rest: float, fetch: float, wait: float, decoded: bool
-) -> None:
+def test_accounts_add_up(line: float, prefill: float, rest: float, fetch: float, wait: float, decoded: bool) -> None:
     account = Account(5.0)
     account.on_dispatch(5.0 + line)
     account.on_tokens(0, 1, 5.0 + line + prefill)

@@ -1,7 +1,5 @@
 """Output that gathers for a slow client: cut into messages of bounded size, in order, and complete."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import defaultdict
 from dataclasses import dataclass, field

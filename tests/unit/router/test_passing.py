@@ -1,7 +1,5 @@
 """No request that waits for reasons of its own keeps others from workers that they could use."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
@@ -9,16 +7,7 @@ import pytest
 
 from baton.request import ReserveResult
 from router.dispatcher import Dispatcher
-from tests.unit.router.dispatching import (
-    FULL,
-    GRANTED,
-    NEVER,
-    FakeAttempt,
-    FakePool,
-    Held,
-    dispatcher,
-    settle,
-)
+from tests.unit.router.dispatching import FULL, GRANTED, NEVER, FakeAttempt, FakePool, Held, dispatcher, settle
 
 
 async def end(asked: Dispatcher, *requests: Held) -> None:

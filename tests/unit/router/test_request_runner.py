@@ -1,7 +1,5 @@
 """The end of a request_runner: what is begun after it."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import cast
 

@@ -1,7 +1,5 @@
 """Failures that another attempt follows, and their cost."""
 
-from __future__ import annotations
-
 import pytest
 
 from baton.errors import BatonError, Overloaded, TransferError, Unavailable
@@ -117,9 +115,7 @@ def test_two_deaths_that_say_enough_isolate(shares: list[float], alone: bool) ->
         ((True, False, True), Suspicion.DECODE),
     ],
 )
-def test_only_deaths_of_decode_workers_give_a_request_one_of_its_own(
-    at_decode: tuple[bool, ...], suspicion: Suspicion
-) -> None:
+def test_only_deaths_of_decode_give_a_request_one_of_its_own(at_decode: tuple[bool, ...], suspicion: Suspicion) -> None:
     history = History()
     for each in at_decode:
         history.record_loss(loss(1.0), at_decode=each, alone=False)

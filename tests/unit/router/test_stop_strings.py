@@ -1,7 +1,5 @@
 """Stop strings: where they end, what is held back, and that borders between pieces don't matter."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

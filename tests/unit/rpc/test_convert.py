@@ -1,7 +1,5 @@
 """Dataclasses survive the way over the wire."""
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Token ids as bytes, and messages without some of their fields."""
 
-from __future__ import annotations
-
 import pytest
 
 from baton.errors import CorruptFrame

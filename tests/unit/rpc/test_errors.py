@@ -1,7 +1,5 @@
 """A request that can't be decoded is refused by the name of its bad field."""
 
-from __future__ import annotations
-
 import pytest
 
 from baton.pb import decode_pb2, inference_pb2

@@ -1,7 +1,5 @@
 """Listeners over real sockets: errors, bad requests, health, reflection, addresses, graceful stop."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging

@@ -1,7 +1,5 @@
 """TLS over real sockets: who gets in, what is said to who does not, and files that change under way."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import re

@@ -1,7 +1,5 @@
 """An engine, and its exports, for each test."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 
 import pytest

@@ -1,7 +1,5 @@
 """An exporter and a consumer on fake engines, whose KV tells token, position, layer, head and part apart."""
 
-from __future__ import annotations
-
 import threading
 from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -145,11 +143,7 @@ def decoded(frame: bytes) -> wire.KvData | wire.Manifest | wire.Commit:
 class MemorySource:
     """A KvSource without a network: each stream is what `mangle(number of the stream, frames)` makes of it."""
 
-    def __init__(
-        self,
-        export: Export,
-        mangle: Callable[[int, list[bytes]], list[bytes]],
-    ) -> None:
+    def __init__(self, export: Export, mangle: Callable[[int, list[bytes]], list[bytes]]) -> None:
         self.shard = export.kv_format.whole
         self.seed = wire.seed_of(export.transfer_id)
         self.boxes: list[Box] = []

@@ -1,7 +1,5 @@
 """Coverage against a set of cells."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

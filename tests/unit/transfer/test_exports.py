@@ -1,7 +1,5 @@
 """One export: the order of its frames, its wake-ups, and its one end."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable
@@ -10,11 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton.errors import (
-    EngineError,
-    IncompleteTransfer,
-    InvalidRequest,
-)
+from baton.errors import EngineError, IncompleteTransfer, InvalidRequest
 from baton.transfer import wire
 from baton.transfer.export import ExportRegistry
 from baton.transfer.wire import Box

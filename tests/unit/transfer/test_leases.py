@@ -1,27 +1,15 @@
 """Exports by id: finding, waiting, leases and releases."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import aclosing
 
 import pytest
 
-from baton.errors import (
-    NotFound,
-    TransferError,
-    Unavailable,
-)
+from baton.errors import NotFound, TransferError, Unavailable
 from baton.telemetry.metrics import LEASES_EXPIRED
 from baton.transfer.export import REASON_LENGTH, ExportRegistry
 from tests.metrics import count
-from tests.unit.transfer.support import (
-    INCARNATION,
-    Engine,
-    prefilled,
-    ready,
-    whole,
-)
+from tests.unit.transfer.support import INCARNATION, Engine, prefilled, ready, whole
 
 TOKENS = 12
 
@@ -80,9 +68,7 @@ async def test_a_stream_that_takes_nothing_has_no_lease(exports: ExportRegistry,
                 pass
 
 
-async def test_an_unknown_id_waits_briefly_an_announced_one_longer(
-    exports: ExportRegistry, engine: Engine, clock: Clock
-) -> None:
+async def test_an_announced_id_is_waited_for_longer(exports: ExportRegistry, engine: Engine, clock: Clock) -> None:
     exports.announce("late")
     names = ("late", "late", "refused", "unknown")
     *late, refused, unknown = [asyncio.create_task(exports.find(name, INCARNATION)) for name in names]

@@ -1,7 +1,5 @@
 """Exports that hand nothing over, and consumers that have the beginning already."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -70,9 +68,7 @@ async def test_who_takes_a_request_over_insists_on_the_handoff(exports: ExportRe
         await pull([MemorySource(export, unchanged)], consumer, handle, whole(TOKENS), length=TOKENS, timeout_s=20)
 
 
-async def test_a_read_that_finds_its_handle_freed_after_the_end_tells_of_the_end(
-    exports: ExportRegistry, engine: Engine
-) -> None:
+async def test_a_read_of_a_handle_freed_after_the_end_tells_of_it(exports: ExportRegistry, engine: Engine) -> None:
     handle = prefilled(engine, TOKENS)
     gate = engine.before_read = Gate()
     export = exports.open("t", handle, TOKENS, on_closed=lambda: None)

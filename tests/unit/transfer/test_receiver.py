@@ -1,7 +1,5 @@
 """Streams that lie, and streams that are damaged: caught, fetched again, and never accepted as something else."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
@@ -131,10 +129,7 @@ def data(frames: list[bytes], layer: int, tokens: range, heads: range = range(HE
     count = len(tokens)
     parts = [
         type(part)(
-            part.name,
-            part.dtype,
-            (count, len(heads), *part.shape[2:]),
-            bytes(count * len(heads) * part.shape[2] * 4),
+            part.name, part.dtype, (count, len(heads), *part.shape[2:]), bytes(count * len(heads) * part.shape[2] * 4)
         )
         for part in first.parts
     ]
@@ -171,11 +166,7 @@ LIES: dict[str, tuple[Callable[[list[bytes]], list[bytes]], type[TransferError],
     "data after an honest manifest": (lambda f: [*f[:-1], f[0], f[-1]], CorruptFrame, "after the manifest"),
     "second manifest": (lambda f: [*f[:-1], f[-2], f[-1]], CorruptFrame, "second manifest"),
     "swapped": (lambda f: [f[1], f[0], *f[2:]], IncompleteTransfer, "digest"),
-    "other content": (
-        lambda f: [data(f, 0, range(6)), *f[1:]],
-        IncompleteTransfer,
-        "digest",
-    ),
+    "other content": (lambda f: [data(f, 0, range(6)), *f[1:]], IncompleteTransfer, "digest"),
     "other length": (
         lambda f: [*f[:-1], encode_commit(TOKENS + 1, pack(handoff(TOKENS + 1)), (WHOLE,))],
         IncompleteTransfer,
@@ -207,11 +198,7 @@ LIES: dict[str, tuple[Callable[[list[bytes]], list[bytes]], type[TransferError],
         "output_token_ids.*1000",
     ),
     "no handoff": (lambda f: [*f[:-1], encode_commit(TOKENS, b"\xff", (WHOLE,))], TransferError, "can't be read"),
-    "bad frame that was not lost": (
-        lambda f: [flip(f[0]), *f],
-        IncompleteTransfer,
-        "manifest lists",
-    ),
+    "bad frame that was not lost": (lambda f: [flip(f[0]), *f], IncompleteTransfer, "manifest lists"),
 }
 
 

@@ -1,7 +1,5 @@
 """Channels for KV: shared, kept for a while, and made anew when the TLS files change."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import grpc

@@ -1,7 +1,5 @@
 """The codec: compatible with the generated class both ways, and blind to no flipped bit."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -58,9 +56,7 @@ def flipped(frame: bytes, bit: int) -> bytes:
 
 
 @given(data_frames())
-def test_data_frames_are_what_the_generated_class_makes(
-    content: tuple[int, range, range, list[PartData]],
-) -> None:
+def test_data_frames_are_what_the_generated_class_makes(content: tuple[int, range, range, list[PartData]]) -> None:
     layer, tokens, heads, parts = content
     frame, checksum = wire.encode_data(layer, tokens, heads, parts)
     message = as_message(layer, tokens, heads, parts, checksum)
@@ -74,9 +70,7 @@ SHARDS = st.builds(Shard, st.just(""), SPANS, SPANS)
 
 
 @given(UINT32, st.lists(st.tuples(UINT32, UINT32, UINT32), max_size=4), UINT32, SHARDS)
-def test_manifests_are_read_as_they_were_made(
-    frames: int, runs: list[wire.TokenRun], digest: int, shard: Shard
-) -> None:
+def test_manifests_are_read_as_they_are_made(frames: int, runs: list[wire.TokenRun], digest: int, shard: Shard) -> None:
     manifest = wire.Manifest(frames, tuple(runs), digest, shard)
     assert wire.decode(wire.encode_manifest(manifest)) == manifest
 
@@ -125,11 +119,7 @@ def test_a_manifest_with_anything_more_is_refused(extra: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("change", "complaint"),
-    [
-        ({"token_count": 0}, "0 tokens"),
-        ({"head_count": 3}, "shape"),
-        ({"parts": []}, "0 parts"),
-    ],
+    [({"token_count": 0}, "0 tokens"), ({"head_count": 3}, "shape"), ({"parts": []}, "0 parts")],
 )
 def test_a_header_that_contradicts_itself_is_refused(change: dict[str, object], complaint: str) -> None:
     header = kv_pb2.KvFrame.FromString(small_frame()).header

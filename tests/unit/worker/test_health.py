@@ -1,7 +1,5 @@
 """The ledger of a worker, and the audit when it is idle."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Sequence
@@ -96,9 +94,7 @@ async def test_what_the_pool_finds_is_told_with_the_ledger() -> None:
     assert describe(ledger).splitlines()[1] == "  a/0 kv decoding: 2 pages, 0 bytes, 0.0 s"
 
 
-async def test_the_audit_runs_when_idle_at_most_once_an_interval_and_tells_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_idle_audit_tells_only_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(health, "MIN_INTERVAL_S", 0.05)
     idle, violation, taken = False, "", asyncio.Queue[float]()
     loop, broken = asyncio.get_running_loop(), asyncio.Queue[EngineError]()

@@ -1,7 +1,5 @@
 """The three listeners of a worker on real sockets."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
@@ -60,9 +58,7 @@ REST: dict[str, Any] = {
 }
 
 
-async def test_watchers_learn_who_the_worker_is_and_when_it_drains_and_health_follows_progress(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_watchers_learn_of_worker_and_drain_and_health_follows_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health_module, "HANG_CHECKS", 1_000_000)
     config = WorkerConfig(stall_s=0.05)
     hub = StatusHub(new_identity(config, WorkerRole.DECODE, SPEC, "digest"), WorkerLoad)

@@ -1,7 +1,5 @@
 """Blocks between a cache and pages: what is named, loaded and written back, and in what portions."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Sequence

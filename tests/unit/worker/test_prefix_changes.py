@@ -1,7 +1,5 @@
 """News of prefixes: what the tiers tell from any thread, merged, and told to each watcher of a worker's status."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -136,9 +134,7 @@ async def test_the_first_news_is_all_that_is_held_and_then_come_changes(rig: Rig
     assert not rig.news._subscribers
 
 
-async def test_a_watcher_is_woken_by_news_from_any_thread_and_told_nothing_without(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_watcher_is_woken_by_news_of_any_thread_alone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     router = Watcher(rig)
     assert await router.next() == news(True)
     rig.hub._changed = waits = Waited()
@@ -175,9 +171,7 @@ async def test_a_block_is_held_while_any_tier_has_it(rig: Rig) -> None:
     await router.close()
 
 
-async def test_long_news_come_in_parts_and_a_watcher_that_lags_is_told_anew(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_long_news_come_in_parts_and_a_lagging_watcher_anew(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "MAX_NAMES", 4)
     monkeypatch.setattr("baton.worker.status.MAX_INTERVAL_S", 60.0)
     rig.host.tell(DIGESTS[:11])

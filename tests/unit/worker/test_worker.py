@@ -1,7 +1,5 @@
 """Settings, identity, status, engine thread and progress of a worker."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from concurrent.futures import Future

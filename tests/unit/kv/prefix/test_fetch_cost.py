@@ -88,9 +88,7 @@ def test_a_trial_is_short_but_fetches_something() -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(runs, rates, speeds)
-def test_no_other_number_of_leading_blocks_is_quicker(
-    hits: Hits, rates: dict[str, FetchRate], prefill_rate: float
-) -> None:
+def test_no_other_number_of_blocks_is_quicker(hits: Hits, rates: dict[str, FetchRate], prefill_rate: float) -> None:
     model = FetchCostModel(BYTES, TOKENS)
 
     def seconds(fetched: int) -> float:
@@ -107,9 +105,7 @@ def test_no_other_number_of_leading_blocks_is_quicker(
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(runs, rates, st.floats(0, 1e6), st.floats(0, 3)), max_size=20))
-def test_any_sequence_of_requests_fetches_what_was_found_at_most(
-    requests: list[tuple[Hits, dict[str, FetchRate], float, float]],
-) -> None:
+def test_at_most_what_was_found_is_fetched(requests: list[tuple[Hits, dict[str, FetchRate], float, float]]) -> None:
     model, now = FetchCostModel(BYTES, TOKENS), 0.0
     for hits, measured, prefill_rate, passed in requests:
         now += passed

@@ -310,9 +310,7 @@ steps = st.tuples(
 
 @settings(deadline=None, max_examples=50)
 @given(st.sampled_from(["first", "second", "never"]), st.integers(0, 8), st.lists(steps, max_size=40))
-async def test_whatever_happens_a_look_up_tells_the_truth(
-    writes: str, blocks: int, sequence: list[tuple[str, int, int]]
-) -> None:
+async def test_a_look_up_always_tells_the_truth(writes: str, blocks: int, sequence: list[tuple[str, int, int]]) -> None:
     store = Store()
     cache, here = tiered(store, writes, blocks), set[bytes]()
     cache.watch(lambda stored, dropped: (here.update(stored), here.difference_update(dropped)))

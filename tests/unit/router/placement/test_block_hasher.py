@@ -1,7 +1,5 @@
 """Names of a request's blocks, from prompt to replay."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from typing import Any
@@ -35,9 +33,7 @@ async def test_chains_are_those_of_the_workers_and_go_on_in_a_replay(count: int)
 
 
 @pytest.mark.parametrize(("count", "inline"), [(4096, True), (4097, False)])
-async def test_a_prompt_is_hashed_once_and_a_long_one_off_the_loop(
-    monkeypatch: pytest.MonkeyPatch, count: int, inline: bool
-) -> None:
+async def test_a_long_prompt_is_hashed_off_the_loop(monkeypatch: pytest.MonkeyPatch, count: int, inline: bool) -> None:
     calls: list[bool] = []
 
     def noted(*arguments: Any) -> list[bytes]:

@@ -1,7 +1,5 @@
 """Placement from snapshots written by hand, where the plain placement of the property test shares code or lacks it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Uses of a router's prefix indexes: placement, digests for decode, and a tier for people."""
 
-from __future__ import annotations
-
 import pytest
 
 from baton.kv.hashing import NAME_BYTES, PackedDigests

@@ -1,7 +1,5 @@
 """The index of prefixes: against a plain list of who holds what, and what bounds it."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The queue of requests: bounds, turns between tenants, deadlines."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Turns on a clock that the test turns: no loop, no workers."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The front door without any transport: a request goes in, updates come out, and everything ends with the block."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import cast
 

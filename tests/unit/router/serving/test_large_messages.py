@@ -1,7 +1,5 @@
 """A large message must not hold up the event loop: fields are counted before they are read, and read on threads."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading
@@ -23,14 +21,7 @@ from baton.request import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from baton.rpc.channel import CONTROL_MESSAGE_BYTES
 from baton.rpc.convert import begin_field, token_array_from_proto, token_ids_from_proto, varint
 from baton.tokenizer import Tokenizer
-from router.serving.servicer import (
-    InferenceServicer,
-    Sized,
-    generate_request,
-    sized,
-    sized_prompt,
-    tokenize_prompt,
-)
+from router.serving.servicer import InferenceServicer, Sized, generate_request, sized, sized_prompt, tokenize_prompt
 from router.serving.tenants import Threads
 from router.serving.tokenizer_processes import LONG_TEXT, TokenizerProcesses
 from router.serving.validator import MAX_CHAT_MESSAGES, RequestValidator, ServedModel, TokenPrompt
@@ -214,9 +205,7 @@ def test_the_ids_of_a_long_prompt_are_not_copied_on_the_event_loop() -> None:
 
 
 @pytest.mark.parametrize("large", [2, 1000])
-async def test_a_long_prompt_is_made_into_a_message_off_the_event_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: int
-) -> None:
+async def test_a_long_prompt_is_made_off_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: int) -> None:
     seen: list[bool] = []
     monkeypatch.setattr(router.request_runner, "LARGE_REQUEST", large, raising=False)
     monkeypatch.setattr(router.request_runner, "prefill_message", noted(router.request_runner.prefill_message, seen))

@@ -1,7 +1,5 @@
 """The registration of a router's public API."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from unittest.mock import Mock
 

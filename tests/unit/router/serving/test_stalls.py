@@ -1,7 +1,5 @@
 """Writes to a client that take too long, in simulated time."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Iterator

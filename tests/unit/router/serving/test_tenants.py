@@ -1,7 +1,5 @@
 """Callers by their keys, the streams of a tenant, and the guard that stands before every method."""
 
-from __future__ import annotations
-
 import hmac
 import json
 import logging

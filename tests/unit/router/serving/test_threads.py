@@ -1,7 +1,5 @@
 """The router's own threads: results, errors, who waits, and who left."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

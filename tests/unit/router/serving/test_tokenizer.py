@@ -1,7 +1,5 @@
 """Loading, chat rendering beside transformers, and what is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path
@@ -161,8 +159,7 @@ def test_no_template(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "template",
-    ["{{ messages[0].content + 1 }}", "{{ messages[5].content.x }}", "{% if %}", "{{ ''.__class__.mro() }}"],
+    "template", ["{{ messages[0].content + 1 }}", "{{ messages[5].content.x }}", "{% if %}", "{{ ''.__class__.mro() }}"]
 )
 def test_template_errors_are_the_requests(tmp_path: Path, template: str) -> None:
     with pytest.raises(InvalidRequest, match=r"^chat: the chat template"):

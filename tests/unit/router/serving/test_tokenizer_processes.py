@@ -1,7 +1,5 @@
 """Processes that tokenize: the same ids as in this process, and a clear error however a process ends."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -59,9 +57,7 @@ def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch
 
 
 @pytest.mark.parametrize("special", [True, False])
-def test_ids_are_those_of_the_tokenizer_and_one_process_serves_text_after_text(
-    processes: Watched, tmp_path: Path, special: bool
-) -> None:
+def test_ids_are_those_of_the_tokenizer_and_of_one_process(processes: Watched, tmp_path: Path, special: bool) -> None:
     tokenizer = Tokenizer.load(tmp_path)
     for text in TEXTS:
         found = processes.encode(text.encode(), add_special_tokens=special)
@@ -94,9 +90,7 @@ def test_the_end_of_a_process_ends_its_text_with_an_error(processes: Watched, en
 
 
 @pytest.mark.parametrize("size", [1, 1 << 20])
-def test_a_process_that_does_not_answer_is_replaced(
-    processes: Watched, monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
+def test_a_process_that_is_silent_is_replaced(processes: Watched, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     processes.encode(b"x", add_special_tokens=True)
     os.kill(processes.taken[0].pid, signal.SIGSTOP)
     with monkeypatch.context() as short:
@@ -109,9 +103,7 @@ def test_a_process_that_does_not_answer_is_replaced(
     assert len(set(processes.taken)) == 2
 
 
-def test_where_no_process_can_be_started_the_router_tokenizes_and_says_so_once(
-    processes: Watched, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_process_the_router_tokenizes_itself(processes: Watched, caplog: pytest.LogCaptureFixture) -> None:
     command, processes._command = processes._command, ["/nowhere"]
     for text in TEXTS:
         found = processes.encode(text.encode(), add_special_tokens=True)
@@ -186,9 +178,7 @@ def test_a_text_that_the_tokenizer_refuses_ends_with_its_error_and_the_process_g
     made.close()
 
 
-def test_a_process_survives_sigterm_and_imports_nothing_from_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_survives_sigterm_and_imports_nothing_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "array.py").write_text("raise RuntimeError('not this one')")
     monkeypatch.chdir(tmp_path)
     made = Watched(checkpoint(tmp_path))

@@ -1,7 +1,5 @@
 """Checks of a long prompt, and the threads on which its reports are converted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Discovery of workers."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Circuit breakers on a clock that the test turns."""
 
-from __future__ import annotations
-
 from router.placement.policy import Excluded
 from router.workers.failures import MAX_PAUSE_S, AttemptHealth, Breakers
 from tests.clock import Clock

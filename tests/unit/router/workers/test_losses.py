@@ -1,7 +1,5 @@
 """Lost connections with a worker: when they count as its death, and when not."""
 
-from __future__ import annotations
-
 from router.workers.failures import SAME_LOSS_S, WorkerLoss, WorkerLosses
 
 WORKER = "decode d:1"

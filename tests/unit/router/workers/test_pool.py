@@ -1,7 +1,5 @@
 """Addresses that a pool of workers keeps dialling."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 

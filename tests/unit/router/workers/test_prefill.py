@@ -1,7 +1,5 @@
 """The call to a prefill worker over real gRPC: the events that it delivers when it breaks."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Pauses before a router calls a lost worker again."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

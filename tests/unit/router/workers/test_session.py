@@ -1,7 +1,5 @@
 """The words of a decode worker about attempts, as a router's session takes them."""
 
-from __future__ import annotations
-
 import asyncio
 
 import grpc.aio
