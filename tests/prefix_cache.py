@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import takewhile
 
-from baton.kv.prefix.contract import CacheTier, Hits, Payload, PrefixesChanged
+from baton.kv.prefix.contract import CacheTier, Hits, NullPrefixCache, Payload, PrefixesChanged
 from baton.kv.prefix.host import TIER
-from baton.kv.prefix.null import NullPrefixCache
 
 
 class MemoryPrefixCache(NullPrefixCache):
