@@ -257,18 +257,25 @@ class CachePolicy(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class CachedTokens:
-    """Number of tokens that were not computed, by where their KV came from; see inference.proto."""
+    """Number of tokens that were not computed, by where their KV came from; see inference.proto.
 
-    pool: int = 0
-    host: int = 0
-    redis: int = 0
-    peer: int = 0
+    The fields with a title are the tiers from which prefill loads.
+    """
+
+    pool: int = field(default=0, metadata={"title": "pool"})
+    host: int = field(default=0, metadata={"title": "host memory"})
+    redis: int = field(default=0, metadata={"title": "Redis"})
+    peer: int = field(default=0, metadata={"title": "a decode worker"})
     decode: int = 0
 
     @property
     def total(self) -> int:
         """Number of tokens that prefill did not compute."""
-        return self.pool + self.host + self.redis + self.peer
+        return sum(getattr(self, name) for name in CACHE_TIERS)
+
+
+CACHE_TIERS = {each.name: each.metadata["title"] for each in fields(CachedTokens) if each.metadata}
+"""Titles of the tiers by name, nearest first."""
 
 
 @dataclass(frozen=True, slots=True)

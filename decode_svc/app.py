@@ -11,7 +11,7 @@ import grpc
 
 from baton.config.worker import DecodeConfig
 from baton.engine.contract import Engine, KvHandle
-from baton.kv.prefix import PrefixCache
+from baton.kv.prefix.contract import PrefixCache
 from baton.pb import decode_pb2_grpc
 from baton.request import Handoff, RemoteExport
 from baton.rpc.tls import Tls
@@ -19,7 +19,8 @@ from baton.transfer.export import ExportRegistry
 from baton.transfer.fetcher import fetch as fetch_shards
 from baton.transfer.transport import SERVICE as KV_SERVICE
 from baton.transfer.transport import KvChannels, KvServicer, open_sources
-from baton.worker.start import Service, WorkerAddresses, open_cache, serve_listeners, start_runtime
+from baton.worker.prefix_cache import open_cache
+from baton.worker.start import Service, WorkerAddresses, serve_listeners, start_runtime
 from baton.worker.status import WorkerRole
 from decode_svc.service import DecodeService
 from decode_svc.servicer import DecodeServicer

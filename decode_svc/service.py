@@ -11,7 +11,7 @@ import logging
 
 from baton.config.worker import DecodeConfig
 from baton.engine.contract import Engine
-from baton.kv.prefix import PrefixCache
+from baton.kv.prefix.contract import PrefixCache
 from baton.ledger import Ledger, LedgerEntry
 from baton.process.executors import EngineThread
 from baton.transfer.export import ExportRegistry

@@ -29,7 +29,7 @@ from typing import Protocol
 from baton.config.worker import DecodeConfig
 from baton.engine.contract import Engine, KvHandle
 from baton.errors import BatonError, OutOfPages, Overloaded
-from baton.kv.prefix import PrefixCache
+from baton.kv.prefix.contract import PrefixCache
 from baton.lifecycle import State
 from baton.request import Handoff, Output, RemoteExport, ReserveResult
 from baton.telemetry import metrics

@@ -12,14 +12,14 @@ import grpc
 
 from baton.config.worker import PrefillConfig
 from baton.engine.contract import Engine
-from baton.kv.prefix import PrefixCache
+from baton.kv.prefix.contract import PrefixCache
 from baton.pb import prefill_pb2_grpc
 from baton.transfer.export import ExportRegistry
 from baton.transfer.transport import SERVICE as KV_SERVICE
 from baton.transfer.transport import KvServicer
 from baton.worker.health import Progress
-from baton.worker.prefix_cache import CacheTiers
-from baton.worker.start import Service, WorkerAddresses, open_cache, serve_listeners, start_runtime
+from baton.worker.prefix_cache import CacheTiers, open_cache
+from baton.worker.start import Service, WorkerAddresses, serve_listeners, start_runtime
 from baton.worker.status import PrefixChangeFeed, StatusHub, WorkerRole
 from prefill_svc.prefix import PeerFetcher, PrefixBackends
 from prefill_svc.servicer import PrefillServicer

@@ -49,10 +49,8 @@ from dataclasses import dataclass
 from baton.engine.contract import Engine, KvHandle
 from baton.errors import EngineError, TransferError
 from baton.kv.cached_blocks import SLICE_NODES
-from baton.kv.prefix import PrefixCache
-from baton.kv.prefix.contract import FetchRate, Hits
+from baton.kv.prefix.contract import FetchRate, Hits, PrefixCache
 from baton.kv.prefix.fetch_cost import FetchCostModel
-from baton.kv.prefix.host import TIER as HOST
 from baton.process.executors import wait_to_end
 from baton.rates import DecayingRate
 from baton.request import PrefixSource
@@ -347,8 +345,6 @@ def common_blocks(digests: Sequence[bytes], others: Sequence[bytes]) -> int:
 SAVE_WAIT_S = 2.0
 """A few chunks' time: a store that takes KV more slowly than the engine computes it may slow a prompt down so far."""
 
-_OWN_TIERS = (POOL, HOST)
-
 
 class ChunkSaver:
     """Saves the blocks of one worker's long prompts; used on the asyncio loop only. `long_chunks` 0 saves none."""
@@ -384,8 +380,9 @@ class ChunkSaver:
         await self._cache.remove([job.digests[block] for block in final if job.to_save[block]])
 
     def _own_blocks(self, job: PrefillJob) -> int:
-        """Leading blocks that this process had itself: the store was not asked for them."""
-        own = itertools.takewhile(lambda source: source[0] in _OWN_TIERS, job.sources)
+        """Leading blocks that this process had itself: no shared store was asked for them."""
+        own_tiers = {POOL, *self._cache.local_tiers}
+        own = itertools.takewhile(lambda source: source[0] in own_tiers, job.sources)
         return sum(tokens for _, tokens in own) // self._block
 
     def _is_long(self, job: PrefillJob) -> bool:

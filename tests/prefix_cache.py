@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from itertools import takewhile
 
-from baton.kv.prefix.contract import CacheTier, Hits, Payload, PrefixesChanged
+from baton.kv.prefix.contract import CacheTier, Hits, NullPrefixCache, Payload, PrefixesChanged
 from baton.kv.prefix.host import TIER
-from baton.kv.prefix.null import NullPrefixCache
 
 
 class MemoryPrefixCache(NullPrefixCache):

@@ -7,8 +7,8 @@ from unittest import mock
 from baton.breaker import Breaker
 from baton.kv.format import KvFormat, KvPart
 from baton.kv.hashing import block_digests, chain_root
-from baton.kv.prefix.record import RecordCodec
-from baton.kv.prefix.redis import RedisLimits, RedisPrefixCache, key_prefix
+from baton.kv.prefix.redis.cache import RedisLimits, RedisPrefixCache, key_prefix
+from baton.kv.prefix.redis.record import RecordCodec
 from tests.clock import Clock
 from tests.metrics import sample
 

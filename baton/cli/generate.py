@@ -35,7 +35,7 @@ from baton.client import Choice, Client, Completion, Delta
 from baton.completion import Prompt
 from baton.config.options import Address, usage_errors
 from baton.errors import BatonError, InvalidRequest, preview
-from baton.request import PARAMETERS, CachePolicy, PrefillProgress, TokenInfo, Usage
+from baton.request import CACHE_TIERS, PARAMETERS, CachePolicy, PrefillProgress, TokenInfo, Usage
 from baton.rpc import calls
 
 _CACHING = ("cache", "cache_salt")
@@ -271,7 +271,6 @@ def _checked(prompt: Prompt) -> Prompt:
     return prompt
 
 
-_SOURCES = {"pool": "pool", "host": "host memory", "redis": "Redis", "peer": "a decode worker"}
 _ACCOUNT = {
     "queue": "queue",
     "prefill": "prefill",
@@ -305,8 +304,8 @@ def print_account(completion: Completion, console: Console | None = None) -> Non
 
 def describe_cached(usage: Usage) -> str:
     """The number of cached prompt tokens, where they came from, and how many decode already had."""
-    counts = {words: getattr(usage.cached, name) for name, words in _SOURCES.items()}
-    sources = ", ".join(f"{count} from {words}" for words, count in counts.items() if count)
+    counts = {title: getattr(usage.cached, name) for name, title in CACHE_TIERS.items()}
+    sources = ", ".join(f"{count} from {title}" for title, count in counts.items() if count)
     held = f"; {usage.cached.decode} held by decode" if usage.cached.decode else ""
     return f"{usage.cached_tokens} cached{': ' if sources else ''}{sources}{held}"
 

@@ -8,6 +8,7 @@ from baton import bundled
 from baton.config.options import Settings, option
 from baton.config.values import parse_cpus
 from baton.engine.config import KV_HOMES, EngineConfig
+from baton.kv.prefix.redis.address import check_url
 from baton.lifecycle import PREFILL_TOKEN_S
 from baton.native import KERNELS
 from baton.telemetry.logs import LEVELS
@@ -104,9 +105,6 @@ class WorkerConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Only workers have installed what it imports.
-        from baton.kv.prefix import check_url
-
         check_url(self.redis)
         parse_cpus(self.cpus)
 

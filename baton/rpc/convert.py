@@ -16,6 +16,7 @@ import math
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from baton.errors import CorruptFrame, InvalidRequest
@@ -66,7 +67,7 @@ _CACHE_FROM_PROTO: dict[int, CachePolicy] = {
     inference_pb2.CACHE_POLICY_UNSPECIFIED: CachePolicy.READ_WRITE,
     **{value: key for key, value in _CACHE_TO_PROTO.items()},
 }
-_CACHED = ("pool", "host", "redis", "peer", "decode")
+_CACHED = tuple(field.name for field in fields(CachedTokens))
 
 _MAY_BE_ABSENT = {field.name for field in inference_pb2.SamplingParams.DESCRIPTOR.fields if field.has_presence}
 _HANDED_IDS = ("prompt_token_ids", "output_token_ids")

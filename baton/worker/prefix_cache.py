@@ -1,4 +1,4 @@
-"""A worker's prefix cache: copies between its tiers and KV pages, and the tiers as an operator sees them.
+"""A worker's prefix cache: its tiers in their order, copies between them and KV pages, and their statistics.
 
 `BlockCopier` hashes a sequence's blocks, loads cached ones, and writes new ones back. Copies run in threads, beside the
 engine and the asyncio loop, in slices of SLICE_BYTES. So memory never holds a second copy of a long prefix: one slice
@@ -9,17 +9,26 @@ a save ends after COPY_BYTES and a write-back after its slice; the caller keeps 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from baton.config.worker import WorkerConfig
 from baton.engine.contract import Engine, KvHandle
+from baton.kv.format import KvFormat
 from baton.kv.hashing import block_digests, chain_root
-from baton.kv.prefix import Payload, PrefixCache
+from baton.kv.prefix.contract import NullPrefixCache, Payload, PrefixCache
+from baton.kv.prefix.host import HostPrefixCache
+from baton.kv.prefix.redis.address import check_url
+from baton.kv.prefix.tiered import StoreTier, TieredPrefixCache, WriteFilter
 from baton.ledger import CacheTier
 from baton.process import executors
 from baton.process.executors import COPIES, WORK, wait_to_end
 from baton.telemetry import metrics
+
+if TYPE_CHECKING:
+    from baton.kv.prefix.redis.cache import RedisLimits
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -31,6 +40,59 @@ PUBLISH_BLOCKS = 2048
 """Blocks that are published before others run."""
 LONG_TOKENS = 8192
 """From this number on, hashing runs in a thread. Below, it takes less time than the way to a thread and back."""
+
+_log = logging.getLogger(__name__)
+
+
+def open_cache(config: WorkerConfig, kv_format: KvFormat, *, cache_memory: int = 0) -> PrefixCache:
+    """The worker's prefix cache: `cache_memory` bytes of host memory, then Redis.
+
+    Raises ConfigError for a bad URL.
+    """
+    limits = None
+    if config.redis not in ("", "none"):
+        from baton.kv.prefix.redis.cache import RedisLimits
+
+        limits = RedisLimits(budget_s=config.cache_budget_s, ttl_s=config.cache_ttl_s)
+    return open_prefix_cache(
+        config.redis,
+        kv_format,
+        config.fleet_secret,
+        cache_memory=cache_memory,
+        limits=limits,
+        writes=config.cache_writes,
+    )
+
+
+def open_prefix_cache(
+    url: str,
+    kv_format: KvFormat,
+    fleet_secret: str,
+    *,
+    cache_memory: int = 0,
+    limits: RedisLimits | None = None,
+    writes: str = "first",
+) -> PrefixCache:
+    """A cache of `cache_memory` bytes of host memory, then the store at `url`; 0 and "none" or "" leave them out.
+
+    `writes` says when blocks go to the store: "first", "second" or "never". Raises ConfigError for a URL that can't
+    be used. Connects at the first use; without a Redis there, look-ups miss.
+    """
+    check_url(url)
+    host, stores = HostPrefixCache(cache_memory), list[StoreTier]()
+    if url not in ("", "none"):
+        if not fleet_secret:
+            _log.warning("no fleet secret is set: whoever can write to Redis can plant cached blocks")
+        from baton.kv.prefix.redis.cache import RedisPrefixCache
+
+        known = WriteFilter()
+        redis = RedisPrefixCache(
+            url, kv_format, fleet_secret, limits, lost=known.mark_missed, refused=known.mark_refused
+        )
+        stores.append(StoreTier(redis, writes, known))
+    if stores:
+        return TieredPrefixCache(host, stores)
+    return host if host.enabled else NullPrefixCache()
 
 
 class BlockCopier:

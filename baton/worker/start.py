@@ -20,8 +20,6 @@ from baton.config.worker import WorkerConfig
 from baton.engine.contract import Engine, EngineSpec
 from baton.engine.process import pin_compute_threads
 from baton.errors import ConfigError, EngineError
-from baton.kv.format import KvFormat
-from baton.kv.prefix import PrefixCache, open_prefix_cache
 from baton.model.checkpoint import resolve, tokenizer_digest
 from baton.pb import worker_pb2_grpc
 from baton.process import executors, freed_memory
@@ -85,26 +83,6 @@ def _warn_of_small_memory(spec: EngineSpec) -> None:
             tokens,
             spec.max_model_len,
         )
-
-
-def open_cache(config: WorkerConfig, kv_format: KvFormat, *, cache_memory: int = 0) -> PrefixCache:
-    """The worker's prefix cache: `cache_memory` bytes of host memory, then Redis.
-
-    Raises ConfigError for a bad URL.
-    """
-    limits = None
-    if config.redis not in ("", "none"):
-        from baton.kv.prefix.redis import RedisLimits
-
-        limits = RedisLimits(budget_s=config.cache_budget_s, ttl_s=config.cache_ttl_s)
-    return open_prefix_cache(
-        config.redis,
-        kv_format,
-        config.fleet_secret,
-        cache_memory=cache_memory,
-        limits=limits,
-        writes=config.cache_writes,
-    )
 
 
 _SPARE_BYTES = 64 << 20

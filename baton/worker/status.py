@@ -38,7 +38,7 @@ from baton.pb import kv_pb2, worker_pb2, worker_pb2_grpc
 from baton.rpc.convert import kv_format_from_proto, kv_format_to_proto, shard_from_proto, shard_to_proto
 
 if TYPE_CHECKING:
-    from baton.kv.prefix import PrefixCache
+    from baton.kv.prefix.contract import PrefixCache
 
 WIRE_VERSION = 4
 """Version of the messages between Baton's processes. Routers and workers of different versions refuse each other."""

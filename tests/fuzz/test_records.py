@@ -3,7 +3,7 @@
 import random
 
 from baton.kv.format import KvFormat, KvPart
-from baton.kv.prefix.record import HEADER_BYTES, BadRecord, RecordCodec
+from baton.kv.prefix.redis.record import HEADER_BYTES, BadRecord, RecordCodec
 from tests.effort import fuzz
 from tests.fuzz.mutation import arbitrary, changed
 

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from baton.engine.contract import Engine
 from baton.kv.format import KvFormat, KvPart
-from baton.kv.prefix import NullPrefixCache
+from baton.kv.prefix.contract import NullPrefixCache
 from baton.model.checkpoint import tokenizer_digest
 from baton.pb import decode_pb2, decode_pb2_grpc, inference_pb2, prefill_pb2, prefill_pb2_grpc, worker_pb2_grpc
 from baton.rpc.server import listen

@@ -8,8 +8,8 @@ import pytest
 
 from baton.engine.sequence import Sequence
 from baton.errors import EngineError
-from baton.kv.prefix import Payload
-from baton.kv.prefix.redis import RedisPrefixCache
+from baton.kv.prefix.contract import Payload
+from baton.kv.prefix.redis.cache import RedisPrefixCache
 from baton.pb import decode_pb2
 from baton.request import SamplingParams
 from baton.telemetry import metrics

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from baton.engine.fake import FakeEngine
-from baton.kv.prefix import Payload
+from baton.kv.prefix.contract import Payload
 from baton.ledger import LedgerEntry
 from baton.pb import kv_pb2, prefill_pb2
 from baton.rpc.channel import kv_channel
@@ -56,7 +56,7 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[SlowCache]:
         made.append(SlowCache())
         return made[-1]
 
-    monkeypatch.setattr("baton.worker.start.open_prefix_cache", open_cache)
+    monkeypatch.setattr("baton.worker.prefix_cache.open_prefix_cache", open_cache)
     return made
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from baton.engine.fake import FakeEngine, expected_tokens
 from baton.errors import Cancelled
-from baton.kv.prefix import Payload
-from baton.kv.prefix.contract import FetchRate
+from baton.kv.prefix.contract import FetchRate, Payload
 from baton.kv.prefix.fetch_cost import FetchCostModel, FetchDecision
 from baton.request import CachePolicy, SamplingParams
 from tests.metrics import sample
@@ -98,7 +97,7 @@ class Vanishing(MemoryPrefixCache):
 
 
 async def test_a_peer_makes_up_for_blocks_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.worker.start.open_prefix_cache", lambda *_, **__: Vanishing())
+    monkeypatch.setattr("baton.worker.prefix_cache.open_prefix_cache", lambda *_, **__: Vanishing())
     async with serving() as client, exporter() as (exporting, held):
         await client.done(PROMPT[:70])
         await flushed(client)
@@ -262,7 +261,7 @@ async def test_the_load_tells_what_is_left_after_the_decision(monkeypatch: pytes
         caches.append(HeldCache())
         return caches[-1]
 
-    monkeypatch.setattr("baton.worker.start.open_prefix_cache", open_cache)
+    monkeypatch.setattr("baton.worker.prefix_cache.open_prefix_cache", open_cache)
     monkeypatch.setattr(FetchCostModel, "decide", lambda self, hits, *_: FetchDecision(hits.blocks, hits.blocks // 2))
     async with serving() as client:
         await client.done()
@@ -323,7 +322,7 @@ async def test_only_what_is_quicker_to_fetch_than_to_compute_is_fetched(
     monkeypatch: pytest.MonkeyPatch, bytes_per_s: float, cached: int, decision: str
 ) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr("baton.worker.start.open_prefix_cache", lambda *_, **__: Rated())
+    monkeypatch.setattr("baton.worker.prefix_cache.open_prefix_cache", lambda *_, **__: Rated())
     monkeypatch.setattr(Rated, "bytes_per_s", bytes_per_s)
     async with serving() as client:
         await client.done()

@@ -13,8 +13,8 @@ from redis import Redis
 
 from baton import AsyncClient, keys
 from baton.completion import Completion
-from baton.kv.prefix.record import HEADER_BYTES, RecordCodec
-from baton.kv.prefix.redis import key_prefix
+from baton.kv.prefix.redis.cache import key_prefix
+from baton.kv.prefix.redis.record import HEADER_BYTES, RecordCodec
 from tests.checkpoints import make_checkpoint, prompt_ids
 from tests.fleet import SECRET, Fleet, serving
 from tests.prefill import fetch_all

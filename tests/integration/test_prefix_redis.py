@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from baton.kv.format import KvFormat
-from baton.kv.prefix.redis import RedisPrefixCache
-from baton.kv.prefix.redis.cache import LOOKUP_LANES
-from baton.kv.prefix.redis.calls import RedisCalls
+from baton.kv.prefix.redis.cache import LOOKUP_LANES, RedisPrefixCache
+from baton.kv.prefix.redis.nodes import RedisCalls
 from tests.prefix_redis import (
     BLOCKS,
     BUDGET_S,
@@ -191,7 +190,7 @@ async def test_a_lost_store_is_logged_once_and_so_is_its_return(
     server: Server, cache: RedisPrefixCache, caplog: pytest.LogCaptureFixture
 ) -> None:
     def said() -> list[str]:
-        return [record.levelname for record in caplog.records if record.name == "baton.kv.prefix.redis.faults"]
+        return [record.levelname for record in caplog.records if record.name == "baton.kv.prefix.redis.nodes"]
 
     caplog.set_level("INFO")
     await cache.check()

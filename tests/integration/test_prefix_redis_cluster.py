@@ -10,7 +10,7 @@ import pytest
 from redis import Redis
 from redis.crc import key_slot
 
-from baton.kv.prefix.redis import RedisPrefixCache, key_prefix
+from baton.kv.prefix.redis.cache import RedisPrefixCache, key_prefix
 from tests.prefix_redis import (
     BLOCKS,
     CLOCK,

@@ -4,9 +4,10 @@ import asyncio
 
 import pytest
 
-from baton.kv.prefix import PrefixCache, open_prefix_cache
-from baton.kv.prefix.record import HEADER_BYTES, RecordCodec
-from baton.kv.prefix.redis import RedisLimits
+from baton.kv.prefix.contract import PrefixCache
+from baton.kv.prefix.redis.cache import RedisLimits
+from baton.kv.prefix.redis.record import HEADER_BYTES, RecordCodec
+from baton.worker.prefix_cache import open_prefix_cache
 from tests.prefix_redis import BLOCKS, CODEC, DIGESTS, FORMAT, KEYS, faults
 from tests.redis_server import Server
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from baton.kv.prefix import PrefixCache, open_prefix_cache
-from baton.kv.prefix.redis import RedisLimits, key_prefix
-from baton.kv.prefix.redis.calls import RedisCalls
-from baton.kv.prefix.redis.nodes import Command, Node
+from baton.kv.prefix.contract import PrefixCache
+from baton.kv.prefix.redis.cache import RedisLimits, key_prefix
+from baton.kv.prefix.redis.nodes import Command, Node, RedisCalls
+from baton.worker.prefix_cache import open_prefix_cache
 from tests.prefix_redis import BLOCKS, DIGESTS, FORMAT, KEYS, dropped, faults, fill, found, open_cache
 from tests.redis_server import Server
 
@@ -100,7 +100,7 @@ def watch_batches(monkeypatch: pytest.MonkeyPatch, scanned: Scanned) -> None:
         return await at(self, node, lane, commands, budget_s)
 
     monkeypatch.setattr(RedisCalls, "call_node", watched)
-    monkeypatch.setattr("baton.kv.prefix.redis.clearing.CLEAR_KEYS", 20)
+    monkeypatch.setattr("baton.kv.prefix.redis.cache.CLEAR_KEYS", 20)
 
 
 async def test_clearing_may_take_long_and_opens_no_breaker(valkey: Server, monkeypatch: pytest.MonkeyPatch) -> None:

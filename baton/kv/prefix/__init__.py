@@ -1,7 +1,8 @@
-"""Prefix caching: the protocol, its implementations, and the record they store."""
+"""Prefix caching beyond the pages of one engine. Read `contract` first.
 
-from baton.kv.prefix.contract import Payload, PrefixCache
-from baton.kv.prefix.null import NullPrefixCache
-from baton.kv.prefix.open import check_url, open_prefix_cache
-
-__all__ = ["NullPrefixCache", "Payload", "PrefixCache", "check_url", "open_prefix_cache"]
+contract    `PrefixCache`, which all caches implement, and a cache that stores nothing
+host        blocks in this process's memory
+redis/      blocks in Redis, which workers share
+tiered      host memory before an ordered list of stores
+fetch_cost  measured speeds of tiers, and whether a fetch beats computing
+"""

@@ -10,8 +10,9 @@ A payload is the canonical KV of one block (`baton.kv.format`). A cache never ra
 write, counted by reason in `metrics.PREFIX_FAULTS`. If a block is evicted between look-up and fetch, the hit becomes
 shorter, and nothing else happens.
 
-Implementations: `NullPrefixCache`, `HostPrefixCache` (bounded, in this process), `RedisPrefixCache` and
-`TieredPrefixCache`. One contract suite tests all that store blocks, beside a dictionary as their reference.
+Implementations: `NullPrefixCache`, `HostPrefixCache` (bounded, in this process), `RedisPrefixCache`, and
+`TieredPrefixCache` of several. One contract suite tests all that store blocks, beside a dictionary as their reference.
+A worker's tiers are put in their order in `baton.worker.prefix_cache`.
 The pages of an engine are a tier of their own, without copies: `Engine.publish` and `Engine.reserve`.
 """
 
@@ -56,6 +57,10 @@ class PrefixCache(Protocol):
     @property
     def enabled(self) -> bool:
         """Whether a block that is put here can be found again; if not, callers need not put any."""
+
+    @property
+    def local_tiers(self) -> frozenset[str]:
+        """Names of the tiers whose blocks only this worker finds; the other tiers are shared."""
 
     async def check(self) -> None:
         """Try to reach the store, so that an unreachable one is logged now, and not at the first request."""
@@ -125,3 +130,71 @@ class PrefixCache(Protocol):
 
     async def close(self) -> None:
         """Store pending blocks if that takes little time, and release all resources."""
+
+
+class NullPrefixCache:
+    """Finds nothing and stores nothing."""
+
+    @property
+    def enabled(self) -> bool:
+        """False."""
+        return False
+
+    @property
+    def local_tiers(self) -> frozenset[str]:
+        """None."""
+        return frozenset()
+
+    async def check(self) -> None:
+        """Do nothing: there is no server to reach."""
+
+    async def lookup(self, digests: Sequence[bytes]) -> Hits:
+        """No hits."""
+        return Hits()
+
+    async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:
+        """No payloads."""
+        return []
+
+    async def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
+        """No block."""
+        return [False] * len(digests)
+
+    def put(self, digest: bytes, payload: Payload) -> bool:
+        """Drop the block."""
+        return False
+
+    async def select_saves(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
+        """Empty: no other worker finds anything here."""
+        return []
+
+    async def save(self, digests: Sequence[bytes], payloads: Sequence[Payload]) -> int:
+        """Store nothing."""
+        return 0
+
+    async def remove(self, digests: Sequence[bytes]) -> None:
+        """Do nothing: nothing was saved."""
+
+    def touch(self, digests: Sequence[bytes]) -> None:
+        """Do nothing: nothing expires."""
+
+    def fetch_rates(self) -> Mapping[str, FetchRate]:
+        """Empty: nothing is ever fetched."""
+        return {}
+
+    def watch(self, changed: PrefixesChanged | None) -> None:
+        """Do nothing: nothing ever changes."""
+
+    async def stats(self) -> list[CacheTier]:
+        """No tiers."""
+        return []
+
+    async def clear(self, *, shared: bool) -> list[CacheTier]:
+        """Do nothing: there is nothing to drop."""
+        return []
+
+    async def flush(self) -> None:
+        """Do nothing: nothing is ever pending."""
+
+    async def close(self) -> None:
+        """Do nothing: there is nothing to release."""

@@ -1,4 +1,4 @@
-"""Whether fetching cached blocks beats computing them, by measured rates of both. Pure.
+"""The measured speeds of tiers, and whether fetching cached blocks beats computing them. Pure.
 
 Fetching a run of n blocks from tier t is expected to take
 
@@ -23,9 +23,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baton.kv.prefix.contract import FetchRate, Hits
+from baton.rates import DecayingAverage, DecayingRate
 
 TRIAL_EVERY_S = 5.0
 TRIAL_S = 0.02
+
+MIN_SAMPLE_BYTES = 256 << 10
+"""Bytes of the smallest fetch that is used to measure a rate."""
+
+_LATENCY_WEIGHT = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +90,26 @@ class FetchCostModel:
     def _trial(self, blocks: int, rate: FetchRate) -> int:
         within = (TRIAL_S - rate.latency_s) * rate.bytes_per_s / self._block_bytes
         return int(min(blocks, max(1.0, within)))
+
+
+class Throughput:
+    """Decaying means of a tier: seconds of a look-up, which carries no payload, and bytes per second of fetches."""
+
+    def __init__(self) -> None:
+        self._latency_s = DecayingAverage(_LATENCY_WEIGHT)
+        self._bytes_per_s = DecayingRate()
+
+    def record_lookup(self, seconds: float) -> None:
+        """Record a look-up that took `seconds`."""
+        self._latency_s.add(seconds)
+
+    def record_fetch(self, size: int, seconds: float) -> None:
+        """Record a fetch of `size` bytes that took `seconds`."""
+        if size >= MIN_SAMPLE_BYTES and seconds > 0:
+            self._bytes_per_s.add(size, seconds)
+
+    @property
+    def rate(self) -> FetchRate | None:
+        """The measured rate; None until there was a large enough fetch."""
+        bytes_per_s = self._bytes_per_s.value
+        return FetchRate(self._latency_s.value, bytes_per_s) if bytes_per_s else None

@@ -17,8 +17,7 @@ from collections.abc import AsyncIterator, Generator, Sequence
 from itertools import takewhile
 from typing import TypeVar
 
-from baton.kv.prefix.contract import CacheTier, Hits, Payload, PrefixesChanged
-from baton.kv.prefix.null import NullPrefixCache
+from baton.kv.prefix.contract import CacheTier, Hits, NullPrefixCache, Payload, PrefixesChanged
 from baton.telemetry import metrics
 
 T = TypeVar("T")
@@ -80,6 +79,11 @@ class HostPrefixCache(NullPrefixCache):
     def enabled(self) -> bool:
         """Whether the capacity is above 0."""
         return self._capacity > 0
+
+    @property
+    def local_tiers(self) -> frozenset[str]:
+        """The single tier."""
+        return frozenset((TIER,))
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._payloads

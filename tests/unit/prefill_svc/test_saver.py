@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from baton.engine.fake import FakeEngine
-from baton.kv.prefix import Payload
+from baton.kv.prefix.contract import Payload
 from baton.request import CachePolicy, SamplingParams
 from baton.worker.prefix_cache import BlockCopier
 from prefill_svc.job import PrefillJob, PrefillTask

@@ -9,7 +9,7 @@ import pytest
 from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine
 from baton.kv.hashing import block_digests, chain_root
-from baton.kv.prefix import Payload
+from baton.kv.prefix.contract import Payload
 from baton.worker import prefix_cache
 from baton.worker.prefix_cache import MAX_WRITE_BACKS, BlockCopier
 from tests.engine_calls import prefill_chunk

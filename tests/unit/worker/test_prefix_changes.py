@@ -12,8 +12,7 @@ from baton.config.worker import WorkerConfig
 from baton.engine.fake import FakeEngine
 from baton.errors import InvalidRequest
 from baton.kv.hashing import block_digests
-from baton.kv.prefix import NullPrefixCache
-from baton.kv.prefix.contract import PrefixesChanged
+from baton.kv.prefix.contract import NullPrefixCache, PrefixesChanged
 from baton.pb import worker_pb2
 from baton.worker import status
 from baton.worker.status import (

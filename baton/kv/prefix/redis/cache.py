@@ -1,8 +1,8 @@
 """The prefix cache in Redis or Valkey, shared by all workers of a fleet.
 
 Each block has one key, `baton:kv:2:<first 8 hex digits of the KV format's digest>:<digest in hex>`, whose value is one
-record (`baton.kv.prefix.record`). It expires after `ttl_s` without use; the server's own policy may evict it earlier.
-The store is one server, the master that sentinels name, or a cluster (`baton.kv.prefix.address`).
+record (`record.py`). It expires after `ttl_s` without use; the server's own policy may evict it earlier. The store is
+one server, the master that sentinels name, or a cluster (`address.py`).
 
 A look-up is one round trip to each node concerned, all at once, for each LOOKUP_KEYS blocks; several go on at a time.
 It is a pipeline of STRLEN, because a key of another type or size is not a block. A fetch is one round trip too, a
@@ -18,9 +18,10 @@ closing of the breaker, not each failure. Nothing here raises after construction
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,16 +31,11 @@ from typing import Any, TypeVar
 
 from baton.breaker import Breaker
 from baton.kv.format import KvFormat
-from baton.kv.prefix.address import parse_redis_url
 from baton.kv.prefix.contract import CacheTier, FetchRate, Hits, Payload, PrefixesChanged
-from baton.kv.prefix.record import BadRecord, RecordCodec
-from baton.kv.prefix.redis.calls import RedisCalls
-from baton.kv.prefix.redis.clearing import ClearJob
-from baton.kv.prefix.redis.connect import open_topology
-from baton.kv.prefix.redis.faults import count_fault
-from baton.kv.prefix.redis.nodes import Command
-from baton.kv.prefix.redis.write_queue import OnLost, WriteQueue
-from baton.kv.prefix.throughput import Throughput
+from baton.kv.prefix.fetch_cost import Throughput
+from baton.kv.prefix.redis.address import parse_redis_url
+from baton.kv.prefix.redis.nodes import Command, Node, RedisCalls, count_fault, fault_label, open_topology
+from baton.kv.prefix.redis.record import BadRecord, RecordCodec
 from baton.telemetry import metrics
 
 T = TypeVar("T")
@@ -63,6 +59,17 @@ _MAX_KEY_S = 50e-6
 _WRITE_BUDGET_S = 1.0
 _CLOSE_S = 1.0
 _THREADS = 2
+CLEAR_KEYS = 250
+"""Keys of a batch of deletions."""
+
+_log = logging.getLogger(__name__)
+
+
+Write = Callable[[Sequence[tuple[bytes, Payload]]], Awaitable[Sequence[bool]]]
+"""Writes (digest, payload) pairs and returns which of them were stored."""
+
+OnLost = Callable[[Sequence[bytes]], object]
+"""Called with the digests of blocks that a store had accepted, but does not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +138,11 @@ class RedisPrefixCache:
     def enabled(self) -> bool:
         """True."""
         return True
+
+    @property
+    def local_tiers(self) -> frozenset[str]:
+        """None: all workers share the blocks."""
+        return frozenset()
 
     async def check(self) -> None:
         """Send one PING to each node."""
@@ -377,6 +389,135 @@ class RedisPrefixCache:
 
     def _keys(self, digests: Sequence[bytes]) -> list[bytes]:
         return [self._key(digest) for digest in digests]
+
+
+class WriteQueue:
+    """A block stays in the queue, and counts towards `queue_bytes`, until it is written or dropped.
+
+    `lost` is called with the digests of dropped blocks.
+    """
+
+    def __init__(
+        self, tier: str, write: Write, queue_bytes: int, batch_bytes: int, lost: OnLost = lambda _: None
+    ) -> None:
+        self._write, self._queue_bytes, self._batch_bytes, self._lost = write, queue_bytes, batch_bytes, lost
+        self._queue: dict[bytes, Payload] = {}
+        self._bytes = 0
+        self._has_blocks, self._idle = asyncio.Event(), asyncio.Event()
+        self._idle.set()
+        self._writer: asyncio.Task[None] | None = None
+        self._closed = False
+        self._tier = tier
+        self._written = metrics.PREFIX_BLOCKS.labels(tier, "written")
+        self._dropped = metrics.PREFIX_BLOCKS.labels(tier, "dropped")
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._queue
+
+    def put(self, digest: bytes, payload: Payload, accepted: bool = True) -> bool:
+        """Queue a block; False if `accepted` is False or the queue is full."""
+        if digest in self._queue:
+            return True
+        if self._closed or not accepted or self._bytes + len(payload) > self._queue_bytes:
+            self._dropped.inc()
+            return False
+        self._queue[digest] = payload
+        self._bytes += len(payload)
+        self._idle.clear()
+        self._has_blocks.set()
+        if self._writer is None:
+            self._writer = asyncio.create_task(self._run(), name="prefix-cache-writer")
+        return True
+
+    async def flush(self) -> None:
+        """Wait until the queue is written or dropped."""
+        await self._idle.wait()
+
+    def clear(self) -> None:
+        """Drop all queued blocks; a batch that is being written may still be stored."""
+        self._drop(list(self._queue))
+
+    async def close(self, within_s: float) -> None:
+        """Write for at most `within_s` seconds more, then drop the rest."""
+        self._closed = True
+        try:
+            async with asyncio.timeout(within_s):
+                await self.flush()
+        except TimeoutError:
+            self.clear()
+        if self._writer is not None:
+            self._writer.cancel()
+            await asyncio.wait({self._writer})
+
+    async def _run(self) -> None:
+        while True:
+            await self._has_blocks.wait()
+            batch = self._batch()
+            try:
+                written = await self._write(batch)
+            except Exception:  # otherwise `flush` would wait for ever
+                _log.exception("blocks could not be written to %s", self._tier)
+                written = [False] * len(batch)
+            self._written.inc(sum(written))
+            left = [self._queue.get(digest) is payload for digest, payload in batch]  # not cleared meanwhile
+            ended = list(zip(batch, left, written, strict=True))
+            self._forget([digest for (digest, _), here, stored in ended if here and stored])
+            self._drop([digest for (digest, _), here, stored in ended if here and not stored])
+
+    def _batch(self) -> list[tuple[bytes, Payload]]:
+        batch: list[tuple[bytes, Payload]] = []
+        size = 0
+        for digest, payload in self._queue.items():
+            if batch and size + len(payload) > self._batch_bytes:
+                break
+            batch.append((digest, payload))
+            size += len(payload)
+        return batch
+
+    def _drop(self, digests: Sequence[bytes]) -> None:
+        self._dropped.inc(len(digests))
+        self._lost(digests)
+        self._forget(digests)
+
+    def _forget(self, digests: Sequence[bytes]) -> None:
+        for digest in digests:
+            self._bytes -= len(self._queue.pop(digest))
+        if not self._queue:
+            self._has_blocks.clear()
+            self._idle.set()
+
+
+@dataclass(slots=True, eq=False)
+class ClearJob:
+    """The deletion of all our keys at one node: its progress, and the first error."""
+
+    node: Node
+    deleted: int = 0
+    done: bool = False
+    refused: Exception | None = None
+
+    async def run(self, calls: RedisCalls, pattern: bytes, budget_s: float) -> None:
+        """Delete the keys that match `pattern`, until all keys were scanned or a batch fails."""
+        cursor, scan = 0, ("MATCH", pattern, "COUNT", CLEAR_KEYS)
+        # In the lane of writes, so that it does not delay look-ups.
+        ask = partial(calls.call_node, self.node, "write", budget_s=budget_s)
+        while not self.done and not self.refused:
+            replies = await ask([("SCAN", cursor, *scan)])
+            if replies is None:
+                return
+            if isinstance(replies[0], Exception):
+                self.refused = replies[0]
+                count_fault(fault_label(replies[0]))
+                return
+            cursor, keys = replies[0]
+            deleted = await ask([("UNLINK", key) for key in keys]) if keys else []
+            if deleted is None:
+                return
+            self.deleted += sum(reply for reply in deleted if isinstance(reply, int))
+            for error in (reply for reply in deleted if isinstance(reply, Exception)):
+                count_fault(fault_label(error))
+                self.refused = self.refused or error
+            self.done = cursor == 0
 
 
 def key_prefix(kv_format: KvFormat) -> str:

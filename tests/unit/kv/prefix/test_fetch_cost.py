@@ -1,4 +1,4 @@
-"""Fetch or compute: the choice is the quickest there is, by the measured rates."""
+"""Fetch or compute: the choice is the quickest there is, by the measured rates, which are decaying means."""
 
 from collections.abc import Mapping
 
@@ -7,9 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.kv.prefix.contract import FetchRate, Hits
-from baton.kv.prefix.fetch_cost import TRIAL_EVERY_S, TRIAL_S, FetchCostModel
+from baton.kv.prefix.fetch_cost import MIN_SAMPLE_BYTES, TRIAL_EVERY_S, TRIAL_S, FetchCostModel, Throughput
 
 BYTES, TOKENS = 400_000, 16
+LARGE = 4 * MIN_SAMPLE_BYTES
+"""A fetch that counts."""
 QUICK, SLOW = FetchRate(0.001, 2e9), FetchRate(0.005, 20e6)
 TIERS = ("host", "redis", "peer")
 
@@ -112,3 +114,26 @@ def test_at_most_what_was_found_is_fetched(requests: list[tuple[Hits, dict[str, 
         decision = model.decide(hits, measured, prefill_rate, now)
         assert decision.found == hits.blocks
         assert int(decision.trial) <= decision.blocks <= hits.blocks
+
+
+def test_nothing_is_known_at_first_nor_from_small_fetches() -> None:
+    throughput = Throughput()
+    throughput.record_lookup(0.1)
+    assert throughput.rate is None
+    throughput.record_fetch(MIN_SAMPLE_BYTES - 1, 0.1)
+    assert throughput.rate is None
+
+
+def test_the_first_samples_are_taken_as_they_are_and_later_ones_move_the_means() -> None:
+    throughput = Throughput()
+    throughput.record_lookup(0.1)
+    throughput.record_fetch(LARGE, 1.0)
+    assert throughput.rate == FetchRate(0.1, LARGE)
+    throughput.record_lookup(0.6)
+    throughput.record_fetch(LARGE, 4.0)
+    assert throughput.rate is not None
+    assert throughput.rate.latency_s == pytest.approx(0.2)
+    assert LARGE / throughput.rate.bytes_per_s == pytest.approx(4.8 / 1.8), "of the seconds, not of the rates"
+    for _ in range(50):
+        throughput.record_fetch(LARGE, 0.5)
+    assert throughput.rate.bytes_per_s == pytest.approx(2 * LARGE, rel=1e-3)

@@ -9,11 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.kv.prefix import Payload
-from baton.kv.prefix.contract import CacheTier, FetchRate, Hits
+from baton.kv.prefix.contract import CacheTier, FetchRate, Hits, Payload
 from baton.kv.prefix.host import HostPrefixCache
-from baton.kv.prefix.tiered import TieredPrefixCache
-from baton.kv.prefix.write_filter import BlockState, WriteFilter
+from baton.kv.prefix.tiered import BlockState, StoreTier, TieredPrefixCache, WriteFilter
 from tests.prefix_cache import MemoryPrefixCache
 
 SIZE = 64
@@ -80,7 +78,8 @@ async def store() -> Store:
 
 
 def tiered(store: Store, writes: str = "first", blocks: int = 100, touch_fraction: float = 0.0) -> TieredPrefixCache:
-    return TieredPrefixCache(HostPrefixCache(blocks * SIZE), store, writes, touch_fraction=touch_fraction)
+    stores = [StoreTier(store, writes)]
+    return TieredPrefixCache(HostPrefixCache(blocks * SIZE), stores, touch_fraction=touch_fraction)
 
 
 async def request(cache: TieredPrefixCache, digests: Sequence[bytes], hits: int = 0) -> list[bytes]:
@@ -263,7 +262,7 @@ async def test_hits_keep_the_store_fresh(store: Store, touch_fraction: float) ->
 @pytest.mark.parametrize("writes", ["first", "second", "never"])
 async def test_a_refused_record_is_written_again_with_all_behind_it(store: Store, writes: str) -> None:
     write_filter = WriteFilter()
-    cache = TieredPrefixCache(HostPrefixCache(0), store, writes, write_filter=write_filter)
+    cache = TieredPrefixCache(HostPrefixCache(0), [StoreTier(store, writes, write_filter)])
     await only_stored(store, *range(6))
     assert (await cache.lookup(DIGESTS[:6])).blocks == 6
     assert await request(cache, DIGESTS[:6]) == []
@@ -277,7 +276,7 @@ async def test_a_refused_record_is_written_again_with_all_behind_it(store: Store
 
 async def test_a_refused_record_is_not_taken_for_stored_until_it_was_read(store: Store) -> None:
     write_filter = WriteFilter()
-    cache = TieredPrefixCache(HostPrefixCache(0), store, write_filter=write_filter)
+    cache = TieredPrefixCache(HostPrefixCache(0), [StoreTier(store, write_filter=write_filter)])
     await only_stored(store, *range(6))
     await cache.lookup(DIGESTS[:6])
     for _ in range(2):
@@ -394,3 +393,39 @@ async def test_others_run_while_a_long_chain_is_looked_at(store: Store) -> None:
         await call
         assert turns - before >= len(DIGESTS) // SLICE
     counter.cancel()
+
+
+def test_the_filter_forgets_the_oldest() -> None:
+    write_filter = WriteFilter(max_blocks=4)
+    assert list(write_filter.observe(DIGESTS[:2])) == [BlockState.ONCE] * 2
+    assert list(write_filter.observe(DIGESTS[1:3])) == [BlockState.AGAIN, BlockState.ONCE]
+    write_filter.mark_stored(DIGESTS[3:8])
+    assert list(write_filter.observe(DIGESTS[3:8])) == [BlockState.STORED] * 5
+    assert write_filter.state(DIGESTS[0]) is BlockState.NEVER
+    write_filter.mark_missed(DIGESTS[6:])
+    assert [write_filter.state(digest) for digest in DIGESTS[5:9]] == [
+        BlockState.STORED,
+        BlockState.AGAIN,
+        BlockState.AGAIN,
+        BlockState.NEVER,
+    ]
+    write_filter.clear()
+    assert list(write_filter.observe(DIGESTS[5:6])) == [BlockState.ONCE]
+
+
+async def test_stores_are_asked_in_their_order_each_for_what_the_ones_before_it_lack(store: Store) -> None:
+    class Disk(HostPrefixCache):
+        async def lookup(self, digests: Sequence[bytes]) -> Hits:
+            return Hits(tuple(("disk", blocks) for _, blocks in (await super().lookup(digests)).runs))
+
+    disk = Disk(1 << 20)
+    cache = TieredPrefixCache(HostPrefixCache(0), [StoreTier(disk), StoreTier(store, "second")])
+    assert await request(cache, DIGESTS[:2]) == DIGESTS[:2]
+    assert store.puts == [], "each store has its own rule"
+    await only_stored(store, *range(2, 6))
+    assert (await cache.lookup(DIGESTS)).runs == (("disk", 2), (TIER, 4))
+    assert store.lookups == [DIGESTS[2:]]
+    assert await cache.fetch(DIGESTS) == [BLOCKS[digest] for digest in DIGESTS[:6]]
+    assert await cache.select_saves(DIGESTS[:6]) == [True] * 2 + [False] * 4, "of the store that workers share"
+    assert await cache.save(DIGESTS[:2], [BLOCKS[digest] for digest in DIGESTS[:2]]) == 2
+    assert store.puts == DIGESTS[:2]

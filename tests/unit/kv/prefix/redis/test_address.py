@@ -4,8 +4,9 @@ import pytest
 
 from baton.errors import ConfigError
 from baton.kv.format import KvFormat, KvPart
-from baton.kv.prefix import NullPrefixCache, check_url, open_prefix_cache
-from baton.kv.prefix.address import RedisAddress, parse_redis_url
+from baton.kv.prefix.contract import NullPrefixCache
+from baton.kv.prefix.redis.address import RedisAddress, check_url, parse_redis_url
+from baton.worker.prefix_cache import open_prefix_cache
 
 FORMAT = KvFormat((KvPart("k", "float32", (2, 4)),), layers=2, block_size=4)
 

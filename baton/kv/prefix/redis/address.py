@@ -47,6 +47,12 @@ class RedisAddress:
     sentinel_password: str = field(default="", repr=False)
 
 
+def check_url(url: str) -> None:
+    """Raise ConfigError for a `--redis` setting that is neither empty, none, nor a valid URL."""
+    if url not in ("", "none"):
+        parse_redis_url(url)
+
+
 def parse_redis_url(url: str) -> RedisAddress:
     """Raises ConfigError for a bad URL; the message contains no password."""
     scheme, found, rest = url.partition("://")

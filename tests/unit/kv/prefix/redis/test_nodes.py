@@ -8,8 +8,7 @@ from typing import Any, cast
 import pytest
 
 from baton.breaker import Breaker
-from baton.kv.prefix.redis.faults import NodeHealth
-from baton.kv.prefix.redis.nodes import LANES, Node
+from baton.kv.prefix.redis.nodes import LANES, Node, NodeHealth
 from tests.clock import Clock
 
 

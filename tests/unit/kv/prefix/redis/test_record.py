@@ -8,7 +8,7 @@ import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from baton.kv.format import KvFormat, KvPart
-from baton.kv.prefix.record import HEADER_BYTES, BadRecord, RecordCodec
+from baton.kv.prefix.redis.record import HEADER_BYTES, BadRecord, RecordCodec
 
 FORMAT = KvFormat((KvPart("k", "float32", (2, 4)), KvPart("v", "float32", (2, 4))), layers=3, block_size=4)
 CODEC = RecordCodec(FORMAT, "secret", lambda n: bytes(range(n)))
