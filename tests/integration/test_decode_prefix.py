@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.sequence import Sequence
+from baton.engine.contract import Sequence
 from baton.errors import EngineError
 from baton.kv.prefix import Payload
 from baton.kv.prefix.redis import RedisPrefixCache

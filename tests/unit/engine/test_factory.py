@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.host_link import hiding_chunk
+from baton.engine.factory import hiding_chunk
 
 
 @pytest.mark.parametrize(
