@@ -39,7 +39,7 @@ from baton.bench.roofline import ModelShape, prefill_flops
 from baton.engine.config import default_page_size, default_segment_tokens
 from baton.engine.contract import PromptChunk, compute_chunk
 from baton.engine.core import EngineCore
-from baton.engine.host_link import measure_rates
+from baton.engine.factory import measure_rates
 from baton.engine.load import LoadedModel
 from baton.model.attention import select
 from baton.model.attention.segmented import merge

@@ -11,12 +11,12 @@ no token at all, `baton.worker.health` suspects the worker; then nothing joins t
 until the batch is empty and the engine has been tested.
 
 While there is a batch, `spec.steps_ahead` steps stay unread, so that the device always has the next step to run. A
-sequence that ends has then been in one more step, and the token of that step is dropped. No step stays unread when the
-batch is empty.
+sequence that ends has then been in one more step, and the tokens of that step are dropped. No step stays unread when
+the batch is empty.
 
-Before a step, each sequence gets the page that its next token needs. If no page is free, the loop frees pages held for
-no request, then reads unread steps, which may end sequences, then preempts the youngest sequence, again and again until
-a page is free. A preempted sequence fails as PREEMPTED, and leaves its blocks cached for its replay.
+Before a step, each sequence gets the pages that its next tokens need. If too few are free, the loop frees pages held
+for no request, then reads unread steps, which may end sequences, then preempts the youngest sequence, again and again
+until there are enough. A preempted sequence fails as PREEMPTED, and leaves its blocks cached for its replay.
 
 The asyncio side may end an attempt and free its handles at any time. An operation that fails here because its handle is
 dead is therefore no error: the command that drops the sequence is already on its way.
@@ -31,8 +31,7 @@ import time
 from collections import abc
 from dataclasses import dataclass, field
 
-from baton.engine.contract import Engine, ForwardPass
-from baton.engine.sequence import Sequence
+from baton.engine.contract import Engine, ForwardPass, Sequence
 from baton.errors import NoToken, OutOfPages
 from baton.worker.health import FaultCounter, Progress
 from decode_svc.messages import FailureKind
@@ -190,16 +189,16 @@ class DecodeLoop:
                 report.joined.append(sequence.id)
 
     def _ensure_pages(self, report: StepReport) -> None:
-        """Give each sequence of the batch room for its next token, the oldest first."""
+        """Give each sequence of the batch room for its next tokens, the oldest first."""
         for sequence in self._scheduler.sequences_to_extend():
             while self._scheduler.running_one(sequence) and not self._extend(sequence, report):
                 if not self._reclaim() and not self._read(0):
                     self._preempt(report)
 
     def _extend(self, sequence: DecodeSequence, report: StepReport) -> bool:
-        """Extend a sequence by the page that it needs; False if no page is free."""
+        """Extend a sequence by the pages that it needs; False if too few are free."""
         try:
-            self._engine.extend(sequence.handle, sequence.position + 1)
+            self._engine.extend(sequence.handle, sequence.next_positions.stop)
         except OutOfPages:
             return False
         except Exception as error:

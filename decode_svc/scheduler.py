@@ -5,8 +5,8 @@
                  drop, preempt
 
 Sequences get slots in the order in which they became ready. A waiting sequence already has its KV in its pages, so
-admitting it costs no transfer. Its pages have room for its first outputs. When it needs more, it gets one page before
-the step that needs it. If no page is left, the youngest sequence is preempted: it ends here, and its router replays
+admitting it costs no transfer. Its pages have room for its first outputs. When it needs more, it gets them before the
+step that needs them. If too few are left, the youngest sequence is preempted: it ends here, and its router replays
 its request, with the tokens that it has, as a new attempt. A request counts as older with each attempt.
 
 Why every request ends.
@@ -15,7 +15,7 @@ Why every request ends.
 - The oldest sequence goes on. It is preempted only if no other sequence is left. Then the other pages belong to
   reservations, which become sequences or end at their deadlines, and to contexts that are kept for pending choices,
   which are then forked one after the other (`decode_svc.admission`).
-- A replay comes back only when its pages are free beside those that the batch needs for ROOM_TOKENS more steps, or to
+- A replay comes back only when its pages are free beside those that the batch needs for ROOM_TOKENS more tokens, or to
   its end: until then nothing is granted or forked. So replays and the batch do not push each other out step by step.
 - Each request fits if it has the whole pool: admission has checked that.
 
@@ -27,13 +27,12 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass
 
-from baton.engine.contract import EngineSpec
-from baton.engine.sequence import Sequence
+from baton.engine.contract import EngineSpec, Sequence
 from baton.request import DecodeTimings, FinishReason, TokenInfo, finish_reason
 from decode_svc.sequence import DecodeSequence
 
 ROOM_TOKENS = 64
-"""After a preemption, each sequence of the batch must have room for so many steps before anything is granted."""
+"""After a preemption, each sequence of the batch must have room for so many tokens before anything is granted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +100,8 @@ class DecodeScheduler:
         return admitted
 
     def sequences_to_extend(self) -> list[DecodeSequence]:
-        """Running sequences whose pages have no room for the next token, oldest first."""
-        short = [each for each in self._running.values() if each.handle.capacity <= each.position]
+        """Running sequences whose pages have no room for the next tokens, oldest first."""
+        short = [each for each in self._running.values() if each.handle.capacity < each.next_positions.stop]
         return sorted(short, key=lambda each: each.rank)
 
     def running_one(self, found: Sequence) -> DecodeSequence | None:
@@ -114,7 +113,7 @@ class DecodeScheduler:
         return max(self.sequences, key=lambda each: each.rank)
 
     def missing_pages(self) -> int:
-        """Pages that the batch needs beyond its own, to run for ROOM_TOKENS steps or to its end."""
+        """Pages that the batch needs beyond its own, to run for ROOM_TOKENS tokens or to its end."""
         has = self._spec.pages_for
         return sum(max(self._target_pages(each) - has(each.handle.capacity), 0) for each in self._running.values())
 
@@ -153,7 +152,7 @@ class DecodeScheduler:
         return dropped
 
     def _target_pages(self, ours: DecodeSequence) -> int:
-        """Pages that the sequence needs to run for ROOM_TOKENS steps or to its end."""
+        """Pages that the sequence needs to run for ROOM_TOKENS tokens or to its end."""
         most = self._spec.max_model_len
         if ours.state.params.max_tokens is not None:
             most = min(most, len(ours.state.prompt_ids) + ours.state.params.max_tokens)

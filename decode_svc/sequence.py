@@ -12,8 +12,7 @@ import math
 from collections import abc
 from dataclasses import dataclass, field
 
-from baton.engine.contract import Engine, EngineSpec, KvHandle
-from baton.engine.sequence import Sequence
+from baton.engine.contract import Engine, EngineSpec, KvHandle, Sequence
 from baton.errors import IncompleteTransfer, InvalidRequest
 from baton.kv.hashing import DIGEST_BYTES, MAX_SALT_BYTES, PackedDigests, block_digests, chain_root
 from baton.ledger import LedgerEntry

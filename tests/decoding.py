@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.engine.contract import Engine, KvHandle, PromptChunk
+from baton.engine.core import LaunchedPass
 from baton.engine.fake import FakeEngine, expected_tokens
-from baton.engine.inflight import LaunchedPass
 from baton.errors import EngineError
 from baton.kv.format import PartData
 from baton.kv.hashing import block_digests, chain_root

@@ -3,8 +3,7 @@
 from collections import abc
 from typing import Any
 
-from baton.engine.contract import ChunkResult, Engine, KvHandle, PassResult, PromptChunk, compute_chunk
-from baton.engine.sequence import Sequence
+from baton.engine.contract import ChunkResult, Engine, KvHandle, PassResult, PromptChunk, Sequence, compute_chunk
 from baton.request import SequenceState
 
 

@@ -14,9 +14,8 @@ from collections import abc
 from dataclasses import dataclass
 
 from baton.engine.config import EngineConfig
-from baton.engine.contract import Engine, KvHandle, PromptChunk, compute_chunk
+from baton.engine.contract import Engine, KvHandle, PromptChunk, Sequence, compute_chunk
 from baton.engine.factory import build
-from baton.engine.sequence import Sequence
 from baton.errors import ConfigError
 from baton.kv.format import DTYPE_BYTES, PartData
 from baton.model.checkpoint import resolve

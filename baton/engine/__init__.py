@@ -3,6 +3,6 @@
     Engine ──▶ KvManager                      pages, handles, cached blocks, slots of each Sequence
        └─ ForwardPlan ──▶ Executor ──▶ ModelRunner
 
-Read `contract` first, then `sequence` and `core`. `factory` builds an engine over a model; `fake` is one whose tokens
+Read `contract` first, then `core`. `factory` builds an engine over a model; `fake` is one whose tokens
 can be computed by hand. One contract suite runs over both.
 """

@@ -23,11 +23,9 @@ Implementation: `baton.engine.core`, over a model (`baton.engine.factory`) or ov
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from baton.engine.sequence import KvHandle as KvHandle
-from baton.engine.sequence import Sequence
 from baton.errors import NoToken
 from baton.kv.format import KvFormat, PartData
 from baton.request import SequenceState, TokenInfo
@@ -67,6 +65,63 @@ class EngineSpec:
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
+
+
+class KvHandle(Protocol):
+    """The right to the pages of one sequence."""
+
+    @property
+    def owner(self) -> str:
+        """Name of its owner, for the ledger: "request/attempt" or "request/attempt/choice"."""
+
+    @property
+    def capacity(self) -> int:
+        """Tokens for which it has pages."""
+
+    @property
+    def alive(self) -> bool:
+        """False from the moment `free` is called."""
+
+    @property
+    def cached(self) -> int:
+        """Leading tokens whose KV was cached when the pages were reserved."""
+
+    @property
+    def in_host(self) -> bool:
+        """Whether some of its pages are in host memory."""
+
+
+class Sequence:
+    """A choice that is decoded, from `Engine.insert` until its handle is freed; the engine thread owns it.
+
+    `output_ids` are its tokens so far; `state` shows them too. The engine appends those of each pass that is read.
+    """
+
+    __slots__ = ("failed", "handle", "output_ids", "planned_pages", "slot", "state", "unread")
+
+    def __init__(self, handle: KvHandle, state: SequenceState) -> None:
+        """`state` is copied."""
+        self.handle = handle
+        self.output_ids = list(state.output_ids)
+        self.state = replace(state, output_ids=self.output_ids)
+        self.unread = 0
+        """Tokens that are sampled for it by passes in flight."""
+        self.slot = -1
+        self.planned_pages: int | None = None
+        """How many of its pages plans have sent; None before its Join."""
+        self.failed = False
+        """Whether it got no token in a pass: it has left, and its tokens of later passes mean nothing."""
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of prompt and output whose values are known."""
+        return self.state.length
+
+    @property
+    def next_positions(self) -> range:
+        """Positions at which the next step writes KV: that of the newest token, which may be on the device only."""
+        newest = self.state.length - 1 + self.unread
+        return range(newest, newest + 1)
 
 
 OnLayer = abc.Callable[[int], None]
@@ -209,8 +264,8 @@ class Engine(Protocol):
     def launch(self, chunks: abc.Sequence[PromptChunk] = (), *, batch: bool = True) -> ForwardPass:
         """Launch one forward pass: over `chunks` of prompts, and with `batch` a step of the generation batch.
 
-        A step samples the next tokens of all sequences that have slots. The handle of each must have room for one more
-        token (`extend` first), and for one of each unread step that it is in. When the pass is read, the sampled
+        A step samples the next tokens of all sequences that have slots. The handle of each must have room for its
+        `next_positions` (`extend` first). When the pass is read, the sampled
         tokens are appended to the sequences; the caller ends a sequence (`free`).
 
         Errors of the pass are raised here or by its `result`; without steps ahead, here. If a pass before this one

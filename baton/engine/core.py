@@ -1,4 +1,4 @@
-"""The Engine: what services ask, turned into bookkeeping (KvManager) and plans (Executor).
+"""The Engine: requests of services, turned into bookkeeping (KvManager) and plans (Executor).
 
     services ──▶ EngineCore ──▶ KvManager    pages, handles, cached blocks, slots
                      │ ForwardPlan
@@ -8,25 +8,37 @@
 It checks what comes in at the contract's edge (`baton.engine.contract`), pins the pages of whatever is under way, and
 keeps the passes in flight. `baton.engine.factory` makes it over a model, `baton.engine.fake` over tokens computed by
 hand.
+
+    launch ──▶ in flight (pages pinned) ──▶ read: tokens appended to the sequences, pages unpinned ──▶ result taken
+                      └─ a pass fails: it and all after it are undone, and no sequence has moved since the one before
+
+A step is launched from what the host knows of a sequence (its length) and what the device has of it (its newest
+token), so it need not wait for the tokens of the step before. The pages of its sequences stay pinned until it is read
+or undone: a sequence may be freed while a step that it no longer wants still writes to them.
+
+All but the pool, which has a lock of its own, belongs to the engine thread.
 """
 
 from __future__ import annotations
 
-from collections import abc
+import contextlib
+import heapq
+import logging
+import math
+from collections import abc, deque
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
-from baton.engine.checks import check_blocks, check_parts, check_range
-from baton.engine.contract import EngineSpec, KvHandle, OnLayer, PromptChunk
+from baton.engine.contract import ChunkResult, EngineSpec, KvHandle, OnLayer, PassResult, PromptChunk, Sequence
 from baton.engine.executor import Executor, PassEnded
-from baton.engine.inflight import InflightPasses, LaunchedPass, PassChunks
-from baton.engine.kv_manager import KvManager
-from baton.engine.plan import PlanResult, PromptInput, Row, RowResult
-from baton.engine.sequence import Sequence
-from baton.errors import CorruptFrame, EngineError, JoinFailed, NoToken
+from baton.engine.plan import ForwardPlan, Growth, Join, PlanResult, PromptInput, Row, RowResult
+from baton.errors import BatonError, CorruptFrame, EngineError, InvalidRequest, JoinFailed, NoToken, Overloaded
 from baton.kv.cached_blocks import PrefixesChanged
-from baton.kv.format import PartData
-from baton.kv.pool import PageCopy, PageHandle, PoolStats
-from baton.request import check_token_ids
+from baton.kv.format import DTYPE_BYTES, KvFormat, PartData
+from baton.kv.pool import PageCopy, PageHandle, PagePool, PoolStats
+from baton.request import TokenInfo, check_token_ids
+
+_log = logging.getLogger(__name__)
 
 
 class EngineCore:
@@ -101,17 +113,17 @@ class EngineCore:
             with ExitStack() as pins:
                 own = PassChunks(chunks)
                 rows = own.plan(lambda chunk, pins=pins: self._prompt_row(chunk, pins))  # type: ignore[misc]
-                sequences = pins.enter_context(self._kv.pin_batch()) if batch else []
-                own.step = bool(sequences)
+                steps = pins.enter_context(self._kv.pin_batch()) if batch else {}
+                own.step = bool(steps)
                 try:
-                    wait = self._launch(rows, sequences, own.on_layer)
+                    wait = self._launch(rows, steps, own.on_layer)
                 except JoinFailed as error:
                     # No KV has changed, and the next plan resets what runs it: the others don't notice.
-                    failed = next(each for each in sequences if each.slot == error.slot)
+                    failed = next(each for each in steps if each.slot == error.slot)
                     self._kv.remove(failed)
                     self._refused.append((failed, NoToken(f"{failed.handle.owner}: {error}")))
                     continue
-                launched = LaunchedPass(own, sequences, wait, pins.pop_all(), self._take, self._refused)
+                launched = LaunchedPass(own, steps, wait, pins.pop_all(), self._take, self._refused)
                 self._refused = []
             self._inflight.add(launched)
             if not ahead:
@@ -126,16 +138,16 @@ class EngineCore:
         """Raises InvalidRequest for a range that the handle does not have."""
         own, kv_format = _page_handle(handle), self._spec.kv_format
         with self._kv.pool.pin(own) as pages:
-            check_range("layer", range(layer, layer + 1), kv_format.layers)
-            check_range("tokens", tokens, len(pages) * self._spec.page_size)
-            check_range("heads", heads, kv_format.heads)
+            _check_range("layer", range(layer, layer + 1), kv_format.layers)
+            _check_range("tokens", tokens, len(pages) * self._spec.page_size)
+            _check_range("heads", heads, kv_format.heads)
             return self.memory.read(pages, layer, tokens, heads)
 
     def write_kv(
         self, handle: KvHandle, layer: int, token_start: int, head_start: int, parts: abc.Sequence[PartData]
     ) -> None:
         """Raises CorruptFrame for parts or ranges that don't fit the format or the handle."""
-        count = check_parts(self._spec.kv_format, layer, head_start, parts)
+        count = _check_parts(self._spec.kv_format, layer, head_start, parts)
         with self._written(handle, range(token_start, token_start + count)) as pages:
             self.memory.write(pages, layer, token_start, head_start, parts)
 
@@ -144,12 +156,12 @@ class EngineCore:
         size = self._spec.kv_format.block_size
         with self._kv.pool.pin(_page_handle(handle)) as pages:
             tokens = range(token_start, token_start + count * size)
-            check_range("tokens", tokens, len(pages) * self._spec.page_size)
+            _check_range("tokens", tokens, len(pages) * self._spec.page_size)
             return self.memory.read_blocks(pages, token_start, size, count)
 
     def write_blocks(self, handle: KvHandle, token_start: int, payloads: abc.Sequence[bytes | memoryview]) -> None:
         """Raises CorruptFrame for payloads that don't fit the format or the handle."""
-        count = check_blocks(self._spec.kv_format, payloads)
+        count = _check_blocks(self._spec.kv_format, payloads)
         with self._written(handle, range(token_start, token_start + count)) as pages:
             self.memory.write_blocks(pages, token_start, self._spec.kv_format.block_size, payloads)
 
@@ -211,18 +223,18 @@ class EngineCore:
         return Row(prompt, start, end - start, (end - start - 1,) if chunk.sample else ())
 
     def _launch(
-        self, rows: abc.Sequence[Row], batch: abc.Sequence[Sequence], on_layer: OnLayer | None
+        self, rows: abc.Sequence[Row], steps: abc.Mapping[Sequence, Row], on_layer: OnLayer | None
     ) -> abc.Callable[[], PlanResult]:
-        if not rows and not batch:
+        if not rows and not steps:
             return lambda: PlanResult()
-        self._stepping = bool(batch)
+        self._stepping = bool(steps)
         try:
-            return self.executor.launch(self._kv.plan(rows, batch), on_layer)
+            return self.executor.launch(self._kv.plan(rows, steps), on_layer)
         except PassEnded:
             # It had no step, so it has changed nothing that the next plan builds upon.
             return lambda: PlanResult((RowResult(),) * len(rows))
         except BaseException:
-            if batch:
+            if steps:
                 self._kv.forget_plans()
             raise
         finally:
@@ -251,3 +263,332 @@ def _page_handle(handle: KvHandle) -> PageHandle:
     if not isinstance(handle, PageHandle):
         raise EngineError(f"{handle.owner}: the handle is of another engine")
     return handle
+
+
+class KvManager:
+    """Manager of sequences and their KV: pure bookkeeping, without tensors.
+
+        reserve ─▶ handle ─▶ insert ─▶ in a slot ─▶ remove
+
+    Pages, handles and cached blocks are those of `pool`. This adds the sequences of the generation batch: each has a
+    slot while it runs, and the ModelRunner keeps what it needs of it by that slot. So the KvManager also keeps what the
+    ModelRunner was told, and says with each step what has changed since (`baton.engine.plan`).
+
+    A freed handle may still have a slot, but no page. Sequences of dead handles leave when the next step or insert
+    begins.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.pool = PagePool(spec.pages, spec.page_size, spec.kv_format.block_size, spec.host_pages)
+        self._spec = spec
+        self._free_slots = list(range(spec.slots))
+        self._running: dict[Sequence, PageHandle] = {}
+        self._left: list[int] = []
+        self._reset = False
+
+    @property
+    def batch(self) -> list[Sequence]:
+        """The sequences that have slots and are alive."""
+        return [sequence for sequence in self._running if sequence.handle.alive]
+
+    @property
+    def must_read_first(self) -> bool:
+        """Whether the next step must not be launched before the tokens of all others are known."""
+        return self._reset or any(sequence.state.params.penalizes for sequence in self._running)
+
+    def insert(self, sequence: Sequence, handle: PageHandle) -> None:
+        """Give a sequence, which has this handle, a slot. Raises EngineError, or Overloaded without one, changing
+        nothing.
+        """
+        handle.check_alive()
+        self._remove_dead()
+        if handle in self._running.values():
+            raise EngineError(f"{handle.owner}: was inserted before")
+        if not 0 < sequence.length <= handle.capacity + 1:
+            raise EngineError(f"{handle.owner}: {sequence.length} tokens in pages for {handle.capacity}")
+        self._check_length(sequence)
+        if not self._free_slots:
+            raise Overloaded(f"all {self._spec.slots} slots are taken")
+        sequence.slot = heapq.heappop(self._free_slots)
+        self._running[sequence] = handle
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out of its slot, if it has one."""
+        if self._running.pop(sequence, None) is None:
+            return
+        heapq.heappush(self._free_slots, sequence.slot)
+        if sequence.planned_pages is not None:
+            self._left.append(sequence.slot)
+            sequence.planned_pages = None
+
+    @contextmanager
+    def pin_batch(self) -> abc.Iterator[dict[Sequence, Row]]:
+        """The sequences of the next step and the row of each, their pages pinned.
+
+        Raises EngineError naming one that has no room for the step's tokens, or reached the model's length.
+        """
+        while True:
+            steps = {each: _step_row(each) for each in self._running}
+            writes = [row.positions for row in steps.values()]
+            with self.pool.pin_batch(list(self._running.values()), writes) as dead:
+                if not dead:
+                    for each in steps:
+                        self._check_length(each)
+                    yield steps
+                    return
+            self._remove_dead()
+
+    def plan(self, prompts: abc.Sequence[Row], steps: abc.Mapping[Sequence, Row]) -> ForwardPlan:
+        """Rows of prompts, and `steps` of the whole batch with what has changed since the last such plan.
+
+        The caller launches it, or calls `forget_plans`.
+        """
+        if not steps:
+            return ForwardPlan(rows=tuple(prompts))
+        joined, grew = [], []
+        for each in steps:
+            pages = self._running[each].pages
+            count = len(pages)
+            if each.planned_pages is None:
+                state = replace(each.state, output_ids=tuple(each.output_ids))
+                joined.append(Join(each.slot, pages[:count], state))
+            elif count > each.planned_pages:
+                grew.append(Growth(each.slot, pages[each.planned_pages : count]))
+            each.planned_pages = count
+        rows = (*prompts, *steps.values())
+        plan = ForwardPlan(self._reset, tuple(self._left), tuple(joined), tuple(grew), rows)
+        self._reset, self._left = False, []
+        return plan
+
+    def forget_plans(self) -> None:
+        """A plan failed: the next one resets the ModelRunner, and fills all slots again."""
+        self._reset, self._left = True, []
+        for each in self._running:
+            each.planned_pages = None
+
+    def free_all(self) -> None:
+        """Free every handle, and forget all cached blocks."""
+        self.pool.free_all()
+        self._remove_dead()
+
+    def _remove_dead(self) -> None:
+        for sequence in [each for each, handle in self._running.items() if not handle.alive]:
+            self.remove(sequence)
+
+    def _check_length(self, sequence: Sequence) -> None:
+        if sequence.length >= (most := self._spec.max_model_len):
+            raise EngineError(f"{sequence.handle.owner}: has {sequence.length} tokens, max_model_len is {most}")
+
+
+def _step_row(sequence: Sequence) -> Row:
+    """The row of a sequence in the next step; a token is sampled after each new one."""
+    positions = sequence.next_positions
+    return Row(sequence.slot, positions.start, len(positions), tuple(range(len(positions))))
+
+
+class PassChunks:
+    """The chunks of a pass, with the error of each: one that has failed is not called again, and has no result."""
+
+    def __init__(self, chunks: abc.Sequence[PromptChunk]) -> None:
+        self.chunks = chunks
+        self.step = False
+        """Whether the pass has a step too, for which it goes on without chunks."""
+        self._errors: list[Exception | None] = [None] * len(chunks)
+        self._planned: list[int] = []
+
+    def plan(self, row_of: abc.Callable[[PromptChunk], Row]) -> list[Row]:
+        """The rows of the chunks for which `row_of` raises nothing."""
+        rows = []
+        for index, chunk in enumerate(self.chunks):
+            try:
+                rows.append(row_of(chunk))
+            except Exception as error:
+                self._errors[index] = _without_frames(error)
+            else:
+                self._planned.append(index)
+        return rows
+
+    @property
+    def on_layer(self) -> OnLayer | None:
+        """The `on_layer` of the pass; None if no planned chunk has one."""
+        return None if all(self.chunks[index].on_layer is None for index in self._planned) else self._call
+
+    def _call(self, layer: int) -> None:
+        for index in self._planned:
+            on_layer = self.chunks[index].on_layer
+            if on_layer is None or self._errors[index] is not None:
+                continue
+            try:
+                on_layer(layer)
+            except Exception as error:
+                self._errors[index] = _without_frames(error)
+        if not self.step and all(self._errors[index] is not None for index in self._planned):
+            raise PassEnded
+
+    def results(self, rows: abc.Sequence[RowResult]) -> tuple[list[ChunkResult | Exception], abc.Sequence[RowResult]]:
+        """The chunks' results, from those of the pass's rows; and the rows that are not theirs."""
+        own = dict(zip(self._planned, rows[: len(self._planned)], strict=True))
+        results = [
+            error or _chunk_result(chunk, own[index])
+            for index, (chunk, error) in enumerate(zip(self.chunks, self._errors, strict=True))
+        ]
+        return results, rows[len(own) :]
+
+
+def _without_frames(error: Exception) -> Exception:
+    """An error to keep. Its frames hold the pass that keeps it: both would stay until garbage is collected."""
+    if not isinstance(error, BatonError):
+        _log.error("a chunk ends with an unexpected error", exc_info=error)
+    return error.with_traceback(None)
+
+
+def _chunk_result(chunk: PromptChunk, row: RowResult) -> ChunkResult | NoToken:
+    if row.problem:
+        return NoToken(f"{chunk.handle.owner}: {row.problem}")
+    return ChunkResult(row.tokens, row.prompt_logprobs)
+
+
+class LaunchedPass:
+    def __init__(
+        self,
+        chunks: PassChunks,
+        steps: abc.Mapping[Sequence, Row],
+        wait: abc.Callable[[], PlanResult],
+        pins: ExitStack,
+        take: abc.Callable[[LaunchedPass], object],
+        refused: abc.Sequence[tuple[Sequence, NoToken]] = (),
+    ) -> None:
+        """`steps` has the rows of the batch. `wait` returns the plan's result once the device is done, or raises.
+
+        `take` reads passes up to this one. `refused` sequences are not in the batch, because they could not join it.
+        """
+        self.launched_at = 0.0
+        self.batch = list(steps)
+        self.sampled = [len(row.sampled) for row in steps.values()]
+        """Tokens that are sampled for each sequence of `batch`."""
+        self.read = False
+        self.found: list[tuple[Sequence, tuple[TokenInfo, ...] | NoToken]] = [*refused]
+        self._chunks = chunks
+        self._chunk_results: list[ChunkResult | Exception] = []
+        self._wait, self._waited = wait, False
+        self._pins = pins
+        self._take = take
+        self._error: BaseException | None = None
+
+    def result(self) -> PassResult:
+        """Raises what the pass raised; EngineError if it was undone with one before it."""
+        self._take(self)
+        if self._error is not None:
+            raise self._error
+        return PassResult(self._chunk_results, [(each, found) for each, found in self.found if each.handle.alive])
+
+    def complete(self) -> None:
+        """Wait for the device, and give the tokens to the sequences; if this raises, pages stay pinned."""
+        self._waited = True
+        self._chunk_results, steps = self._chunks.results(self._wait().rows)
+        for each, sampled, row in zip(self.batch, self.sampled, steps, strict=True):
+            each.unread -= sampled
+            if each.failed:
+                continue
+            if row.problem:
+                each.failed = True
+                self.found.append((each, NoToken(f"{each.handle.owner}: {row.problem}")))
+            else:
+                each.output_ids.extend(info.token_id for info in row.tokens)
+                self.found.append((each, row.tokens))
+        self.read = True
+        self._pins.close()
+
+    def undo(self, error: BaseException) -> None:
+        """Let nothing come of it: `error` is its result."""
+        if self._error is None:
+            self._error = error
+            if not self._waited:
+                # The device may still be at it.
+                with contextlib.suppress(Exception):
+                    self._wait()
+            self._pins.close()
+
+
+class InflightPasses:
+    """The passes whose result nobody has taken, oldest first; those that are read come before the others."""
+
+    def __init__(self) -> None:
+        self.passes: deque[LaunchedPass] = deque()
+
+    @property
+    def unread(self) -> list[LaunchedPass]:
+        """Passes that are not read yet."""
+        return [launched for launched in self.passes if not launched.read]
+
+    def add(self, launched: LaunchedPass) -> None:
+        """`launched` is the newest."""
+        self.passes.append(launched)
+        for each, sampled in zip(launched.batch, launched.sampled, strict=True):
+            each.unread += sampled
+
+    def complete(self) -> LaunchedPass:
+        """Read the oldest unread one; if that raises, all unread ones are undone."""
+        oldest = self.unread[0]
+        try:
+            oldest.complete()
+        except BaseException as error:
+            self.undo(error)
+            raise
+        return oldest
+
+    def take(self, launched: LaunchedPass) -> None:
+        """Its result is taken."""
+        if launched in self.passes:
+            self.passes.remove(launched)
+
+    def undo(self, error: BaseException) -> None:
+        """Undo the unread ones, the oldest for `error`."""
+        for index, launched in enumerate(self.unread):
+            for each, sampled in zip(launched.batch, launched.sampled, strict=True):
+                each.unread -= sampled
+            cause = EngineError(f"undone, because a pass before it failed: {error}")
+            launched.undo(cause if index else error)
+            self.take(launched)
+
+
+def _check_parts(kv_format: KvFormat, layer: int, head_start: int, parts: abc.Sequence[PartData]) -> int:
+    """The number of tokens in `parts`, each part of `kv_format` once, in any supported dtype.
+
+    Raises CorruptFrame naming what does not fit.
+    """
+    if not 0 <= layer < kv_format.layers:
+        raise CorruptFrame(f"layer {layer}, expected one of {kv_format.layers}")
+    if sorted(part.name for part in parts) != sorted(part.name for part in kv_format.parts):
+        raise CorruptFrame(f"parts {[part.name for part in parts]}, expected {[p.name for p in kv_format.parts]}")
+    expected = {part.name: part for part in kv_format.parts}
+    leading = parts[0].shape[:2]
+    for part in parts:
+        rest = expected[part.name].shape[1:]
+        if len(part.shape) != 2 + len(rest) or part.shape[:2] != leading or part.shape[2:] != rest:
+            raise CorruptFrame(f"part {part.name}: shape {part.shape}, expected (tokens, heads, {rest})")
+        if part.dtype not in DTYPE_BYTES:
+            raise CorruptFrame(f"part {part.name}: dtype {part.dtype!r}, expected one of {', '.join(DTYPE_BYTES)}")
+        size = math.prod(part.shape) * DTYPE_BYTES[part.dtype]
+        if memoryview(part.data).nbytes != size:
+            raise CorruptFrame(f"part {part.name}: {memoryview(part.data).nbytes} bytes, expected {size}")
+    tokens, heads = leading
+    if tokens < 1 or heads < 1 or head_start < 0 or head_start + heads > kv_format.heads:
+        raise CorruptFrame(f"{tokens} tokens of heads [{head_start}, {head_start + heads}), expected {kv_format.heads}")
+    return tokens
+
+
+def _check_blocks(kv_format: KvFormat, payloads: abc.Sequence[bytes | memoryview]) -> int:
+    """The number of tokens in `payloads`, each a whole prefix block; raises CorruptFrame naming what does not fit."""
+    if not payloads:
+        raise CorruptFrame("no blocks, expected one or more")
+    for index, payload in enumerate(payloads):
+        if memoryview(payload).nbytes != kv_format.block_bytes:
+            raise CorruptFrame(f"block {index}: {memoryview(payload).nbytes} bytes, expected {kv_format.block_bytes}")
+    return len(payloads) * kv_format.block_size
+
+
+def _check_range(name: str, value: range, limit: int) -> None:
+    """Raise InvalidRequest unless `value` is a range of consecutive numbers within `[0, limit)`."""
+    if value.step != 1 or not 0 <= value.start < value.stop <= limit:
+        raise InvalidRequest(name, f"must be a range within [0, {limit})", value)

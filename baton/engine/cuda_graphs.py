@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: one launch instead of some hundred, so that small batches do not wait for Python.
 
 A graph is captured for a number of rows and a width of the page tables, each a power of two, when a step first needs
-them; a step runs in the smallest that holds it. All graphs read the same tensors (`baton.engine.step_inputs`), which
+them; a step runs in the smallest that holds it. All graphs read the same tensors (those of `run`), which
 steps and joining rows keep up to date, so nothing is copied in. Rows after the batch compute a token that is not read,
 on the null page. The width bounds how far flash-attn spreads a context over the device: it divides the widest context
 that the tables could hold, so with wide tables few blocks would work on a short context.
@@ -24,8 +24,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton.engine.step_inputs import StepInputs
-
 MAX_ROWS = 256
 """More rows than this run eagerly: their kernels take longer than their launches."""
 
@@ -46,27 +44,30 @@ class _Captured:
 class DecodeGraphs:
     """CUDA graphs of decode steps. They belong to the engine thread."""
 
-    def __init__(self, run: Callable[[Sequence[int], int], Tensor], inputs: StepInputs) -> None:
-        """`run(contexts, width)` computes the hidden states of the first rows of `inputs`, whose attention must follow
-        tensors alone: neither lengths nor pages may be read on the host. `inputs` has rows for the largest graph.
+    def __init__(
+        self, run: Callable[[Sequence[int], int], Tensor], rows: int, width: int, page_size: int, device: torch.device
+    ) -> None:
+        """`run(contexts, width)` computes the hidden states of the first rows, of `rows` at most with page tables of at
+        most `width` pages.
 
-        For the time before other threads use the device (`_host_waits`).
+        Its attention must follow tensors alone: neither lengths nor pages may be read on the host. To be called before
+        other threads use the device (`_host_waits`).
         """
         self._run = run
-        self._inputs = inputs
+        self._width, self._page_size, self._device = width, page_size, device
         self._captured: dict[tuple[int, int], _Captured | None] = {}
         self._pool = torch.cuda.graph_pool_handle()
         # One for all captures: torch hands out its 32 streams in turn, so that a new one for each would in time be that
         # of another thread's copies, which the capture would swallow; and each has a workspace of its own.
-        self._side = torch.cuda.Stream(inputs.ids.device)
-        self.rows = 0 if self._host_waits() else min(MAX_ROWS, len(inputs.ids))
+        self._side = torch.cuda.Stream(device)
+        self.rows = 0 if self._host_waits() else min(MAX_ROWS, rows)
 
     def run(self, count: int, width: int) -> Tensor:
         """Hidden states `[count, hidden]` of the first rows, whose contexts fit in `width` pages.
 
         They are overwritten by the next run.
         """
-        shape = padded(count), min(padded(width), self._inputs.tables.shape[1])
+        shape = padded(count), min(padded(width), self._width)
         if shape not in self._captured:
             self._captured[shape] = self._capture(*shape)
         captured = self._captured[shape]
@@ -78,13 +79,13 @@ class DecodeGraphs:
 
     def _contexts(self, rows: int, width: int) -> list[int]:
         """Lengths that pass all checks; the graph does not read them."""
-        return [width * self._inputs.page_size] * rows
+        return [width * self._page_size] * rows
 
     @torch.inference_mode()
     def _capture(self, rows: int, width: int) -> _Captured | None:
         """None if it can't be captured."""
-        began, device = time.monotonic(), self._inputs.ids.device
-        free, _ = torch.cuda.mem_get_info(device)
+        began = time.monotonic()
+        free, _ = torch.cuda.mem_get_info(self._device)
         contexts = self._contexts(rows, width)
         self._run_aside(contexts, width)
         graph = torch.cuda.CUDAGraph()
@@ -97,7 +98,7 @@ class DecodeGraphs:
         except RuntimeError as error:
             _log.warning("steps of %d rows and %d pages run without a CUDA graph: %s", rows, width, error)
             return None
-        taken = free - torch.cuda.mem_get_info(device)[0]
+        taken = free - torch.cuda.mem_get_info(self._device)[0]
         _log.info(
             "captured the decode graph of %d rows and %d pages in %.2f s; graph %d, %.1f MiB more device memory",
             rows,
@@ -128,7 +129,7 @@ class DecodeGraphs:
 
     def _run_aside(self, contexts: Sequence[int], width: int) -> None:
         """Run a step on the stream of captures."""
-        main, side = torch.cuda.current_stream(self._inputs.ids.device), self._side
+        main, side = torch.cuda.current_stream(self._device), self._side
         side.wait_stream(main)
         try:
             with torch.cuda.stream(side):

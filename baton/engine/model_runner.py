@@ -1,7 +1,7 @@
 """One rank: its model, its KV memory, and what it was told of each slot. It knows no request.
 
-A slot's sequence has a row of the tensors that steps read (`baton.engine.step_inputs`) and a row of the sampler; both
-are dense, and change only where the batch did. A step's position in each sequence is that of its newest token, whose KV
+A slot's sequence has a row of the tensors that steps read (`StepInputs`) and a row of the sampler; both are dense, and
+change only where the batch did. A step's position in each sequence is that of its newest token, whose KV
 it computes. A pass takes the tokens of prompts, in the order of the plan, and then those of the batch. On CUDA it is
 queued whole, its tokens' copy to the host included, and others may be queued behind it; on CPU it is over when it was
 launched.
@@ -21,13 +21,10 @@ from torch import Tensor
 
 from baton.engine.contract import EngineSpec, OnLayer
 from baton.engine.cuda_graphs import DecodeGraphs, padded
-from baton.engine.cuda_memory import CudaMemory
 from baton.engine.executor import KvMemory
-from baton.engine.hosted_memory import HostedMemory
+from baton.engine.kv_memory import CudaMemory, HostedMemory, TorchMemory
 from baton.engine.load import LoadedModel
 from baton.engine.plan import ForwardPlan, Join, PlanResult, PromptInput, Row, RowResult
-from baton.engine.step_inputs import StepInputs
-from baton.engine.torch_memory import TorchMemory
 from baton.errors import EngineError, JoinFailed, NoToken
 from baton.model.attention import AttentionBatch, HostKv, KvCache, SegmentSource, select
 from baton.model.attention.flash_backend import FlashAttention
@@ -106,7 +103,7 @@ class ModelRunner:
         rows = padded(spec.slots) if graphs else max(1, spec.slots)
         null_page = min(spec.device_pages, kv.num_pages - 1)
         self._inputs = StepInputs(rows, width, spec.page_size, null_page, model.device)
-        self._graphs = DecodeGraphs(self._run, self._inputs) if graphs else None
+        self._graphs = DecodeGraphs(self._run, rows, width, spec.page_size, model.device) if graphs else None
         self._slots: dict[int, _Slot] = {}
         self._rows: list[_Slot] = []
         self._sampler = self._new_sampler()
@@ -241,7 +238,7 @@ class ModelRunner:
                 raise EngineError(f"a row of {step.source!r} is among those of slots, but has no sequence")
             if (step.count, step.sampled) != (1, (0,)):
                 raise EngineError(f"slot {step.source} has {step.count} new tokens, a slot's row must have one")
-            contexts[self._slots[step.source].row] = step.start + 1
+            contexts[self._slots[step.source].row] = step.positions.stop
         if steps and not all(contexts):
             raise EngineError(f"a step must be one of all {len(contexts)} slots that are taken, got {len(steps)}")
         return contexts if steps else []
@@ -261,7 +258,7 @@ class ModelRunner:
             ids = torch.cat([ids, self._inputs.ids[: len(contexts)]])
             in_host |= {count + slot.row: slot.pages for slot in self._rows if slot.in_host}
         queries = [each.row.count for each in prompts] + [1] * len(contexts)
-        ends = [each.row.start + each.row.count for each in prompts]
+        ends = [each.row.positions.stop for each in prompts]
         return ids, AttentionBatch.build(queries, [*ends, *contexts], table, size, self._host_kv(in_host))
 
     def _forward_step(self, contexts: Sequence[int]) -> Tensor | NativeOutput:
@@ -303,7 +300,7 @@ class ModelRunner:
         rows = [slot.row for slot in slots]
         sampler = self._sampler
         with torch.inference_mode():
-            self._inputs.advance(sampled.tokens)
+            self._inputs.append(sampled.tokens)
         sampler.advance()
 
         def wait() -> list[RowResult]:
@@ -360,6 +357,72 @@ class ModelRunner:
     def _new_sampler(self) -> SamplerBatch:
         lowest = self._native.lowest_noise if self._native is not None else lowest_noise
         return SamplerBatch(self._spec.vocab_size, self._spec.eos_token_ids, self._device, lowest)
+
+
+class StepInputs:
+    """Inputs of decode steps by row, in device tensors that live as long as the ModelRunner.
+
+    `ids`, `positions`: int64 `[slots]`; `tables`: int32 `[slots, width]`. Rows `[0, n)` are the batch. The other rows
+    are at position 0 of the null page, which no sequence owns: a step over more rows than the batch has
+    (`baton.engine.cuda_graphs`) writes there and attends to one token. Each step writes its tokens and the next
+    positions into these tensors, so the next step needs nothing from the host but new pages of a sequence.
+    """
+
+    def __init__(self, slots: int, width: int, page_size: int, null_page: int, device: torch.device) -> None:
+        """`null_page` is the page of rows without a sequence."""
+        self.page_size = page_size
+        self.ids = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.tables = torch.full((slots, width), null_page, dtype=torch.int32, device=device)
+        self._null_page = null_page
+        self._device = device
+        self._filled: list[int] = []
+
+    def add(self, token_id: int, position: int, pages: Sequence[int]) -> None:
+        """A new last row: its newest token, where that is in its sequence, and the sequence's pages."""
+        row = len(self._filled)
+        entry = upload([token_id, position], torch.int64, self._device)
+        self.ids[row], self.positions[row] = entry[0], entry[1]
+        self._filled.append(0)
+        self.extend(row, pages)
+
+    def extend(self, row: int, pages: Sequence[int]) -> None:
+        """`pages` follow those of the row. A handle may have more than the model's length needs."""
+        begin = self._filled[row]
+        end = min(begin + len(pages), self.tables.shape[1])
+        if end > begin:
+            self.tables[row, begin:end] = upload(pages[: end - begin], torch.int32, self._device)
+            self._filled[row] = end
+
+    def remove(self, index: int) -> None:
+        """Row `index` left, and the last one takes its place."""
+        last = len(self._filled) - 1
+        filled = self._filled.pop()
+        for part in (self.ids, self.positions, self.tables):
+            if index < last:
+                part[index] = part[last]
+        if index < last:
+            self._filled[index] = filled
+        self.positions[last] = 0
+        self.tables[last] = self._null_page
+
+    def clear(self) -> None:
+        """No row is left."""
+        while self._filled:
+            self.remove(len(self._filled) - 1)
+
+    def batch(self, contexts: Sequence[int], width: int, host: HostKv | None = None) -> AttentionBatch:
+        """The first rows as attention sees them; `contexts` count the new token, and need `width` pages at most.
+
+        `host` has the rows with pages in host memory.
+        """
+        count = len(contexts)
+        return AttentionBatch.step(contexts, self.positions[:count], self.tables[:count, :width], self.page_size, host)
+
+    def append(self, tokens: Tensor) -> None:
+        """Make `tokens` (int64 `[n]`), one of each of the first rows, their newest."""
+        self.ids[: len(tokens)] = tokens
+        self.positions[: len(tokens)] += 1
 
 
 def _prompt_result(row: _PromptRow, sampled: SamplerOutput | None, infos: tuple[TokenInfo, ...] | NoToken) -> RowResult:

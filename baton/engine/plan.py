@@ -69,6 +69,11 @@ class Row:
     count: int = 1
     sampled: tuple[int, ...] = (0,)
 
+    @property
+    def positions(self) -> range:
+        """Positions of the new tokens."""
+        return range(self.start, self.start + self.count)
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardPlan:

@@ -270,15 +270,15 @@ class PagePool:
                 self._unpin(lease)
 
     @contextmanager
-    def pin_batch(self, handles: Sequence[PageHandle], positions: Sequence[int]) -> Iterator[list[PageHandle]]:
-        """Pin all of `handles`, each about to write its entry of `positions`, or none if some are dead.
+    def pin_batch(self, handles: Sequence[PageHandle], writes: Sequence[range]) -> Iterator[list[PageHandle]]:
+        """Pin all of `handles`, each about to write the positions of its entry in `writes`, or none if some are dead.
 
         Yields the dead ones. Raises EngineError if a position lies outside its handle or in a shared or published page.
         """
         with self._lock:
             dead = [handle for handle in handles if not handle.alive]
             leases = [] if dead else [handle._lease for handle in handles]
-            self._check_batch(leases, positions)
+            self._check_batch(leases, writes)
             for lease in leases:
                 lease.pins += 1
         try:
@@ -405,13 +405,16 @@ class PagePool:
         if not self._allocator.are_writable(lease.listed[first : last + 1]):
             raise EngineError(f"{lease.owner}: a page is shared or published, {tokens} can't be written")
 
-    def _check_batch(self, leases: Sequence[_Lease], positions: Sequence[int]) -> None:
-        """The same for a position of each; in one look, because every step does it."""
-        places = [(lease, position // self.page_size) for lease, position in zip(leases, positions, strict=False)]
-        pages = [lease.pages[index] for lease, index in places if index < len(lease.pages)]
-        if len(pages) < len(places) or not self._allocator.are_writable(np.array(pages, np.int64)):
-            for lease, position in zip(leases, positions, strict=True):
-                self._check_writable(lease, range(position, position + 1))
+    def _check_batch(self, leases: Sequence[_Lease], writes: Sequence[range]) -> None:
+        """The same for the writes of each; in one look, because every step does it."""
+        size, pages, beyond = self.page_size, list[int](), False
+        for lease, tokens in zip(leases, writes, strict=False):
+            last = tokens[-1] // size
+            beyond = beyond or last >= len(lease.pages)
+            pages += lease.pages[tokens[0] // size : last + 1]
+        if beyond or not self._allocator.are_writable(np.array(pages, np.int64)):
+            for lease, tokens in zip(leases, writes, strict=True):
+                self._check_writable(lease, tokens)
 
 
 def _array(pages: Pages) -> array[int]:

@@ -24,7 +24,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from baton.engine import sequence
+from baton.engine import contract
 from baton.engine.contract import Engine, PromptChunk, compute_chunk
 from baton.errors import EngineError, NoToken, OutOfPages
 from baton.kv.pool import DRAINING
@@ -145,7 +145,7 @@ def _compute_own(engine: Engine, progress: Progress, *, step: bool) -> None:
         chunk = PromptChunk(handle, ids, 0, len(ids), lambda _: progress.record(), (prompt,))
         result = compute_chunk(engine, chunk)
         if step:
-            engine.insert(sequence.Sequence(handle, SequenceState(greedy, ids, (result.tokens[0].token_id,))))
+            engine.insert(contract.Sequence(handle, SequenceState(greedy, ids, (result.tokens[0].token_id,))))
             for _, found in engine.launch().result().steps:
                 if isinstance(found, NoToken):
                     raise found

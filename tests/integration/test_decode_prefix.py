@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.sequence import Sequence
+from baton.engine.contract import Sequence
 from baton.errors import EngineError
 from baton.kv.prefix.contract import Payload
 from baton.kv.prefix.redis.cache import RedisPrefixCache

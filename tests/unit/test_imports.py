@@ -20,7 +20,7 @@ PURE = (
     "baton.config",
     "baton.config.roles",
     "baton.engine.contract",
-    "baton.engine.kv_manager",
+    "baton.engine.core",
     "baton.engine.plan",
     "baton.errors",
     "baton.kv.format",

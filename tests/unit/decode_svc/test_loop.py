@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.engine.sequence import Sequence
+from baton.engine.contract import Sequence
 from baton.errors import EngineError
 from baton.request import FinishReason, SequenceState
 from baton.worker.health import Progress

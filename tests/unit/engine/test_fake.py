@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from baton.engine import kv_manager
+from baton.engine import core
 from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine, decode, encode, expected_tokens
 from baton.errors import EngineError
@@ -59,8 +60,8 @@ def test_a_plan_that_can_not_be_made_is_made_whole_by_the_next(monkeypatch: pyte
     engine = FakeEngine()
     running = [start(engine, owner, state([5, 7])) for owner in ("a/1", "b/1")]
     with monkeypatch.context() as patch:
-        made = iter([kv_manager.Row(0, 0)])
-        patch.setattr(kv_manager, "Row", lambda slot, position: next(made))  # the second one fails
+        made = iter([core.Join(0, array("q"), state([5, 7]))])
+        patch.setattr(core, "Join", lambda *_: next(made))  # the second one fails
         with pytest.raises(StopIteration):
             engine.launch()
     found = step(engine)

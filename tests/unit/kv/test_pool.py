@@ -55,15 +55,20 @@ def test_a_fork_takes_its_spares_pages_and_gives_back_or_adds_the_rest(spare_tok
 def test_a_batch_is_pinned_unless_a_page_is_shared_and_names_who_was_freed() -> None:
     pool = PagePool(8, 4)
     one, other, dead = pool.reserve("a/1", 4), pool.reserve("b/1", 4), pool.reserve("c/1", 4)
-    with pool.pin_batch([one, other], [0, 0]) as gone:
+    with pool.pin_batch([one, other], [range(1), range(1)]) as gone:
         assert gone == []
         pool.free(other)
         assert pool.audit() == {"a/1": 1, "b/1 (draining)": 1, "c/1": 1}
     pool.free(dead)
-    with pool.pin_batch([one, dead], [0, 0]) as gone:
+    with pool.pin_batch([one, dead], [range(1), range(1)]) as gone:
         assert gone == [dead]
     pool.fork(one, "a/1/0", 4, 4)
-    with pytest.raises(EngineError), pool.pin_batch([one], [0]):
+    with pytest.raises(EngineError, match="shared"), pool.pin_batch([one], [range(1)]):
+        pass
+    wide = pool.reserve("d/1", 8)
+    with pool.pin_batch([wide], [range(3, 5)]) as gone:
+        assert gone == []
+    with pytest.raises(EngineError, match="token 8 lies beyond"), pool.pin_batch([wide], [range(7, 9)]):
         pass
 
 

@@ -5,9 +5,7 @@ import random
 import pytest
 import torch
 
-from baton.engine.cuda_memory import CudaMemory
-from baton.engine.hosted_memory import HostedMemory
-from baton.engine.torch_memory import TorchMemory
+from baton.engine.kv_memory import CudaMemory, HostedMemory, TorchMemory
 from baton.kv.format import attention_parts
 from baton.model.attention import KvCache, SegmentRing
 from tests.unit.engine.cuda_standin import Cuda, Event, Stream, cuda

@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from baton.engine.cuda_memory import LAYERS_AHEAD, CudaMemory
-from baton.engine.torch_memory import TorchMemory
+from baton.engine.kv_memory import LAYERS_AHEAD, CudaMemory, TorchMemory
 from baton.kv.format import KvPart, PartData, attention_parts
 from baton.model.attention import KvCache
 from baton.model.dtypes import DTYPES, dtype_name

@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.engine.host_link import hiding_chunk
+from baton.engine.factory import hiding_chunk
 
 
 @pytest.mark.parametrize(

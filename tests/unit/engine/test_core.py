@@ -2,10 +2,9 @@
 
 import pytest
 
-from baton.engine.contract import EngineSpec
-from baton.engine.kv_manager import KvManager
+from baton.engine.contract import EngineSpec, Sequence
+from baton.engine.core import KvManager
 from baton.engine.plan import ForwardPlan, Growth, Row
-from baton.engine.sequence import Sequence
 from baton.errors import EngineError, Overloaded
 from baton.kv.format import KvFormat, KvPart
 from baton.kv.pool import PageHandle
@@ -32,8 +31,8 @@ def join(kv: KvManager, owner: str, tokens: int, params: SamplingParams = GREEDY
 
 
 def plan(kv: KvManager) -> ForwardPlan:
-    with kv.pin_batch() as batch:
-        return kv.plan((), batch)
+    with kv.pin_batch() as steps:
+        return kv.plan((), steps)
 
 
 def grow(kv: KvManager) -> list[Sequence]:

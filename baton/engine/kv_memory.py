@@ -1,0 +1,405 @@
+"""KV pages in memory: in and out as canonical bytes, and copied.
+
+    TorchMemory                    pages in host memory
+    CudaMemory                     pages on a CUDA device
+    HostedMemory ──▶ CudaMemory    pages in both: those of a sequence that are all on the device
+                 ──▶ SpanMemory    and the others, one run of pages after the other
+
+Every class is safe from any thread beside a running step, because the pages that a transfer touches are not written by
+it.
+
+On a CUDA device, copies run beside the engine's kernels, on streams of their own.
+
+    a chunk's layer ── `produced` ── event ──▶ reads of that layer
+    write ── host waits ──▶ insert, and the steps after it
+
+The host counts a chunk and a step as over only when the device is done with them, and their pages are pinned until
+then, so a copy never meets a kernel of an earlier owner of its pages. Frames go through pinned memory, which torch's
+caching allocator keeps for reuse: the result of `read` lies in it until the last reference is gone. Calls return when
+their copy is complete; callers are threads of the transfer, and waiting takes no processor time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton.kv.format import PartData
+from baton.model.attention import KvCache, SegmentSource
+from baton.model.dtypes import DTYPES, dtype_name
+from baton.model.upload import upload
+
+
+@dataclass(frozen=True, slots=True)
+class TorchMemory:
+    kv: KvCache
+
+    def copy_page(self, source: int, target: int, tokens: int) -> None:
+        # Not by torch, which would share so little between threads: from the asyncio loop, whose threads it has to wake
+        # beside those of a forward pass, that took up to 20 ms.
+        for view, width in self._part_views():
+            old, new = (page * self.kv.page_size * width for page in (source, target))
+            view[:, new : new + tokens * width] = view[:, old : old + tokens * width]
+
+    def read(self, pages: Sequence[int], layer: int, tokens: range, heads: range) -> list[PartData]:
+        size = self.kv.page_size
+        first, last = tokens.start // size, -(-tokens.stop // size)
+        index, skipped = list(pages[first:last]), tokens.start - first * size
+        found = []
+        for name, part in self.kv.parts.items():
+            kept = _bytes(part[layer])
+            whole = len(heads) == kept.shape[2]
+            taken = _pages(part[layer])[index] if whole else kept[index, :, heads.start : heads.stop]
+            rows = taken.reshape(-1, len(heads), kept.shape[-1])[skipped : skipped + len(tokens)]
+            shape = (len(tokens), len(heads), *part.shape[4:])
+            found.append(PartData(name, dtype_name(part.dtype), shape, rows.reshape(-1).data))
+        return found
+
+    def write(
+        self, pages: Sequence[int], layer: int, token_start: int, head_start: int, parts: Sequence[PartData]
+    ) -> None:
+        count, heads = parts[0].shape[:2]
+        size = self.kv.page_size
+        first, offset = divmod(token_start, size)
+        # The page that is begun already, the full ones after it, and the rest.
+        lead = min(size - offset, count) if offset else 0
+        full = (count - lead) // size
+        begun = first + bool(offset)
+        index, rest = list(pages[begun : begun + full]), lead + full * size
+        for part in parts:
+            kept = self.kv.parts[part.name][layer]
+            view = _bytes(kept)[:, :, head_start : head_start + heads]
+            rows = self._stored(part)
+            if lead:
+                view[pages[first], offset : offset + lead] = rows[:lead]
+            if full and heads == kept.shape[2]:
+                _pages(kept)[index] = rows[lead:rest].reshape(full, -1)
+            elif full:
+                view[index] = rows[lead:rest].reshape(full, size, heads, -1)
+            if rest < count:
+                view[pages[begun + full], : count - rest] = rows[rest:]
+
+    def read_blocks(self, pages: Sequence[int], token_start: int, block_size: int, count: int) -> list[bytes]:
+        payloads, views = [], self._part_views()
+        row_bytes = sum(width for _, width in views)
+        block = np.empty((self.kv.num_layers, block_size * row_bytes), dtype=np.uint8)
+        for start in range(token_start, token_start + count * block_size, block_size):
+            for view, rows in self._runs(views, pages, range(start, start + block_size), block):
+                rows[:] = view
+            payloads.append(block.tobytes())
+        return payloads
+
+    def write_blocks(
+        self, pages: Sequence[int], token_start: int, block_size: int, payloads: Sequence[bytes | memoryview]
+    ) -> None:
+        views = self._part_views()
+        row_bytes = sum(width for _, width in views)
+        for index, payload in enumerate(payloads):
+            start = token_start + index * block_size
+            block = np.frombuffer(payload, dtype=np.uint8).reshape(self.kv.num_layers, block_size * row_bytes)
+            for view, rows in self._runs(views, pages, range(start, start + block_size), block):
+                view[:] = rows
+
+    def _part_views(self) -> list[tuple[NDArray[np.uint8], int]]:
+        """Each part's pages as `[layers, bytes]`, and the bytes of one token in one layer."""
+        slots = self.kv.num_pages * self.kv.page_size
+        views = [_bytes(part.view(len(part), -1)) for part in self.kv.parts.values()]
+        return [(view, view.shape[1] // slots) for view in views]
+
+    def _runs(
+        self,
+        views: Sequence[tuple[NDArray[np.uint8], int]],
+        pages: Sequence[int],
+        tokens: range,
+        block: NDArray[np.uint8],
+    ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
+        """Pieces of the pages, and the same of the block `[layers, bytes]`: tokens that lie side by side in both.
+
+        Views, of all layers at once: numpy copies a piece in one call, a run of bytes a layer.
+        """
+        size, begin = self.kv.page_size, 0
+        for view, width in views:
+            at = tokens.start
+            while at < tokens.stop:
+                page, offset = divmod(at, size)
+                count = min(size - offset, tokens.stop - at)
+                low, run = (pages[page] * size + offset) * width, count * width
+                yield view[:, low : low + run], block[:, begin : begin + run]
+                begin += run
+                at += count
+
+    def _stored(self, part: PartData) -> NDArray[np.uint8]:
+        """The part as `[tokens, heads, bytes]` in the pages' element type."""
+        kept, given = self.kv.parts[part.name].dtype, DTYPES[part.dtype]
+        data = np.frombuffer(part.data, dtype=np.uint8)
+        if given != kept:
+            data = _bytes(torch.frombuffer(part.data, dtype=given).to(kept))
+        return data.reshape(*part.shape[:2], -1)
+
+
+def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    """A view of its memory: bytes in place of the last dimension's elements, which lie side by side."""
+    # By bytes, because what is received begins at any address, and numpy copies page-sized runs at memcpy's speed;
+    # torch moves elements of two bytes one by one, and takes ten times as long.
+    view: NDArray[np.uint8] = tensor.view(torch.uint8).numpy()
+    return view
+
+
+def _pages(layer: Tensor) -> NDArray[np.uint8]:
+    """A view of a layer's part, `[pages, ...]`: one row of bytes a page, which is one run to copy, not one a token."""
+    # torch's `view` raises where numpy's `reshape` would copy, and what is then written would be lost.
+    return _bytes(layer.view(len(layer), -1))
+
+
+LAYERS_AHEAD = 2
+"""Layers of a chunk that may be queued behind the one that the device computes: enough to keep it busy, and few enough
+that a chunk that is called off ends soon."""
+
+
+class CudaMemory:
+    """KvMemory on a CUDA device; `produced` and `drain` are for the engine thread."""
+
+    def __init__(self, kv: KvCache) -> None:
+        self._kv = kv
+        self._device = next(iter(kv.parts.values())).device
+        self._in, self._out = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
+        self._produced: dict[int, torch.cuda.Event] = {}
+
+    def produced(self, layer: int) -> None:
+        """The kernels that write a chunk's KV of `layer` are queued; waits until the device is not far behind."""
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self._device))
+        self._produced[layer] = event
+        if (earlier := self._produced.get(layer - LAYERS_AHEAD)) is not None:
+            earlier.synchronize()
+
+    def mark(self) -> torch.cuda.Event:
+        """An event at the end of what the engine's stream has now."""
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def drain(self) -> None:
+        """Wait until the engine's stream is empty."""
+        self.mark().synchronize()
+
+    def copying(self) -> AbstractContextManager[None]:
+        """For copies that the caller queues, of nothing that a chunk computes now: on a stream of their own."""
+        return self._copying(self._in)
+
+    @contextmanager
+    def copying_computed(self, layers: range) -> Iterator[None]:
+        """For copies that the caller queues: on a stream of their own, after what a chunk has computed of `layers`."""
+        with self._copying(self._out):
+            for layer in layers:
+                if (event := self._produced.get(layer)) is not None:
+                    self._out.wait_event(event)
+            yield
+
+    def copy_page(self, source: int, target: int, tokens: int) -> None:
+        with self._copying(self._in):
+            for part in self._kv.parts.values():
+                part[:, target, :tokens] = part[:, source, :tokens]
+
+    def read(self, pages: Sequence[int], layer: int, tokens: range, heads: range) -> list[PartData]:
+        found = []
+        with self.copying_computed(range(layer, layer + 1)):
+            slots = self._slots(pages, tokens)
+            for name, part in self._kv.parts.items():
+                rows = part[layer].flatten(0, 1)[:, heads.start : heads.stop].index_select(0, slots)
+                data = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows, non_blocking=True)
+                found.append((name, data))
+        return [
+            PartData(name, dtype_name(data.dtype), tuple(data.shape), data.view(torch.uint8).flatten().numpy().data)
+            for name, data in found
+        ]
+
+    def write(
+        self, pages: Sequence[int], layer: int, token_start: int, head_start: int, parts: Sequence[PartData]
+    ) -> None:
+        count, heads = parts[0].shape[:2]
+        with self._copying(self._in):
+            slots = self._slots(pages, range(token_start, token_start + count))
+            for part in parts:
+                home = self._kv.parts[part.name][layer].flatten(0, 1)[:, head_start : head_start + heads]
+                # By bytes, since what is received begins at any address.
+                data = torch.frombuffer(part.data, dtype=torch.uint8)
+                staged = torch.empty(data.shape, dtype=torch.uint8, pin_memory=True).copy_(data)
+                rows = staged.to(self._device, non_blocking=True).view(DTYPES[part.dtype]).view(part.shape)
+                home.index_copy_(0, slots, rows.to(home.dtype))
+
+    def read_blocks(self, pages: Sequence[int], token_start: int, block_size: int, count: int) -> list[bytes]:
+        with self.copying_computed(range(self._kv.num_layers)):
+            slots = self._slots(pages, range(token_start, token_start + count * block_size))
+            rows = [part.flatten(1, 2).index_select(1, slots).view(torch.uint8) for part in self._kv.parts.values()]
+            blocks = torch.cat([part.view(len(part), count, -1) for part in rows], dim=2).transpose(0, 1).contiguous()
+            staged = torch.empty(blocks.shape, dtype=torch.uint8, pin_memory=True).copy_(blocks, non_blocking=True)
+        return [block.numpy().tobytes() for block in staged]
+
+    def write_blocks(
+        self, pages: Sequence[int], token_start: int, block_size: int, payloads: Sequence[bytes | memoryview]
+    ) -> None:
+        count, parts = len(payloads), self._kv.parts.values()
+        with self._copying(self._in):
+            slots = self._slots(pages, range(token_start, token_start + count * block_size))
+            staged = torch.empty((count, len(memoryview(payloads[0]))), dtype=torch.uint8, pin_memory=True)
+            for row, payload in zip(staged, payloads, strict=True):
+                row.copy_(torch.frombuffer(payload, dtype=torch.uint8))
+            blocks = staged.to(self._device, non_blocking=True).view(count, self._kv.num_layers, -1)
+            widths = [block_size * part[0, 0, 0].nbytes for part in parts]
+            for part, data in zip(parts, blocks.split(widths, dim=2), strict=True):
+                values = data.view(part.dtype).unflatten(2, (block_size, *part.shape[3:]))
+                part.flatten(1, 2).index_copy_(1, slots, values.transpose(0, 1).flatten(1, 2))
+
+    @contextmanager
+    def _copying(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """Queue copies on `stream`, and wait for them, also when one of several fails: the caller's pin ends then."""
+        with torch.inference_mode(), torch.cuda.stream(stream):
+            try:
+                yield
+            finally:
+                event = torch.cuda.Event(blocking=True)
+                event.record(stream)
+                event.synchronize()
+
+    def _slots(self, pages: Sequence[int], tokens: range) -> Tensor:
+        """page * page_size + offset of each token, int64 on the device."""
+        size = self._kv.page_size
+        first, last = tokens.start // size, -(-tokens.stop // size)
+        starts = upload(pages[first:last], torch.int64, self._device) * size
+        slots = (starts[:, None] + torch.arange(size, device=self._device)).flatten()
+        return slots[tokens.start - first * size : tokens.stop - first * size]
+
+
+@dataclass(frozen=True, slots=True)
+class SpanMemory:
+    """KvMemory over pages in device and host memory; the caller has waited for the bytes that it reads."""
+
+    kv: KvCache
+
+    def copy_page(self, source: int, target: int, tokens: int) -> None:
+        for name in self.kv.parts:
+            for layer in range(self.kv.num_layers):
+                (new,) = self.kv.spans(name, layer, (target,), range(tokens))
+                (old,) = self.kv.spans(name, layer, (source,), range(tokens))
+                new.copy_(old)
+
+    def read(self, pages: Sequence[int], layer: int, tokens: range, heads: range) -> list[PartData]:
+        found = []
+        for name in self.kv.parts:
+            rows = self._rows(name, layer, pages, tokens)[:, heads.start : heads.stop].contiguous()
+            found.append(
+                PartData(name, dtype_name(rows.dtype), tuple(rows.shape), rows.view(torch.uint8).flatten().numpy().data)
+            )
+        return found
+
+    def write(
+        self, pages: Sequence[int], layer: int, token_start: int, head_start: int, parts: Sequence[PartData]
+    ) -> None:
+        for part in parts:
+            rows = torch.frombuffer(bytearray(part.data), dtype=DTYPES[part.dtype]).view(part.shape)
+            self._store(part.name, layer, pages, token_start, rows, head_start)
+
+    def read_blocks(self, pages: Sequence[int], token_start: int, block_size: int, count: int) -> list[bytes]:
+        blocks = []
+        for start in range(token_start, token_start + count * block_size, block_size):
+            tokens = range(start, start + block_size)
+            layers = range(self.kv.num_layers)
+            pieces = [self._rows(name, layer, pages, tokens) for layer in layers for name in self.kv.parts]
+            blocks.append(torch.cat([rows.view(torch.uint8).flatten() for rows in pieces]).numpy().tobytes())
+        return blocks
+
+    def write_blocks(
+        self, pages: Sequence[int], token_start: int, block_size: int, payloads: Sequence[bytes | memoryview]
+    ) -> None:
+        for index, payload in enumerate(payloads):
+            data, at = torch.frombuffer(bytearray(payload), dtype=torch.uint8), 0
+            for layer in range(self.kv.num_layers):
+                for name, part in self.kv.parts.items():
+                    shape = (block_size, *part.shape[3:])
+                    size = part[0, 0, 0].nbytes * block_size
+                    rows = data[at : at + size].view(part.dtype).view(shape)
+                    self._store(name, layer, pages, token_start + index * block_size, rows)
+                    at += size
+
+    def _rows(self, name: str, layer: int, pages: Sequence[int], tokens: range) -> Tensor:
+        """A copy in host memory, `[tokens, kv_heads, ...]`."""
+        part = self.kv.parts[name]
+        rows = torch.empty((len(tokens), *part.shape[3:]), dtype=part.dtype)
+        at = 0
+        for span in self.kv.spans(name, layer, pages, tokens):
+            rows[at : at + len(span)] = span
+            at += len(span)
+        return rows
+
+    def _store(
+        self, name: str, layer: int, pages: Sequence[int], start: int, rows: Tensor, head_start: int = 0
+    ) -> None:
+        at = 0
+        for span in self.kv.spans(name, layer, pages, range(start, start + len(rows))):
+            span[:, head_start : head_start + rows.shape[1]] = rows[at : at + len(span)].to(span)
+            at += len(span)
+
+
+class HostedMemory:
+    """KvMemory of a pool that has pages in host memory beside a CUDA device."""
+
+    def __init__(self, device: CudaMemory, kv: KvCache, source: SegmentSource) -> None:
+        """`source` stores what a chunk computes in host memory."""
+        self._device = device
+        self._kv = kv
+        self._source = source
+        self._spans = SpanMemory(kv)
+
+    def copy_page(self, source: int, target: int, tokens: int) -> None:
+        with self._written((source, target)) as memory:
+            memory.copy_page(source, target, tokens)
+
+    def read(self, pages: Sequence[int], layer: int, tokens: range, heads: range) -> list[PartData]:
+        with self._computed(pages, range(layer, layer + 1)) as memory:
+            return memory.read(pages, layer, tokens, heads)
+
+    def write(
+        self, pages: Sequence[int], layer: int, token_start: int, head_start: int, parts: Sequence[PartData]
+    ) -> None:
+        with self._written(pages) as memory:
+            memory.write(pages, layer, token_start, head_start, parts)
+
+    def read_blocks(self, pages: Sequence[int], token_start: int, block_size: int, count: int) -> list[bytes]:
+        with self._computed(pages, range(self._kv.num_layers)) as memory:
+            return memory.read_blocks(pages, token_start, block_size, count)
+
+    def write_blocks(
+        self, pages: Sequence[int], token_start: int, block_size: int, payloads: Sequence[bytes | memoryview]
+    ) -> None:
+        with self._written(pages) as memory:
+            memory.write_blocks(pages, token_start, block_size, payloads)
+
+    @contextmanager
+    def _written(self, pages: Sequence[int]) -> Iterator[CudaMemory | SpanMemory]:
+        """The memory of these pages, for writes: no chunk computes what is written, so none is waited for."""
+        if self._is_on_device(pages):
+            yield self._device
+            return
+        with self._device.copying():
+            yield self._spans
+
+    @contextmanager
+    def _computed(self, pages: Sequence[int], layers: range) -> Iterator[CudaMemory | SpanMemory]:
+        """The memory of these pages, for reads, once what a chunk has computed of these layers is there."""
+        if self._is_on_device(pages):
+            yield self._device
+            return
+        for layer in layers:
+            self._source.wait_stored(layer)
+        with self._device.copying_computed(layers):
+            yield self._spans
+
+    def _is_on_device(self, pages: Sequence[int]) -> bool:
+        return max(pages, default=0) < self._kv.host_from
