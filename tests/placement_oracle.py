@@ -24,9 +24,9 @@ def select(
     prefill_limit: int,
     usual_rate: float,
     excluded: Excluded = NOTHING_EXCLUDED,
-    kept: frozenset[str] = frozenset(),
+    isolated: frozenset[str] = frozenset(),
 ) -> Selection | None:
-    matched = pairs(prefills, decodes, query, kept | query.never)
+    matched = pairs(prefills, decodes, query, isolated | query.too_small)
     if not matched:
         return None
     penalty = Penalty(query, excluded)

@@ -82,7 +82,7 @@ class FleetView:
     def __init__(self, prefill: Iterable[PrefillView] = (), decode: Iterable[DecodeView] = ()) -> None:
         self.prefill: dict[str, PrefillView] = {}
         self.decode: dict[str, DecodeView] = {}
-        self.kept: frozenset[str] = frozenset()
+        self.isolated: frozenset[str] = frozenset()
         """Workers that are kept for a request that runs alone; no other is placed there."""
         self._prefill_groups: dict[KvFormat, Group[PrefillView]] = {}
         self._decode_groups: dict[tuple[KvFormat, bool], Group[DecodeView]] = {}

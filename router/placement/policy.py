@@ -29,7 +29,7 @@ class PlacementQuery:
     """A request's query to placement.
 
     `tokens` are those to prefill; `prefill_match` and `decode_match` tell which workers hold some of them. `avoid`
-    names workers, `avoid_pairs` (prefill, decode) pairs, that failed the request before. `never` names decode workers
+    names workers, `avoid_pairs` (prefill, decode) pairs, that failed the request before. `too_small` names decode workers
     that could not hold it even if they were empty. `alone` is for a request that must run where nothing else does.
     """
 
@@ -39,7 +39,7 @@ class PlacementQuery:
     avoid_pairs: frozenset[tuple[str, str]] = frozenset()
     prefill_match: PrefixMatch = NO_MATCH
     decode_match: PrefixMatch = NO_MATCH
-    never: frozenset[str] = frozenset()
+    too_small: frozenset[str] = frozenset()
     alone: bool = False
 
 
@@ -109,7 +109,7 @@ def select_workers(
     penalty = Penalty(query, excluded)
     found = [
         (view, decodes)
-        for prefills, decodes in _open_groups(fleet, query, fleet.kept | query.never)
+        for prefills, decodes in _open_groups(fleet, query, fleet.isolated | query.too_small)
         for view in prefills
     ]
     if penalty:
@@ -141,7 +141,7 @@ def least_loaded_pair(
     def busy(view: PrefillView | DecodeView) -> tuple[int, int, str]:
         return penalty.of_worker(view.name), view.own_requests, view.name
 
-    groups = list(_open_groups(fleet, query, query.never))
+    groups = list(_open_groups(fleet, query, query.too_small))
     prefills = heapq.nsmallest(MAX_ALL_ASKED, (view for group, _ in groups for view in group), key=busy)
     if not query.decodes:
         return (Selection(prefills[0].name), prefills[0].own_requests == 0) if prefills else None

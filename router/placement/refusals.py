@@ -64,7 +64,7 @@ class RefusalGate(Generic[T]):
         """The first of those that are narrowed."""
         return self._narrowed
 
-    def record_news(self) -> None:
+    def record_update(self) -> None:
         """Some worker may have changed its mind."""
         self.version += 1
         self._blocked.clear()

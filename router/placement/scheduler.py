@@ -74,7 +74,7 @@ class PlacementRequest:
 class Refusal:
     """Refusals of a request by decode workers: which can never hold it and why, and when to ask again."""
 
-    never: Mapping[str, str] = field(default_factory=dict)
+    too_small: Mapping[str, str] = field(default_factory=dict)
     retry_after_s: float = math.inf
     reservable_tokens: int = 0
     """The largest context that another request could have now."""
@@ -97,8 +97,8 @@ class Waiter:
 
     def ask(self, kept: frozenset[str] = frozenset()) -> Ask:
         """The entry's need at decode workers."""
-        request, never = self.request, self.refusal.never
-        return Ask(request.context_tokens, len(request.choices), kept.union(never) if never else kept)
+        request, too_small = self.request, self.refusal.too_small
+        return Ask(request.context_tokens, len(request.choices), kept.union(too_small) if too_small else kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,16 +111,16 @@ class Turn:
 
 
 def make_query(
-    request: PlacementRequest, never: Mapping[str, str], fleet: FleetView, prefixes: PrefixDirectory
+    request: PlacementRequest, too_small: Mapping[str, str], fleet: FleetView, prefixes: PrefixDirectory
 ) -> PlacementQuery:
     """The query of an entry, with the workers that can never hold it, are avoided, or hold its prefixes now."""
-    if not never and not request.digests and not request.avoided:
+    if not too_small and not request.digests and not request.avoided:
         return request.query
     views = ((each, fleet.prefill.get(each.worker) or fleet.decode.get(each.worker)) for each in request.avoided)
     return replace(
         request.query,
         avoid=frozenset(each.worker for each, view in views if view is not None and each.applies(view)),
-        never=frozenset(never),
+        too_small=frozenset(too_small),
         prefill_match=prefixes.match_prefill(request.digests),
         decode_match=prefixes.match_decode(request.digests),
     )
@@ -140,7 +140,7 @@ class PlacementScheduler:
         self._gone_since: float | None = None
 
     @property
-    def news(self) -> int:
+    def updates(self) -> int:
         """Counts the news."""
         return self._gate.version
 
@@ -179,7 +179,7 @@ class PlacementScheduler:
             if self.is_hopeless(waiter, fleet):
                 return Turn(waiter, waiter.request.query)
             if fleet.has_capacity(limit := self._limit(waiter.request.tenant, tenants, fleet)):
-                query = make_query(waiter.request, waiter.refusal.never, fleet, self._prefixes)
+                query = make_query(waiter.request, waiter.refusal.too_small, fleet, self._prefixes)
                 selection = select_workers(fleet, query, prefill_limit=limit, excluded=excluded)
                 if selection is not None:
                     return Turn(waiter, query, selection)
@@ -244,19 +244,19 @@ class PlacementScheduler:
         """The request does not return."""
         self._gate.forget(waiter)
 
-    def record_news(self) -> None:
+    def record_update(self) -> None:
         """Some worker may have changed its mind."""
-        self._gate.record_news()
+        self._gate.record_update()
 
     def is_hopeless(self, waiter: Waiter, fleet: FleetView) -> bool:
         """Whether every decode worker that is there says that it can never hold the request."""
-        if not waiter.refusal.never:
+        if not waiter.refusal.too_small:
             return False
         matching = matching_decodes(fleet)
         # A request that comes back under a name may be larger than the one that left.
-        never = {name: reason for name, reason in waiter.refusal.never.items() if name in matching}
-        waiter.refusal = replace(waiter.refusal, never=never)
-        return bool(never) and never.keys() >= matching
+        too_small = {name: reason for name, reason in waiter.refusal.too_small.items() if name in matching}
+        waiter.refusal = replace(waiter.refusal, too_small=too_small)
+        return bool(too_small) and too_small.keys() >= matching
 
     def is_stranded(self, fleet: FleetView, now: float) -> bool:
         """Whether requests wait for a fleet that is gone."""
@@ -289,7 +289,7 @@ class PlacementScheduler:
 
     def _candidates(self, fleet: FleetView, now: float, most: int) -> Iterator[Waiter]:
         """Entries among the first `most` that may use a turn, in the order of their turns."""
-        kept, narrowed = fleet.kept, self._gate.narrowed
+        kept, narrowed = fleet.isolated, self._gate.narrowed
         if (
             narrowed is not None
             and narrowed in self._queue

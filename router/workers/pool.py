@@ -155,10 +155,10 @@ class Pool:
         """Call `listener` after every change that may matter to a waiting request."""
         self._listeners.append(listener)
 
-    def keep(self, names: frozenset[str]) -> None:
-        """Keep these workers for a request that runs alone, and no others."""
-        if names != self.fleet.kept:
-            self.fleet.kept = names
+    def isolate(self, names: frozenset[str]) -> None:
+        """Place no other requests at these workers, and let others be used again."""
+        if names != self.fleet.isolated:
+            self.fleet.isolated = names
             self._notify()
 
     @property
