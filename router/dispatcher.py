@@ -37,12 +37,12 @@ from router.workers.pool import Pool, WorkerLink
 _logger = logging.getLogger(__name__)
 
 
-class _Hopeless(Exception):
-    """Every decode worker that is there says that it can never hold the request."""
+class _TooLarge(Exception):
+    """The request is too large for every decode worker that is there."""
 
 
 class Dispatcher:
-    """Hands out placements; lives on the event loop and is woken by news alone."""
+    """Hands out placements; lives on the event loop. Changes of workers and timers wake it."""
 
     def __init__(self, pool: Pool, config: RouterConfig) -> None:
         self._pool = pool
@@ -60,7 +60,7 @@ class Dispatcher:
         """Tenants of the requests at prefill workers."""
         self._breakers = Breakers(self._loop.time)
         self._changed = asyncio.Event()
-        self._next_probe: asyncio.TimerHandle | None = None
+        self._retry_timer: asyncio.TimerHandle | None = None
         self._giving_up: asyncio.TimerHandle | None = None
         self._reserver = Reserver(pool, self._breakers, config.reserve_timeout_s)
         self._isolation = Isolation(
@@ -71,7 +71,7 @@ class Dispatcher:
             wait_s=config.isolation_wait_s,
             worker_wait_s=config.worker_wait_s,
         )
-        pool.subscribe(self._on_news)
+        pool.subscribe(self._on_update)
 
     def check(self, tenant: str, *, decodes: bool) -> None:
         """Refuse now what a full queue would refuse, and, if nobody is to wait for a worker, an absent fleet.
@@ -87,8 +87,8 @@ class Dispatcher:
         for waiter in self.scheduler:
             self._dismiss(waiter, Unavailable("the router is stopping"))
         self._watch_fleet()
-        if self._next_probe is not None:
-            self._next_probe.cancel()
+        if self._retry_timer is not None:
+            self._retry_timer.cancel()
 
     @contextlib.asynccontextmanager
     async def place(
@@ -115,12 +115,12 @@ class Dispatcher:
                 placement.decode.close()
             if placement.isolation is not None:
                 placement.isolation.release()
-            self._on_news()
+            self._on_update()
 
     def release(self, assignment: PrefillAssignment) -> None:
         """The prefill worker is done with the request; idempotent."""
         if self._free(assignment):
-            self._pump()
+            self._give_turns()
 
     def _free(self, assignment: PrefillAssignment) -> bool:
         if not assignment.release():
@@ -153,16 +153,16 @@ class Dispatcher:
         """From the queue to a placement, in as many turns as it takes."""
         now = self._loop.time()
         waiter = Waiter(request, now)
-        if not request.again:
+        if not request.is_retry:
             self.check(request.tenant, decodes=request.query.decodes)
         self.scheduler.push(waiter, self._pool.fleet, now)
         self._turns[waiter] = self._loop.create_future()
-        self._pump()
+        self._give_turns()
         try:
             while True:
                 try:
                     assignment, selection = await self._turn(waiter)
-                except _Hopeless:
+                except _TooLarge:
                     await self._wait_for_larger_worker(waiter)
                 else:
                     if (placement := await self._reserve(waiter, assignment, selection, deliver)) is not None:
@@ -184,7 +184,7 @@ class Dispatcher:
             raise
         finally:
             if self.scheduler.remove(waiter):
-                self._pump()
+                self._give_turns()
 
     async def _reserve(
         self, waiter: Waiter, assignment: PrefillAssignment, selection: Selection, deliver: Deliver
@@ -192,26 +192,25 @@ class Dispatcher:
         """Use a turn; None when the waiter is back in the queue."""
         answer = None
         try:
-            answer = await self._reserver.reserve(
-                waiter.request, assignment, selection, deliver, waiter.refusal.too_small
-            )
+            too_small = waiter.refusal.too_small
+            answer = await self._reserver.reserve(waiter.request, assignment, selection, deliver, too_small)
             if isinstance(answer, Placement):
                 self.scheduler.grant(waiter, self._loop.time())
                 return answer
             self._turns[waiter] = self._loop.create_future()
-            probe_s = self.scheduler.refuse(waiter, answer, self._loop.time())
-            if self._next_probe is None:
-                self._next_probe = self._loop.call_later(probe_s, self._probe)
+            retry_s = self.scheduler.refuse(waiter, answer, self._loop.time())
+            if self._retry_timer is None:
+                self._retry_timer = self._loop.call_later(retry_s, self._retry_refused)
             return None
         finally:
             self._end_turn(waiter, None if isinstance(answer, Placement) else assignment)
 
     def _end_turn(self, waiter: Waiter, unused: PrefillAssignment | None) -> None:
         """A turn is over, whatever came of it."""
-        self.scheduler.end(waiter)
+        self.scheduler.end_turn(waiter)
         if unused is not None:
             self._free(unused)
-        self._pump()
+        self._give_turns()
 
     async def _wait_for_larger_worker(self, waiter: Waiter) -> None:
         """Wait for a decode worker that may hold what those that are there never can, and return to the queue.
@@ -224,11 +223,11 @@ class Dispatcher:
             f"{request.context_tokens} tokens of context and {request.max_new_tokens} of output need more than any "
             f"decode worker can hold (--kv-memory, --max-model-len): {said}"
         )
-        if not request.again:
+        if not request.is_retry:
             raise InvalidRequest("max_tokens", problem)
         try:
             async with asyncio.timeout(self._config.worker_wait_s):
-                while self.scheduler.is_hopeless(waiter, self._pool.fleet):
+                while self.scheduler.is_too_large(waiter, self._pool.fleet):
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
@@ -237,22 +236,22 @@ class Dispatcher:
             raise Unavailable(message) from None
         self._turns[waiter] = self._loop.create_future()
         self.scheduler.push_again(waiter, self._loop.time(), first=True)
-        self._pump()
+        self._give_turns()
 
-    def _on_news(self) -> None:
+    def _on_update(self) -> None:
         self.scheduler.record_update()
         self._breakers.retain(self._pool.fleet)
         workers, pairs = self._breakers.count_open()
         BREAKERS_OPEN.labels("worker").set(workers)
         BREAKERS_OPEN.labels("pair").set(pairs)
-        self._pump()
+        self._give_turns()
 
-    def _probe(self) -> None:
-        """Have those that were refused try again though there is no news."""
-        self._next_probe = None
-        self._on_news()
+    def _retry_refused(self) -> None:
+        """Have those that were refused try again though no worker has changed."""
+        self._retry_timer = None
+        self._on_update()
 
-    def _pump(self) -> None:
+    def _give_turns(self) -> None:
         """Give turns, in the order of the queue, as long as prefill workers have room."""
         self._changed.set()
         without_room: set[Waiter] = set()
@@ -272,20 +271,20 @@ class Dispatcher:
             # It was cancelled, and its task has yet to wake up and leave the queue.
             self.scheduler.remove(waiter)
         elif next_.selection is None:
-            self._dismiss(waiter, _Hopeless())
+            self._dismiss(waiter, _TooLarge())
         else:
             assignment = self._reserver.assign(next_.selection, next_.query)
-            self.scheduler.begin(waiter)
+            self.scheduler.begin_turn(waiter)
             self._tenants[assignment] = waiter.request.tenant
             turn.set_result((assignment, next_.selection))
         return True
 
     def _watch_fleet(self) -> None:
         """Let each of those who wait for a fleet that is gone do so for a limited time."""
-        stranded = self.scheduler.is_stranded(self._pool.fleet, self._loop.time())
-        if stranded and self._giving_up is None:
+        missing = self.scheduler.lacks_fleet(self._pool.fleet, self._loop.time())
+        if missing and self._giving_up is None:
             self._giving_up = self._loop.call_later(self._config.worker_wait_s, self._give_up)
-        elif not stranded and self._giving_up is not None:
+        elif not missing and self._giving_up is not None:
             self._giving_up.cancel()
             self._giving_up = None
 
@@ -416,8 +415,8 @@ class Reserver:
             too_small,
             min((each.retry_after_s for each in answers.values() if each.retry_after_s), default=math.inf),
             room,
-            closed=frozenset(name for name in closed if name in self._pool.fleet.decode),
-            lacks_forks=len(request.choices) > 1 and room >= request.context_tokens,
+            unusable=frozenset(name for name in closed if name in self._pool.fleet.decode),
+            for_choices=len(request.choices) > 1 and room >= request.context_tokens,
         )
 
     def _last_resort(self, request: PlacementRequest, selection: Selection, too_small: Mapping[str, str]) -> list[str]:

@@ -371,7 +371,7 @@ class Attempt:
             context_tokens=context,
             max_new_tokens=left,
             choices=self._choices,
-            again=self._number > 0,
+            is_retry=self._number > 0,
             digests=digests,
             salt=request.salt,
             cache=request.cache,

@@ -83,7 +83,7 @@ class FleetView:
         self.prefill: dict[str, PrefillView] = {}
         self.decode: dict[str, DecodeView] = {}
         self.isolated: frozenset[str] = frozenset()
-        """Workers that are kept for a request that runs alone; no other is placed there."""
+        """Workers of a request that runs alone; no other is placed there."""
         self._prefill_groups: dict[KvFormat, Group[PrefillView]] = {}
         self._decode_groups: dict[tuple[KvFormat, bool], Group[DecodeView]] = {}
         self._pairs: list[tuple[Collection[PrefillView], list[Collection[DecodeView]]]] | None = None

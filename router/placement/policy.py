@@ -29,8 +29,8 @@ class PlacementQuery:
     """A request's query to placement.
 
     `tokens` are those to prefill; `prefill_match` and `decode_match` tell which workers hold some of them. `avoid`
-    names workers, `avoid_pairs` (prefill, decode) pairs, that failed the request before. `too_small` names decode workers
-    that could not hold it even if they were empty. `alone` is for a request that must run where nothing else does.
+    names workers, `avoid_pairs` (prefill, decode) pairs, that failed the request before. `too_small` names decode
+    workers that can't hold it even when empty. `alone` is for a request that must run where nothing else does.
     """
 
     tokens: int
@@ -132,9 +132,9 @@ def select_workers(
 def least_loaded_pair(
     fleet: FleetView, query: PlacementQuery, excluded: Excluded = NOTHING_EXCLUDED, *, of_pair: bool = True
 ) -> tuple[Selection, bool] | None:
-    """The pair to be kept for a request that runs alone, and whether nothing of ours runs there now.
+    """The pair for a request that runs alone, and whether nothing of ours runs there now.
 
-    If not `of_pair`, only the prefill worker is kept, and must be empty. None when there is no pair at all.
+    If not `of_pair`, only the prefill worker must be empty. None when there is no pair at all.
     """
     penalty = Penalty(query, excluded)
 

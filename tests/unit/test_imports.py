@@ -45,8 +45,6 @@ PURE = (
     "router.placement.prefix_directory",
     "router.placement.fleet",
     "router.placement.policy",
-    "router.placement.queue",
-    "router.placement.refusals",
     "router.placement.scheduler",
     "router.request",
     "router.workers.failures",
