@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.placement.fleet import DecodeView, PrefillView, can_pair
 from router.placement.policy import (
     ASKED_OF_MORE,
     MAX_ALL_ASKED,
     NOTHING_EXCLUDED,
+    DecodeView,
     Excluded,
     Penalty,
     PlacementQuery,
+    PrefillView,
     Selection,
+    can_pair,
 )
 
 

@@ -38,8 +38,15 @@ from baton.errors import DeadlineExceeded, Overloaded
 from baton.lifecycle import Lifecycle
 from baton.rates import DecayingSum
 from baton.request import CachePolicy
-from router.placement.fleet import FleetView
-from router.placement.policy import Excluded, PlacementQuery, Selection, can_serve, matching_decodes, select_workers
+from router.placement.policy import (
+    Excluded,
+    FleetView,
+    PlacementQuery,
+    Selection,
+    can_serve,
+    matching_decodes,
+    select_workers,
+)
 from router.placement.prefix_directory import Digests, PrefixDirectory
 from router.workers.failures import AvoidedWorker
 

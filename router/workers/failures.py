@@ -21,8 +21,7 @@ from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass, field
 
 from baton.breaker import Breaker, Permit
-from router.placement.fleet import DecodeView, PrefillView
-from router.placement.policy import Excluded
+from router.placement.policy import DecodeView, Excluded, PrefillView
 
 Key = tuple[str, ...]
 """(worker,) or (prefill, decode)."""

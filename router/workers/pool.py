@@ -43,8 +43,7 @@ from baton.rpc.channel import SILENCE_S, SilenceTimer, control_channel
 from baton.rpc.tls import Tls
 from baton.transfer.tickets import TicketSigner
 from baton.worker.status import WIRE_VERSION, PrefixChange, WorkerIdentity, WorkerRole, WorkerStatus, status_from_proto
-from router.placement.fleet import RECENT_S, DecodeView, FleetView, PrefillView, can_pair
-from router.placement.policy import can_serve
+from router.placement.policy import RECENT_S, DecodeView, FleetView, PrefillView, can_pair, can_serve
 from router.placement.prefix_directory import BlockNamespace, PrefixDirectory
 from router.request import Cause
 from router.workers.calls import DecodeSession, PrefillAssignment, SessionEnd, join_address

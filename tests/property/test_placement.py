@@ -9,11 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.kv.format import KvFormat, KvPart
-from router.placement.fleet import DecodeView, FleetView, PrefillView
 from router.placement.policy import (
     MAX_ALL_ASKED,
+    DecodeView,
     Excluded,
+    FleetView,
     PlacementQuery,
+    PrefillView,
     can_serve,
     least_loaded_pair,
     matching_decodes,

@@ -43,7 +43,6 @@ PURE = (
     "decode_svc.sequence",
     "prefill_svc.scheduler",
     "router.placement.prefix_directory",
-    "router.placement.fleet",
     "router.placement.policy",
     "router.placement.scheduler",
     "router.request",

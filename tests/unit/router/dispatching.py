@@ -13,8 +13,7 @@ from baton.kv.format import KvFormat, KvPart
 from baton.lifecycle import Lifecycle, State
 from baton.request import ReserveResult
 from router.dispatcher import Dispatcher, Placement
-from router.placement.fleet import DecodeView, FleetView, PrefillView
-from router.placement.policy import PlacementQuery
+from router.placement.policy import DecodeView, FleetView, PlacementQuery, PrefillView
 from router.placement.prefix_directory import PrefixDirectory
 from router.placement.scheduler import PlacementRequest
 from router.request import Suspicion

@@ -10,8 +10,7 @@ import pytest
 
 from baton.errors import Overloaded
 from baton.lifecycle import Lifecycle, State
-from router.placement.fleet import DecodeView, FleetView, PrefillView
-from router.placement.policy import NOTHING_EXCLUDED, PlacementQuery
+from router.placement.policy import NOTHING_EXCLUDED, DecodeView, FleetView, PlacementQuery, PrefillView
 from router.placement.prefix_directory import PrefixDirectory
 from router.placement.scheduler import PlacementRequest, PlacementScheduler, RequestQueue, Waiter
 from tests.unit.router.dispatching import KV
