@@ -29,9 +29,8 @@ from baton.telemetry.metrics import BREAKERS_OPEN, QUEUE_LENGTH
 from router.isolation import Isolation, IsolationGrant
 from router.placement.policy import PlacementQuery, Selection, can_serve
 from router.placement.scheduler import PlacementRequest, PlacementScheduler, Refusal, Waiter, make_query
-from router.request import Deliver, Suspicion
-from router.workers.calls import DecodeAttempt, PrefillAssignment, complete_shards
-from router.workers.failures import AttemptHealth, Breakers
+from router.workers.calls import DecodeAttempt, Deliver, PrefillAssignment, complete_shards
+from router.workers.failures import AttemptHealth, Breakers, Suspicion
 from router.workers.pool import Pool, WorkerLink
 
 _logger = logging.getLogger(__name__)

@@ -26,8 +26,7 @@ from typing import TypeAlias, TypeVar
 from baton.errors import Unavailable
 from router.placement.policy import PlacementQuery, Selection, can_serve, least_loaded_pair
 from router.placement.scheduler import PlacementRequest, Refusal, make_query
-from router.request import Suspicion
-from router.workers.failures import Breakers
+from router.workers.failures import Breakers, Suspicion
 from router.workers.pool import Pool
 
 P = TypeVar("P")

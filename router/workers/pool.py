@@ -45,9 +45,8 @@ from baton.transfer.tickets import TicketSigner
 from baton.worker.status import WIRE_VERSION, PrefixChange, WorkerIdentity, WorkerRole, WorkerStatus, status_from_proto
 from router.placement.policy import RECENT_S, DecodeView, FleetView, PrefillView, can_pair, can_serve
 from router.placement.prefix_directory import BlockNamespace, PrefixDirectory
-from router.request import Cause
 from router.workers.calls import DecodeSession, PrefillAssignment, SessionEnd, join_address
-from router.workers.failures import WorkerLoss, WorkerLosses
+from router.workers.failures import Cause, WorkerLoss, WorkerLosses
 
 _AGAIN_S = 5.0
 """Until a worker is dialled again whose watch failed, which only a fault of ours can make it do."""

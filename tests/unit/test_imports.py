@@ -45,7 +45,6 @@ PURE = (
     "router.placement.prefix_directory",
     "router.placement.policy",
     "router.placement.scheduler",
-    "router.request",
     "router.workers.failures",
 )
 IMPURE = ("torch", "grpc", "asyncio", "transformers", "redis", "google.protobuf", "baton.pb")

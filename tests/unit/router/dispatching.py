@@ -16,8 +16,7 @@ from router.dispatcher import Dispatcher, Placement
 from router.placement.policy import DecodeView, FleetView, PlacementQuery, PrefillView
 from router.placement.prefix_directory import PrefixDirectory
 from router.placement.scheduler import PlacementRequest
-from router.request import Suspicion
-from router.workers.failures import AvoidedWorker
+from router.workers.failures import AvoidedWorker, Suspicion
 from router.workers.pool import Pool
 
 KV = KvFormat((KvPart("k", "float32", (2, 4)),), layers=2, block_size=16)

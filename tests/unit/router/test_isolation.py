@@ -12,8 +12,7 @@ from baton.lifecycle import Lifecycle, State
 from router.dispatcher import Placement, Reserver
 from router.placement.policy import PlacementQuery, Selection
 from router.placement.scheduler import PlacementRequest
-from router.request import Suspicion
-from router.workers.failures import Breakers
+from router.workers.failures import Breakers, Suspicion
 from router.workers.pool import Pool
 from tests.unit.router.dispatching import (
     FULL,
