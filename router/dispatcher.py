@@ -8,20 +8,7 @@ that are given back and timers wake it.
 
 When no worker of a role is there, requests wait in the queue too, each for `worker_wait_s`, and go on in order.
 
-A request that several worker deaths point at waits beside the queue, for workers of its own (`Isolation`):
-
-    its turn ── keep the quietest workers free of new requests ── empty ── reserve ── run ── first token from decode
-                                                                                             └─ the end of the turn
-
-One request at a time has the turn, in order of arrival; all its choices share it. A request waits for its turn until
-its deadline, or until it is no longer suspected. If the workers do not become empty in `wait_s`, the request runs among
-others after all: it may then kill a worker once more, but no request fails because others were isolated before it, and
-the next loss is evidence again. The first token from decode ends the turn: a request that kills does so before it.
-
-It has a prefill worker for itself. It has a decode worker for itself only if deaths of decode workers alone point at
-it: a long prompt takes minutes to compute, and a small fleet has one decode worker. If such a request kills a decode
-worker among others, that is evidence for its next turn. Otherwise the decode worker is kept only while the request
-waits there for pages, so that those that others give back go to it.
+A request that is suspected of killing workers waits beside the queue, for workers of its own (`isolation.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +19,6 @@ import logging
 import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
 from baton.config.router import RouterConfig
 from baton.errors import BatonError, InvalidRequest, Unavailable
@@ -40,22 +26,22 @@ from baton.kv.format import Shard
 from baton.lifecycle import State
 from baton.request import ReserveResult
 from baton.telemetry.metrics import BREAKERS_OPEN, QUEUE_LENGTH
-from router.placement.policy import PlacementQuery, Selection, can_serve, least_loaded_pair
+from router.isolation import Isolation, IsolationGrant
+from router.placement.policy import PlacementQuery, Selection, can_serve
 from router.placement.scheduler import PlacementRequest, PlacementScheduler, Refusal, Waiter, make_query
-from router.request import Deliver, Suspicion
-from router.workers.calls import DecodeAttempt, PrefillAssignment, complete_shards
-from router.workers.failures import AttemptHealth, Breakers
+from router.workers.calls import DecodeAttempt, Deliver, PrefillAssignment, complete_shards
+from router.workers.failures import AttemptHealth, Breakers, Suspicion
 from router.workers.pool import Pool, WorkerLink
 
 _logger = logging.getLogger(__name__)
 
 
-class _Hopeless(Exception):
-    """Every decode worker that is there says that it can never hold the request."""
+class _TooLarge(Exception):
+    """The request is too large for every decode worker that is there."""
 
 
 class Dispatcher:
-    """Hands out placements; lives on the event loop and is woken by news alone."""
+    """Hands out placements; lives on the event loop. Changes of workers and timers wake it."""
 
     def __init__(self, pool: Pool, config: RouterConfig) -> None:
         self._pool = pool
@@ -73,17 +59,18 @@ class Dispatcher:
         """Tenants of the requests at prefill workers."""
         self._breakers = Breakers(self._loop.time)
         self._changed = asyncio.Event()
-        self._next_probe: asyncio.TimerHandle | None = None
+        self._retry_timer: asyncio.TimerHandle | None = None
         self._giving_up: asyncio.TimerHandle | None = None
         self._reserver = Reserver(pool, self._breakers, config.reserve_timeout_s)
         self._isolation = Isolation(
             pool,
-            self._reserver,
             self._breakers,
+            self._changed,
+            lambda: self.scheduler.updates,
             wait_s=config.isolation_wait_s,
             worker_wait_s=config.worker_wait_s,
         )
-        pool.subscribe(self._on_news)
+        pool.subscribe(self._on_update)
 
     def check(self, tenant: str, *, decodes: bool) -> None:
         """Refuse now what a full queue would refuse, and, if nobody is to wait for a worker, an absent fleet.
@@ -99,8 +86,8 @@ class Dispatcher:
         for waiter in self.scheduler:
             self._dismiss(waiter, Unavailable("the router is stopping"))
         self._watch_fleet()
-        if self._next_probe is not None:
-            self._next_probe.cancel()
+        if self._retry_timer is not None:
+            self._retry_timer.cancel()
 
     @contextlib.asynccontextmanager
     async def place(
@@ -113,7 +100,7 @@ class Dispatcher:
         InvalidRequest when it is larger than any decode worker can hold.
         """
         try:
-            placement = await self._isolation.place(request, deliver, suspicion) if suspicion() else None
+            placement = await self._isolate(request, deliver, suspicion) if suspicion() else None
             if placement is None:
                 placement = await self._wait(request, deliver)
         finally:
@@ -127,12 +114,12 @@ class Dispatcher:
                 placement.decode.close()
             if placement.isolation is not None:
                 placement.isolation.release()
-            self._on_news()
+            self._on_update()
 
     def release(self, assignment: PrefillAssignment) -> None:
         """The prefill worker is done with the request; idempotent."""
         if self._free(assignment):
-            self._pump()
+            self._give_turns()
 
     def _free(self, assignment: PrefillAssignment) -> bool:
         if not assignment.release():
@@ -141,20 +128,40 @@ class Dispatcher:
             self.scheduler.release_prefill(tenant)
         return True
 
+    async def _isolate(
+        self, request: PlacementRequest, deliver: Deliver, suspicion: Callable[[], Suspicion]
+    ) -> Placement | None:
+        """A placement on workers of its own; None to run among others."""
+        request = replace(request, query=replace(request.query, alone=True))
+
+        async def reserve(
+            query: PlacementQuery, selection: Selection, too_small: Mapping[str, str]
+        ) -> Placement | Refusal:
+            assignment, answer = self._reserver.assign(selection, query), None
+            try:
+                answer = await self._reserver.reserve(request, assignment, selection, deliver, too_small)
+            finally:
+                if not isinstance(answer, Placement):
+                    assignment.release()
+            return answer
+
+        placed = await self._isolation.place(request, reserve, suspicion)
+        return placed and replace(placed[0], isolation=placed[1])
+
     async def _wait(self, request: PlacementRequest, deliver: Deliver) -> Placement:
         """From the queue to a placement, in as many turns as it takes."""
         now = self._loop.time()
         waiter = Waiter(request, now)
-        if not request.again:
+        if not request.is_retry:
             self.check(request.tenant, decodes=request.query.decodes)
         self.scheduler.push(waiter, self._pool.fleet, now)
         self._turns[waiter] = self._loop.create_future()
-        self._pump()
+        self._give_turns()
         try:
             while True:
                 try:
                     assignment, selection = await self._turn(waiter)
-                except _Hopeless:
+                except _TooLarge:
                     await self._wait_for_larger_worker(waiter)
                 else:
                     if (placement := await self._reserve(waiter, assignment, selection, deliver)) is not None:
@@ -176,7 +183,7 @@ class Dispatcher:
             raise
         finally:
             if self.scheduler.remove(waiter):
-                self._pump()
+                self._give_turns()
 
     async def _reserve(
         self, waiter: Waiter, assignment: PrefillAssignment, selection: Selection, deliver: Deliver
@@ -184,24 +191,25 @@ class Dispatcher:
         """Use a turn; None when the waiter is back in the queue."""
         answer = None
         try:
-            answer = await self._reserver.reserve(waiter.request, assignment, selection, deliver, waiter.refusal.never)
+            too_small = waiter.refusal.too_small
+            answer = await self._reserver.reserve(waiter.request, assignment, selection, deliver, too_small)
             if isinstance(answer, Placement):
                 self.scheduler.grant(waiter, self._loop.time())
                 return answer
             self._turns[waiter] = self._loop.create_future()
-            probe_s = self.scheduler.refuse(waiter, answer, self._loop.time())
-            if self._next_probe is None:
-                self._next_probe = self._loop.call_later(probe_s, self._probe)
+            retry_s = self.scheduler.refuse(waiter, answer, self._loop.time())
+            if self._retry_timer is None:
+                self._retry_timer = self._loop.call_later(retry_s, self._retry_refused)
             return None
         finally:
             self._end_turn(waiter, None if isinstance(answer, Placement) else assignment)
 
     def _end_turn(self, waiter: Waiter, unused: PrefillAssignment | None) -> None:
         """A turn is over, whatever came of it."""
-        self.scheduler.end(waiter)
+        self.scheduler.end_turn(waiter)
         if unused is not None:
             self._free(unused)
-        self._pump()
+        self._give_turns()
 
     async def _wait_for_larger_worker(self, waiter: Waiter) -> None:
         """Wait for a decode worker that may hold what those that are there never can, and return to the queue.
@@ -209,16 +217,16 @@ class Dispatcher:
         Only what was accepted before waits: it ran on such a worker. Raises InvalidRequest, or Unavailable after
         `worker_wait_s`.
         """
-        request, said = waiter.request, "; ".join(waiter.refusal.never.values())
+        request, said = waiter.request, "; ".join(waiter.refusal.too_small.values())
         problem = (
             f"{request.context_tokens} tokens of context and {request.max_new_tokens} of output need more than any "
             f"decode worker can hold (--kv-memory, --max-model-len): {said}"
         )
-        if not request.again:
+        if not request.is_retry:
             raise InvalidRequest("max_tokens", problem)
         try:
             async with asyncio.timeout(self._config.worker_wait_s):
-                while self.scheduler.is_hopeless(waiter, self._pool.fleet):
+                while self.scheduler.is_too_large(waiter, self._pool.fleet):
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
@@ -227,26 +235,24 @@ class Dispatcher:
             raise Unavailable(message) from None
         self._turns[waiter] = self._loop.create_future()
         self.scheduler.push_again(waiter, self._loop.time(), first=True)
-        self._pump()
+        self._give_turns()
 
-    def _on_news(self) -> None:
-        self.scheduler.record_news()
-        self._isolation.wake(news=True)
+    def _on_update(self) -> None:
+        self.scheduler.record_update()
         self._breakers.retain(self._pool.fleet)
         workers, pairs = self._breakers.count_open()
         BREAKERS_OPEN.labels("worker").set(workers)
         BREAKERS_OPEN.labels("pair").set(pairs)
-        self._pump()
+        self._give_turns()
 
-    def _probe(self) -> None:
-        """Have those that were refused try again though there is no news."""
-        self._next_probe = None
-        self._on_news()
+    def _retry_refused(self) -> None:
+        """Have those that were refused try again though no worker has changed."""
+        self._retry_timer = None
+        self._on_update()
 
-    def _pump(self) -> None:
+    def _give_turns(self) -> None:
         """Give turns, in the order of the queue, as long as prefill workers have room."""
         self._changed.set()
-        self._isolation.wake(news=False)
         without_room: set[Waiter] = set()
         while self._give_turn(without_room):
             pass
@@ -264,20 +270,20 @@ class Dispatcher:
             # It was cancelled, and its task has yet to wake up and leave the queue.
             self.scheduler.remove(waiter)
         elif next_.selection is None:
-            self._dismiss(waiter, _Hopeless())
+            self._dismiss(waiter, _TooLarge())
         else:
             assignment = self._reserver.assign(next_.selection, next_.query)
-            self.scheduler.begin(waiter)
+            self.scheduler.begin_turn(waiter)
             self._tenants[assignment] = waiter.request.tenant
             turn.set_result((assignment, next_.selection))
         return True
 
     def _watch_fleet(self) -> None:
         """Let each of those who wait for a fleet that is gone do so for a limited time."""
-        stranded = self.scheduler.is_stranded(self._pool.fleet, self._loop.time())
-        if stranded and self._giving_up is None:
+        missing = self.scheduler.lacks_fleet(self._pool.fleet, self._loop.time())
+        if missing and self._giving_up is None:
             self._giving_up = self._loop.call_later(self._config.worker_wait_s, self._give_up)
-        elif not stranded and self._giving_up is not None:
+        elif not missing and self._giving_up is not None:
             self._giving_up.cancel()
             self._giving_up = None
 
@@ -294,163 +300,6 @@ class Dispatcher:
         self.scheduler.remove(waiter)
         if not (turn := self._turns[waiter]).done():
             turn.set_exception(error)
-
-
-class Isolation:
-    """Places requests where nothing else runs; tells others by `Pool.keep` which workers are not for them."""
-
-    def __init__(
-        self, pool: Pool, reserver: Reserver, breakers: Breakers, *, wait_s: float, worker_wait_s: float
-    ) -> None:
-        self._pool = pool
-        self._reserver = reserver
-        self._breakers = breakers
-        self._wait_s = wait_s
-        self._worker_wait_s = worker_wait_s
-        self._attempts: dict[str, int] = {}
-        """Requests in the order of their turns, and how many of their attempts take part."""
-        self._pair: Selection | None = None
-        """Workers for the attempts of the request whose turn it is."""
-        self._granted: frozenset[str] = frozenset()
-        """The workers that these have for themselves."""
-        self._empty_by: float | None = None
-        self._event = asyncio.Event()
-        self._version = self._news = 0
-        self._loop = asyncio.get_running_loop()
-
-    def wake(self, *, news: bool) -> None:
-        """Something was given back; `news` when a worker that refused may have changed its mind."""
-        self._news += news
-        self._version += 1
-        self._event.set()
-
-    async def place(
-        self, request: PlacementRequest, deliver: Deliver, suspicion: Callable[[], Suspicion]
-    ) -> Placement | None:
-        """A place on workers of its own, with the grant that is to be released; None to run among others.
-
-        That is so when the request is no longer suspected, when no workers became empty in time, and when no worker
-        that is there can hold the request. Raises Unavailable when there were no workers for `worker_wait_s`.
-        """
-        name = request.request_id
-        self._attempts[name] = self._attempts.get(name, 0) + 1
-        placement = None
-        try:
-            request = replace(request, query=replace(request.query, alone=True))
-            placement = await self._place(request, deliver, suspicion)
-        finally:
-            if placement is None:
-                self._leave(name)
-        return placement
-
-    def _leave(self, name: str) -> None:
-        had_turn = self._has_turn(name)
-        self._attempts[name] -= 1
-        if self._attempts[name]:
-            if had_turn and self._granted:
-                # One that gave up kept more.
-                self._pool.keep(self._granted)
-            return
-        del self._attempts[name]
-        if had_turn:
-            self._pair = self._empty_by = None
-            self._granted = frozenset()
-            self.wake(news=False)
-            self._pool.keep(frozenset())
-
-    def _has_turn(self, name: str) -> bool:
-        return next(iter(self._attempts)) == name
-
-    async def _place(
-        self, request: PlacementRequest, deliver: Deliver, suspicion: Callable[[], Suspicion]
-    ) -> Placement | None:
-        never: Mapping[str, str] = {}
-        refused, gone_since = None, None
-        while suspected := suspicion():
-            seen, now, until = self._version, self._loop.time(), math.inf
-            if not can_serve(self._pool.fleet, decodes=request.query.decodes):
-                gone_since = now if gone_since is None else gone_since
-                until = gone_since + self._worker_wait_s
-                if now >= until:
-                    raise Unavailable(self._pool.describe_missing(self._worker_wait_s))
-                # The time in which a pair must become empty counts only while there is one.
-                if self._has_turn(request.request_id):
-                    self._empty_by = None
-            elif self._has_turn(request.request_id):
-                gone_since = None
-                query = self._reserver.query(request, never)
-                of_pair = suspected is Suspicion.DECODE
-                found = self._select(query, of_pair=of_pair)
-                if found is None:
-                    return None
-                selection, empty = found
-                own = frozenset((selection.prefill, *(selection.decode if of_pair else ())))
-                self._pool.keep(self._granted.union(own, selection.decode if refused else ()))
-                until = self._empty_by = self._empty_by or now + self._wait_s
-                if empty and refused != (selection, self._news):
-                    refused = selection, self._news
-                    answer = await self._reserve(request, query, selection, deliver, never)
-                    if isinstance(answer, Placement):
-                        self._pair, self._granted = selection, self._granted | own
-                        self._pool.keep(self._granted)
-                        # Other choices of the request may follow.
-                        self.wake(news=False)
-                        grant = IsolationGrant(partial(self._leave, request.request_id), of_pair=of_pair)
-                        return replace(answer, isolation=grant)
-                    never = answer.never
-                    continue
-                if now >= until:
-                    return None
-            else:
-                gone_since = None
-            await self._wait_change(seen, until)
-        return None
-
-    def _select(self, query: PlacementQuery, *, of_pair: bool) -> tuple[Selection, bool] | None:
-        """The pair to run at, and whether nothing but other choices of the request runs on what is to be kept of it."""
-        fleet, pair = self._pool.fleet, self._pair
-        has_own = not of_pair or (pair is not None and self._granted.issuperset(pair.decode))
-        if pair is not None and has_own and all(name in fleet for name in (pair.prefill, *pair.decode)):
-            return pair, True
-        return least_loaded_pair(fleet, query, self._breakers.excluded(), of_pair=of_pair)
-
-    async def _reserve(
-        self,
-        request: PlacementRequest,
-        query: PlacementQuery,
-        selection: Selection,
-        deliver: Deliver,
-        never: Mapping[str, str],
-    ) -> Placement | Refusal:
-        assignment, answer = self._reserver.assign(selection, query), None
-        try:
-            answer = await self._reserver.reserve(request, assignment, selection, deliver, never)
-        finally:
-            if not isinstance(answer, Placement):
-                assignment.release()
-        return answer
-
-    async def _wait_change(self, seen: int, until: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(None if math.isinf(until) else until):
-                while self._version == seen:
-                    self._event.clear()
-                    await self._event.wait()
-
-
-class IsolationGrant:
-    """The right of an attempt to run where no other request does, until `release`; `of_pair`: also on decode."""
-
-    def __init__(self, on_release: Callable[[], None], *, of_pair: bool) -> None:
-        self._on_release = on_release
-        self.of_pair = of_pair
-        self.released = False
-
-    def release(self) -> None:
-        """Let others use the workers; idempotent."""
-        if not self.released:
-            self.released = True
-            self._on_release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -497,10 +346,6 @@ class Reserver:
         self._refused: dict[tuple[str, int], dict[str, DecodeAttempt]] = {}
         """Attempts of requests that wait, by the decode worker that refused them."""
 
-    def query(self, request: PlacementRequest, never: Mapping[str, str]) -> PlacementQuery:
-        """The request to place, by the facts that are known now."""
-        return make_query(request, never, self._pool.fleet, self._pool.prefixes)
-
     def assign(self, selection: Selection, query: PlacementQuery) -> PrefillAssignment:
         """An assignment at the selected prefill worker."""
         cached = min(query.prefill_match.tokens(selection.prefill), query.tokens)
@@ -512,13 +357,13 @@ class Reserver:
         assignment: PrefillAssignment,
         selection: Selection,
         deliver: Deliver,
-        never: Mapping[str, str],
+        too_small: Mapping[str, str],
     ) -> Placement | Refusal:
         """Ask the decode workers in turn. The assignment stays the caller's until there is a placement."""
         if not request.query.decodes:
             self._dispatch(request, assignment, selection)
             return Placement(assignment, self._breakers.begin(selection.prefill, None))
-        names = (*selection.decode, *self._last_resort(request, selection, never))
+        names = (*selection.decode, *self._last_resort(request, selection, too_small))
         request.life.enter(State.RESERVING, self._loop.time(), self._timeout_s * len(names))
         answers: dict[str, ReserveResult] = {}
         refused = self._refused.setdefault((request.request_id, request.attempt), {})
@@ -526,8 +371,8 @@ class Reserver:
             link = self._pool.decode_link(name)
             if link is None or link.session is None or not link.session.open:
                 continue
-            # The selection may have been made before the worker was kept for another request.
-            if name in self._pool.fleet.kept and not request.query.alone:
+            # The selection may have been made before the worker was isolated for another request.
+            if name in self._pool.fleet.isolated and not request.query.alone:
                 continue
             attempt, consumer = link.session.attempt(request.request_id, request.attempt, deliver), link.consumer
             incarnation = link.status.identity.incarnation if link.status else ""
@@ -543,7 +388,7 @@ class Reserver:
                 peer = self._peer(assignment, link) if answer.cached_tokens else None
                 return Placement(assignment, health, attempt, name, incarnation, consumer, answer.cached_tokens, peer)
         request.life.enter(State.QUEUED, self._loop.time())
-        return self._refusal(request, selection, answers, never)
+        return self._refusal(request, selection, answers, too_small)
 
     def withdraw(self, request: PlacementRequest) -> None:
         """The request does not ask again: workers that refused it need not set pages aside for it."""
@@ -555,36 +400,36 @@ class Reserver:
         request: PlacementRequest,
         selection: Selection,
         answers: Mapping[str, ReserveResult],
-        never: Mapping[str, str],
+        too_small: Mapping[str, str],
     ) -> Refusal:
-        never = {**never}
+        too_small = {**too_small}
         for name, answer in answers.items():
             if answer.never:
                 link = self._pool.decode_link(name)
-                never[name] = f"decode worker {link.name if link else name}: {answer.reason}"
+                too_small[name] = f"decode worker {link.name if link else name}: {answer.reason}"
         room = max((answer.reservable_tokens for answer in answers.values()), default=0)
         paired = {decode for prefill, decode in request.query.avoid_pairs if prefill == selection.prefill}
-        closed = never.keys() | self._pool.fleet.kept | paired
+        closed = too_small.keys() | self._pool.fleet.isolated | paired
         return Refusal(
-            never,
+            too_small,
             min((each.retry_after_s for each in answers.values() if each.retry_after_s), default=math.inf),
             room,
-            closed=frozenset(name for name in closed if name in self._pool.fleet.decode),
-            lacks_forks=len(request.choices) > 1 and room >= request.context_tokens,
+            unusable=frozenset(name for name in closed if name in self._pool.fleet.decode),
+            for_choices=len(request.choices) > 1 and room >= request.context_tokens,
         )
 
-    def _last_resort(self, request: PlacementRequest, selection: Selection, never: Mapping[str, str]) -> list[str]:
+    def _last_resort(self, request: PlacementRequest, selection: Selection, too_small: Mapping[str, str]) -> list[str]:
         """Decode workers that the request avoids: better one of these than to wait for the others.
 
-        One that must run alone has no others but the worker that is kept for it.
+        One that must run alone has no others but the worker that is isolated for it.
         """
         fleet = self._pool.fleet
         prefill = fleet.prefill.get(selection.prefill)
         if request.query.alone or not request.avoided or prefill is None:
             return []
-        query = self.query(request, never)
+        query = make_query(request, too_small, fleet, self._pool.prefixes)
         closed = {decode for prefill, decode in query.avoid_pairs if prefill == selection.prefill}
-        closed.update(query.never, selection.decode)
+        closed.update(query.too_small, selection.decode)
         return [view.name for view in fleet.followers(prefill) if view.name in query.avoid and view.name not in closed]
 
     def _dispatch(self, request: PlacementRequest, assignment: PrefillAssignment, selection: Selection) -> None:

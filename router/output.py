@@ -1,4 +1,4 @@
-"""From tokens, in whatever order they come, to what the client is sent.
+"""Output of a request: from tokens, in whatever order they come, to the messages for its client.
 
 Each choice emits its tokens in the order of their output index and drops those it has had, so that token 2 may
 arrive before token 1, and a new attempt may repeat what an old one said. Text comes from an incremental detokenizer
@@ -39,7 +39,7 @@ from baton.request import (
     Usage,
 )
 from baton.telemetry.metrics import ITL, TTFT
-from router.request import Request, StopStrings
+from router.serving.validator import Request
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class Account:
 class _Choice:
     """One choice from its first token to its finish."""
 
-    def __init__(self, index: int, request: Request, queue: OutputQueue) -> None:
+    def __init__(self, index: int, request: Request, stops: StopStrings, queue: OutputQueue) -> None:
         self.index = index
         self.output_ids: list[int] = []
         self.finish: FinishReason | None = None
@@ -108,7 +108,7 @@ class _Choice:
         self._queue = queue
         self._early: dict[int, tuple[TokenInfo, FinishReason | None]] = {}
         self._detokenizer = request.detokenizer()
-        self._matcher = StopMatcher(request.stops, include_stop=request.params.include_stop_in_output)
+        self._matcher = StopMatcher(stops, include_stop=request.params.include_stop_in_output)
 
     def forget_early(self) -> None:
         """Drop what came out of order: a new attempt says it again."""
@@ -157,7 +157,8 @@ class OutputProcessor:
         self._cached_tokens: int | None = None
         self._cached = CachedTokens()
         self._clock = clock
-        self._choices = [_Choice(index, request, self.queue) for index in range(request.params.n)]
+        stops = StopStrings(request.params.stop)
+        self._choices = [_Choice(index, request, stops, self.queue) for index in range(request.params.n)]
 
     def unfinished(self, choices: Iterable[int]) -> tuple[int, ...]:
         """The `choices` that have not ended."""
@@ -391,6 +392,67 @@ class OutputQueue:
 def _size(token: TokenInfo) -> int:
     """Most bytes of a token on the wire."""
     return _TOKEN_BYTES + _ALTERNATIVE_BYTES * len(token.top)
+
+
+class StopStrings:
+    """The automaton of some stop strings (Aho and Corasick, 1975); choices of a request share it.
+
+    It reads a text character by character, so what it finds does not depend on how the text was cut into pieces, and
+    the work per character depends neither on the number of stop strings nor on their length. The match that ends first
+    wins; of two that end together, the longer.
+
+    A node stands for a prefix of a stop string: the longest one that the text read so far ends with. Node 0 is empty.
+    """
+
+    def __init__(self, stops: Iterable[str] = ()) -> None:
+        self._next: list[dict[str, int]] = [{}]
+        self._shorter = [0]
+        """By node: the node of the next shorter prefix that it ends with."""
+        self.match = [0]
+        """By node: characters of the longest stop string that it ends with; 0 if there is none."""
+        self.hold = [0]
+        """By node: characters at its end that a stop string could begin with."""
+        for stop in stops:
+            self._add(stop)
+        self._link()
+        self._first = frozenset(self._next[0])
+
+    def misses(self, text: str) -> bool:
+        """Whether no stop string begins anywhere in the text."""
+        return self._first.isdisjoint(text)
+
+    def advance(self, node: int, char: str) -> int:
+        """The node after one more character."""
+        while (found := self._next[node].get(char)) is None:
+            if not node:
+                return 0
+            node = self._shorter[node]
+        return found
+
+    def _add(self, stop: str) -> None:
+        node = 0
+        for char in stop:
+            if char not in self._next[node]:
+                self._next[node][char] = len(self._next)
+                self._next.append({})
+                self.match.append(0)
+            node = self._next[node][char]
+        self.match[node] = len(stop)
+
+    def _link(self) -> None:
+        """Set what follows from shorter prefixes, which come first."""
+        depth = [0] * len(self._next)
+        self._shorter, self.hold = [0] * len(self._next), [0] * len(self._next)
+        waiting = deque([0])
+        while waiting:
+            node = waiting.popleft()
+            for char, longer in self._next[node].items():
+                depth[longer] = depth[node] + 1
+                shorter = self.advance(self._shorter[node], char) if node else 0
+                self._shorter[longer] = shorter
+                self.match[longer] = self.match[longer] or self.match[shorter]
+                self.hold[longer] = depth[longer] if self._next[longer] else self.hold[shorter]
+                waiting.append(longer)
 
 
 class StopMatcher:

@@ -2,7 +2,7 @@
 
     serve ── attempt ── finish
       ▲         └─ failure: a new attempt, elsewhere, with the output ids that the client has had
-      └─────────── as long as `History` and `RetryBudget` allow; then the last failure is the answer
+      └─────────── as long as `RetryHistory` and `RetryBudget` allow; then the last failure is the answer
 
 Prompt and output ids are all the state there is, so an attempt that continues a stream is an ordinary prefill. Before
 the first token an attempt serves all choices together; after it, each choice goes on by itself. An attempt:
@@ -15,32 +15,18 @@ costs no turn of the attempt's task, which waits only for the end. However it en
 late), `Attempt.run` gives back all of it in one place: the prefill call and its assignment, the decode attempt, and the
 exported KV that nobody has fetched.
 
-Which failed attempts are followed by another one, and when:
-
-    fault       something is wrong with a worker or a pair: at most `max_attempts`, each charged to the budget; those
-                before an attempt that brought FORGIVEN_TOKENS do not count
-    loss        the connection with the worker was lost: free of charge; a request that worker deaths point at runs
-                alone, and ends if the worker dies then too
-    drain, preemption, refusal by a full worker: nobody's fault, free of charge
-
-All together are bounded by MAX_IN_A_ROW in a row that brought no token, and by as many deaths of workers without a
-token from decode. The budget is the router's: retries of faults may be a share of the requests that were accepted, and
-a few more each second, so that a fleet in which everything fails is not asked the same again and again by everybody at
-once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import math
-import random
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -51,7 +37,6 @@ from baton.errors import (
     EngineError,
     InvalidRequest,
     NotFound,
-    Overloaded,
     SourceUnreachable,
     Unavailable,
 )
@@ -65,17 +50,19 @@ from router.output import OutputProcessor
 from router.placement.policy import PlacementQuery
 from router.placement.prefix_directory import BlockHasher
 from router.placement.scheduler import PlacementRequest
-from router.request import Blame, Cause, DecodeEnded, Event, Failed, Request, Suspicion
 from router.serving.tenants import Threads
+from router.serving.validator import Request
 from router.workers.calls import (
     LARGE_REQUEST,
     LOSS_GRACE_S,
     AbandonCalls,
+    DecodeEnded,
+    Event,
     PrefillMessage,
     call_prefill,
     prefill_message,
 )
-from router.workers.failures import SAME_EVENT_S, AvoidedWorker, WorkerLoss
+from router.workers.failures import AvoidedWorker, Blame, Cause, Failed, RetryHistory, RetryBudget
 from router.workers.pool import Pool
 
 DEATH_WAIT_S = 15.0
@@ -133,7 +120,7 @@ class RequestRunner:
                 raise Unavailable(_STOPPED)
             run = self._deps.threads.of(request.tenant)
             hasher = BlockHasher(request.prompt_ids, request.salt, run) if request.reads_cache else None
-            await self._serve(RequestState(request, output, hasher), range(request.params.n), History(), 0.0)
+            await self._serve(RequestState(request, output, hasher), range(request.params.n), RetryHistory(), 0.0)
             output.close()
         except BatonError as error:
             output.queue.fail(error)
@@ -161,7 +148,7 @@ class RequestRunner:
         await asyncio.gather(*self._running, return_exceptions=True)
         await self._abandon_calls.finish()
 
-    async def _serve(self, state: RequestState, choices: Sequence[int], history: History, delay_s: float) -> None:
+    async def _serve(self, state: RequestState, choices: Sequence[int], history: RetryHistory, delay_s: float) -> None:
         """Make attempts until the choices have ended; raises the last failure when there may be no more."""
         output = state.output
         while choices := output.unserved(choices):
@@ -184,7 +171,7 @@ class RequestRunner:
         finally:
             del self._attempts[attempt]
 
-    async def _check_worker_deaths(self, request: Request, history: History, attempt: AttemptFailed) -> None:
+    async def _check_worker_deaths(self, request: Request, history: RetryHistory, attempt: AttemptFailed) -> None:
         """Raise EngineError if the request is what kills workers, once it is seen or must be presumed that one died."""
         loss, losses = attempt.failed.loss, self._deps.pool.losses
         if loss is None:
@@ -203,7 +190,7 @@ class RequestRunner:
             _logger.warning("request %s ends: %s: %s", request.id, message, attempt.failed.error)
             raise EngineError(f"{message}: {attempt.failed.error}")
 
-    def _retry(self, request: Request, history: History, attempt: AttemptFailed) -> float:
+    def _retry(self, request: Request, history: RetryHistory, attempt: AttemptFailed) -> float:
         """Seconds until the next attempt; raises the failure when there is to be none."""
         failed, now = attempt.failed, self._loop.time()
         ATTEMPTS_FAILED.labels(type(failed.error).__name__).inc()
@@ -293,7 +280,7 @@ class RequestState:
 class Attempt:
     """One try; the choices have the same output so far."""
 
-    def __init__(self, deps: AttemptDeps, state: RequestState, choices: tuple[int, ...], history: History) -> None:
+    def __init__(self, deps: AttemptDeps, state: RequestState, choices: tuple[int, ...], history: RetryHistory) -> None:
         self._deps = deps
         self._hasher = state.hasher
         self._request = request = state.request
@@ -371,7 +358,7 @@ class Attempt:
             context_tokens=context,
             max_new_tokens=left,
             choices=self._choices,
-            again=self._number > 0,
+            is_retry=self._number > 0,
             digests=digests,
             salt=request.salt,
             cache=request.cache,
@@ -613,154 +600,3 @@ def _until(deadline: float) -> float | None:
 
 def _too_late(where: str = "") -> DeadlineExceeded:
     return DeadlineExceeded(f"the request's deadline passed{where}")
-
-
-MAX_IN_A_ROW = 16
-DEATHS_UNTIL_ALONE = 2
-FORGIVEN_TOKENS = 64
-"""An attempt that brought so many tokens proves that the faults before it were not the request's."""
-MAX_EXCUSED_DEATHS = 4
-"""Deaths of workers that a request had for itself and that do not end it, while other workers die without it."""
-
-_ROUNDING = 1e-9
-
-_MIN_PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0
-
-
-class RetryBudget:
-    """A token bucket; times are seconds on the caller's clock."""
-
-    def __init__(
-        self, now: float, *, share: float = 0.2, per_second: float = 10.0, most: float = 100.0, tokens: float = 100.0
-    ) -> None:
-        self._share, self._per_second, self._most = share, per_second, most
-        self._tokens = min(tokens, most)
-        self._filled = now
-        self._last: dict[str, float] = {}
-
-    def record_request(self) -> None:
-        """A request came: a share of a retry more."""
-        self._tokens = min(self._tokens + self._share, self._most)
-
-    def charge(self, now: float, *, blamed: str = "", first: bool = False) -> bool:
-        """Whether a fault may be followed by a retry, which is then charged.
-
-        One event may fail all that a worker runs: of faults of one `blamed` within SAME_EVENT_S one is charged,
-        provided that they are the requests' `first`, so that none gets more than one retry in this way.
-        """
-        self._tokens = min(self._tokens + (now - self._filled) * self._per_second, self._most)
-        self._filled = now
-        self._last = {name: at for name, at in self._last.items() if now - at < SAME_EVENT_S}
-        if first and blamed in self._last:
-            return True
-        if self._tokens < 1:
-            return False
-        self._tokens -= 1
-        if blamed:
-            self._last[blamed] = now
-        return True
-
-
-@dataclass(slots=True)
-class History:
-    """Attempts at some choices of a request; attempts are numbered over all of them."""
-
-    numbers: Iterator[int] = field(default_factory=itertools.count)
-    attempts: int = 0
-    faults: int = 0
-    refusals: int = 0
-    avoid: frozenset[AvoidedWorker] = frozenset()
-    avoid_pairs: frozenset[tuple[str, str]] = frozenset()
-    losses: list[WorkerLoss] = field(default_factory=list)
-    """Lost connections of which it is a suspect."""
-    losses_at_decode: list[WorkerLoss] = field(default_factory=list)
-    """Deaths of decode workers among them."""
-    losses_alone: list[WorkerLoss] = field(default_factory=list)
-    """Deaths among them at which no other request was there."""
-
-    @property
-    def suspicion(self) -> Suspicion:
-        """The workers that the next attempt must have for itself, by the losses that are known now."""
-        if _point_at_it(self.losses_at_decode):
-            return Suspicion.DECODE
-        return Suspicion.PREFILL if _point_at_it(self.losses) else Suspicion.NONE
-
-    def record_loss(self, loss: WorkerLoss, *, at_decode: bool, alone: bool) -> None:
-        """It is a suspect of a loss; `alone` when no other request of this router was there."""
-        if loss not in self.losses:
-            self.losses.append(loss)
-            if at_decode:
-                self.losses_at_decode.append(loss)
-            if alone and not loss.shared:
-                self.losses_alone.append(loss)
-
-    def clear_losses(self) -> None:
-        """Decode has computed a token of the latest attempt: whatever killed workers before, it was not this request.
-
-        One that kills does so at its next token, since a new attempt begins where the last one ended.
-        """
-        self.losses.clear()
-        self.losses_at_decode.clear()
-        self.losses_alone.clear()
-
-    def has_killed_workers(self, others: int) -> bool:
-        """Whether it has killed a worker that it had for itself, when so many others died without it meanwhile."""
-        return sum(loss.death for loss in self.losses_alone) > min(others, MAX_EXCUSED_DEATHS)
-
-    def fork(self) -> History:
-        """The history of one of the choices from here on; numbers stay common, since they name attempts."""
-        return replace(
-            self,
-            losses=self.losses.copy(),
-            losses_at_decode=self.losses_at_decode.copy(),
-            losses_alone=self.losses_alone.copy(),
-        )
-
-    def record_progress(self, tokens: int) -> None:
-        """The latest attempt brought so many tokens of each choice.
-
-        A few tokens forgive no faults: a request at which every step raises soon after its begin must end.
-        """
-        self.attempts = 0
-        if tokens >= FORGIVEN_TOKENS:
-            self.faults = self.refusals = 0
-
-    def retry(
-        self,
-        failed: Failed,
-        *,
-        max_attempts: int,
-        charge: Callable[[], bool],
-        jitter: Callable[[float, float], float] = random.uniform,
-    ) -> float:
-        """Seconds to wait before the next attempt; raises the error that is the answer when there is none."""
-        self.attempts += 1
-        error = failed.error
-        match failed.cause:
-            case Cause.FAULT:
-                self.faults += 1
-                if self.faults >= max_attempts or not charge():
-                    raise error
-            case Cause.REFUSED:
-                self.refusals += 1
-                hinted = isinstance(error, Overloaded) and error.retry_after is not None
-                if self.refusals >= max_attempts and not hinted:
-                    raise error
-        # Prefill's token is progress of the stream, but says nothing of a request that kills decode workers.
-        if max(self.attempts, sum(loss.death for loss in self.losses)) >= MAX_IN_A_ROW:
-            raise error
-        if failed.cause is Cause.FAULT and self.faults > 1:
-            return _pause(self.faults - 2, jitter)
-        if failed.cause is Cause.REFUSED:
-            hint = error.retry_after if isinstance(error, Overloaded) else None
-            return max(_pause(self.refusals - 1, jitter), min(hint or 0.0, _MAX_PAUSE_S))
-        return 0.0
-
-
-def _point_at_it(losses: Iterable[WorkerLoss]) -> bool:
-    shares = [loss.share for loss in losses if loss.death]
-    return len(shares) >= DEATHS_UNTIL_ALONE and sum(shares) >= 1 - _ROUNDING
-
-
-def _pause(doublings: int, jitter: Callable[[float, float], float]) -> float:
-    return min(_MIN_PAUSE_S * 2.0**doublings, _MAX_PAUSE_S) * jitter(0.5, 1.0)

@@ -2,15 +2,17 @@
 
 from collections.abc import Sequence
 
-from router.placement.fleet import DecodeView, PrefillView, can_pair
 from router.placement.policy import (
     ASKED_OF_MORE,
     MAX_ALL_ASKED,
     NOTHING_EXCLUDED,
+    DecodeView,
     Excluded,
     Penalty,
     PlacementQuery,
+    PrefillView,
     Selection,
+    can_pair,
 )
 
 
@@ -22,9 +24,9 @@ def select(
     prefill_limit: int,
     usual_rate: float,
     excluded: Excluded = NOTHING_EXCLUDED,
-    kept: frozenset[str] = frozenset(),
+    isolated: frozenset[str] = frozenset(),
 ) -> Selection | None:
-    matched = pairs(prefills, decodes, query, kept | query.never)
+    matched = pairs(prefills, decodes, query, isolated | query.too_small)
     if not matched:
         return None
     penalty = Penalty(query, excluded)

@@ -33,7 +33,7 @@ from baton.errors import ConfigError, Overloaded, Unauthenticated
 from baton.keys import MAX_KEY_LENGTH, ApiKey, digest, parse
 from baton.process.cores import usable
 from baton.process.executors import RunOnThread
-from router.placement.queue import FairQueue
+from router.placement.scheduler import FairQueue
 
 HEADER = "authorization"
 _SCHEME = "bearer"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -18,8 +18,7 @@ from baton.errors import InvalidRequest, NotFound, preview
 from baton.request import MAX_CACHE_SALT_BYTES, CachePolicy, SamplingParams, check_count
 from baton.rpc.channel import CONTROL_MESSAGE_BYTES
 from baton.rpc.convert import token_array_from_proto, token_ids_from_proto
-from baton.tokenizer import Tokenizer
-from router.request import NoText, Request, StopStrings
+from baton.tokenizer import Detokenizer, Tokenizer
 from router.serving.tenants import Threads
 from router.serving.tokenizer_processes import LONG_TEXT, TokenizerProcesses
 
@@ -117,6 +116,43 @@ class GenerateRequest:
     report_progress: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request that can be served; `tenant` is "" for the only one, `salt` is at the root of its prefix chain.
+
+    `arrived` and `deadline` are in seconds on the event loop's clock.
+    """
+
+    id: str
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    max_tokens: int
+    arrived: float
+    deadline: float | None = None
+    tenant: str = ""
+    cache: CachePolicy = CachePolicy.READ_WRITE
+    salt: bytes = b""
+    report_progress: bool = False
+    detokenizer: Callable[[], Detokenizer] = field(default=lambda: NoText())
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether cached KV may be used; what is asked of every position of a prompt needs all of it computed."""
+        return self.cache.reads and self.params.prompt_logprobs is None
+
+
+class NoText:
+    """The detokenizer of a model without a tokenizer: token ids are all there is."""
+
+    def push(self, token_id: int) -> str:
+        """No text."""
+        return ""
+
+    def flush(self) -> str:
+        """No text."""
+        return ""
+
+
 class RequestValidator:
     """Checks and tokenizes; `max_model_len` tells the most tokens of prompt and output together.
 
@@ -176,7 +212,6 @@ class RequestValidator:
             arrived=arrived,
             deadline=deadline,
             tenant=tenant,
-            stops=StopStrings(params.stop),
             cache=request.cache,
             salt=self._salt(tenant, request.cache_salt),
             report_progress=request.report_progress,

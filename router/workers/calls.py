@@ -47,6 +47,7 @@ from baton.request import (
     DecodeTimings,
     Output,
     Prefilled,
+    PrefillProgress,
     PrefixSource,
     PromptReport,
     RemoteExport,
@@ -69,8 +70,7 @@ from baton.rpc.convert import (
 from baton.rpc.errors import from_rpc_error
 from baton.worker.status import WIRE_VERSION, WorkerIdentity
 from router.placement.prefix_directory import BlockNamespace
-from router.request import Blame, Cause, DecodeEnded, Deliver, Failed
-from router.workers.failures import WorkerLoss
+from router.workers.failures import Blame, Cause, Failed, WorkerLoss
 
 PREEMPTED_RETRY_S = 1.0
 """Seconds after which a client that was preempted too often should try again."""
@@ -87,6 +87,15 @@ _FAULTS: dict[int, tuple[Callable[[str], BatonError], Blame, Cause]] = {
 _UNKNOWN = (EngineError, Blame.DECODE, Cause.FAULT)
 
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeEnded:
+    """The decode worker holds nothing of the attempt any more, and nothing is wrong."""
+
+
+Event = PrefillProgress | PromptReport | Prefilled | Output | DecodeEnded | Failed
+Deliver = Callable[[Event], None]
 
 
 @dataclass(frozen=True, slots=True)

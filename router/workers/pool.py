@@ -43,12 +43,10 @@ from baton.rpc.channel import SILENCE_S, SilenceTimer, control_channel
 from baton.rpc.tls import Tls
 from baton.transfer.tickets import TicketSigner
 from baton.worker.status import WIRE_VERSION, PrefixChange, WorkerIdentity, WorkerRole, WorkerStatus, status_from_proto
-from router.placement.fleet import RECENT_S, DecodeView, FleetView, PrefillView, can_pair
-from router.placement.policy import can_serve
+from router.placement.policy import RECENT_S, DecodeView, FleetView, PrefillView, can_pair, can_serve
 from router.placement.prefix_directory import BlockNamespace, PrefixDirectory
-from router.request import Cause
 from router.workers.calls import DecodeSession, PrefillAssignment, SessionEnd, join_address
-from router.workers.failures import WorkerLoss, WorkerLosses
+from router.workers.failures import Cause, WorkerLoss, WorkerLosses
 
 _AGAIN_S = 5.0
 """Until a worker is dialled again whose watch failed, which only a fault of ours can make it do."""
@@ -155,10 +153,10 @@ class Pool:
         """Call `listener` after every change that may matter to a waiting request."""
         self._listeners.append(listener)
 
-    def keep(self, names: frozenset[str]) -> None:
-        """Keep these workers for a request that runs alone, and no others."""
-        if names != self.fleet.kept:
-            self.fleet.kept = names
+    def isolate(self, names: frozenset[str]) -> None:
+        """Place no other requests at these workers, and let others be used again."""
+        if names != self.fleet.isolated:
+            self.fleet.isolated = names
             self._notify()
 
     @property

@@ -10,10 +10,9 @@ import pytest
 
 from baton.errors import EngineError
 from baton.pb import decode_pb2, inference_pb2, prefill_pb2, worker_pb2
-from baton.request import TokenInfo
+from baton.request import Prefilled, TokenInfo
 from baton.worker.status import WorkerStatus
 from router import output as output_module
-from router.request import Prefilled
 from router.workers import calls
 from router.workers import pool as pool_module
 from tests.integration.router_rig import Answer, refused, router_rig, until, whole

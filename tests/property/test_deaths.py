@@ -68,7 +68,7 @@ def test_others_go_on_while_a_long_prompt_is_computed_alone(kills: bool) -> None
                 storm.kill(its_worker() or storm.fleet.prefills[0])
                 await storm.until(lambda: its_worker() is None)
             await storm.until(its_worker)
-            assert storm.pool.fleet.kept == {worker.address for worker in [its_worker()] if worker}
+            assert storm.pool.fleet.isolated == {worker.address for worker in [its_worker()] if worker}
             await asyncio.gather(*(storm.stream(max_tokens=40) for _ in range(8)))
             assert its_worker() is not None
             # No proof: it did not have this worker for itself.

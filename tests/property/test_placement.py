@@ -7,11 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.kv.format import KvFormat, KvPart
-from router.placement.fleet import DecodeView, FleetView, PrefillView
 from router.placement.policy import (
     MAX_ALL_ASKED,
+    DecodeView,
     Excluded,
+    FleetView,
     PlacementQuery,
+    PrefillView,
     can_serve,
     least_loaded_pair,
     matching_decodes,
@@ -64,7 +66,7 @@ def fleet_of(draw: random.Random, least: int, most: int) -> Views:
 
 
 def query_of(draw: random.Random, count: int) -> tuple[PlacementQuery, Excluded, frozenset[str]]:
-    """A query on such a fleet, what breakers say, and who is kept for another."""
+    """A query on such a fleet, what breakers say, and who is isolated for another."""
 
     def some(*names: str) -> frozenset[str]:
         return frozenset(draw.choice(names) for _ in range(draw.choice([0, 0, 1, 3])))
@@ -88,11 +90,11 @@ def query_of(draw: random.Random, count: int) -> tuple[PlacementQuery, Excluded,
 def test_the_best_of_all_pairs_is_selected(seed: int, most: int) -> None:
     draw = random.Random(seed)
     workers = fleet_of(draw, 0, most)
-    query, excluded, kept = query_of(draw, max(most, 1))
+    query, excluded, isolated = query_of(draw, max(most, 1))
     fleet = FleetView(*workers)
-    fleet.kept = kept
+    fleet.isolated = isolated
     plain = placement_oracle.select(
-        *workers, query, prefill_limit=LIMIT, usual_rate=fleet.usual_rate, excluded=excluded, kept=kept
+        *workers, query, prefill_limit=LIMIT, usual_rate=fleet.usual_rate, excluded=excluded, isolated=isolated
     )
     assert select_workers(fleet, query, prefill_limit=LIMIT, excluded=excluded) == plain
     pairs = placement_oracle.pairs(*workers, PlacementQuery(1), frozenset())
@@ -100,7 +102,7 @@ def test_the_best_of_all_pairs_is_selected(seed: int, most: int) -> None:
     assert can_serve(fleet, decodes=True) is bool(pairs)
     assert matching_decodes(fleet) == {decode.name for _, follow in pairs for decode in follow}
     found = least_loaded_pair(fleet, query, excluded)
-    pairs = placement_oracle.pairs(*workers, query, query.never)
+    pairs = placement_oracle.pairs(*workers, query, query.too_small)
     if most <= MAX_ALL_ASKED:
         assert (found is not None) is bool(pairs)
     if found is not None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.errors import DeadlineExceeded, Overloaded
-from router.placement.queue import RequestQueue
+from router.placement.scheduler import RequestQueue
 from tests.effort import machine_test
 
 TENANTS = st.sampled_from("abcd")

@@ -40,12 +40,8 @@ PURE = (
     "decode_svc.sequence",
     "prefill_svc.scheduler",
     "router.placement.prefix_directory",
-    "router.placement.fleet",
     "router.placement.policy",
-    "router.placement.queue",
-    "router.placement.refusals",
     "router.placement.scheduler",
-    "router.request",
     "router.workers.failures",
 )
 IMPURE = ("torch", "grpc", "asyncio", "transformers", "redis", "google.protobuf", "baton.pb")

@@ -13,12 +13,10 @@ from baton.kv.format import KvFormat, KvPart
 from baton.lifecycle import Lifecycle, State
 from baton.request import ReserveResult
 from router.dispatcher import Dispatcher, Placement
-from router.placement.fleet import DecodeView, FleetView, PrefillView
-from router.placement.policy import PlacementQuery
+from router.placement.policy import DecodeView, FleetView, PlacementQuery, PrefillView
 from router.placement.prefix_directory import PrefixDirectory
 from router.placement.scheduler import PlacementRequest
-from router.request import Suspicion
-from router.workers.failures import AvoidedWorker
+from router.workers.failures import AvoidedWorker, Suspicion
 from router.workers.pool import Pool
 
 KV = KvFormat((KvPart("k", "float32", (2, 4)),), layers=2, block_size=16)
@@ -85,12 +83,12 @@ class FakePool:
         self.running: Counter[str] = Counter()
         self.closed = self.asked = 0
         self.there = True
-        self.news: Callable[[], None] = lambda: None
+        self.notify: Callable[[], None] = lambda: None
         self.session = self
         self.order: list[str] = []
         self.withdrawn: list[str] = []
         self.prefixes = PrefixDirectory()
-        self.kept: frozenset[str] = frozenset()
+        self.isolated: frozenset[str] = frozenset()
         self._worker = ""
 
     @property
@@ -102,7 +100,7 @@ class FakePool:
         prefill = [PrefillView(name, KV, own_requests=own) for name, own in self.seats.items()]
         decode = [DecodeView(name, KV, free_slots=1, own_requests=self.running[name]) for name in self.by_name]
         fleet = FleetView(prefill, decode if self.there else [])
-        fleet.kept = self.kept
+        fleet.isolated = self.isolated
         return fleet
 
     def answer_all(self, answer: ReserveResult) -> None:
@@ -119,13 +117,13 @@ class FakePool:
     def withdraw(self, attempt: FakeAttempt) -> None:
         self.withdrawn.append(f"{attempt.request_id} {attempt.worker}")
 
-    def keep(self, names: frozenset[str]) -> None:
-        if names != self.kept:
-            self.kept = names
-            self.news()
+    def isolate(self, names: frozenset[str]) -> None:
+        if names != self.isolated:
+            self.isolated = names
+            self.notify()
 
     def subscribe(self, listener: Callable[[], None]) -> None:
-        self.news = listener
+        self.notify = listener
 
     def describe_missing(self, waited_s: float = 0.0) -> str:
         return "no decode worker is there" + (f" after a wait of {waited_s:g} s" if waited_s else "")

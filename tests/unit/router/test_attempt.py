@@ -12,10 +12,11 @@ from baton.config.router import RouterConfig
 from baton.errors import DeadlineExceeded
 from baton.request import FinishReason, FirstToken, Prefilled, SamplingParams, TokenInfo
 from router.output import OutputProcessor
-from router.request import Deliver, Request
-from router.request_runner import Attempt, AttemptDeps, History, RequestState
+from router.request_runner import Attempt, AttemptDeps, RequestState
 from router.serving.tenants import Threads
-from router.workers.calls import AbandonCalls
+from router.serving.validator import Request
+from router.workers.calls import AbandonCalls, Deliver
+from router.workers.failures import RetryHistory
 from router.workers.pool import Pool
 from tests.unit.router.dispatching import FakePool, dispatcher, settle
 
@@ -47,7 +48,7 @@ async def outcome(monkeypatch: pytest.MonkeyPatch, *, arrives: bool) -> OutputPr
     now = loop.time()
     request = Request("r", [1, 2], params, 1, now, deadline=deadline)
     output = OutputProcessor(request, loop.time)
-    await Attempt(deps, RequestState(request, output), (0,), History()).run(0.0)
+    await Attempt(deps, RequestState(request, output), (0,), RetryHistory()).run(0.0)
     return output
 
 
@@ -87,7 +88,7 @@ async def test_a_long_prompt_waits_for_its_tenants_threads_before_its_place(monk
     deps = AttemptDeps(cast(Pool, pool), dispatcher(pool), config, AbandonCalls(), None, threads)
     request = Request("r", [1, 2], SamplingParams(max_tokens=1, seed=1), 1, loop.time(), tenant="t")
     output = OutputProcessor(request, loop.time)
-    attempt = asyncio.create_task(Attempt(deps, RequestState(request, output), (0,), History()).run(0.0))
+    attempt = asyncio.create_task(Attempt(deps, RequestState(request, output), (0,), RetryHistory()).run(0.0))
     await settle()
     early = pool.assignments
     go.set()

@@ -21,11 +21,11 @@ async def test_a_full_fleet_is_asked_once_per_news_and_by_the_head_alone() -> No
     second = Held(d, "second")
     await settle()
     assert pool.asked == 1
-    pool.news()
+    pool.notify()
     await settle()
     assert (pool.asked, pool.order) == (2, ["first", "first"])
     pool.answer_all(GRANTED)
-    pool.news()
+    pool.notify()
     await asyncio.gather(first.placed.wait(), second.placed.wait())
     assert (pool.asked, pool.order[2:], pool.assignments) == (4, ["first", "second"], 2)
     await asyncio.gather(first.end(), second.end())
@@ -44,7 +44,7 @@ async def test_requests_with_a_context_that_finds_room_go_on_behind_one_that_lac
     await settle()
     # The room is for three of them; the others wait for news, and are asked for after the large one.
     assert pool.order == ["large", "small0", "small1", "small2"]
-    pool.news()
+    pool.notify()
     await asyncio.wait_for(asyncio.gather(large.placed.wait(), other.placed.wait()), 5)
     assert pool.order[4:] == ["large", "small3", "other"]
     for held in (large, other, *small):
@@ -62,7 +62,7 @@ async def test_after_a_mistaken_try_only_half_as_large_ones_try_before_the_next_
     await settle()
     assert pool.order == ["100", "60", "20", "7"]
     pool.answer_all(FULL)
-    pool.news()
+    pool.notify()
     await settle()
     assert pool.order[4:] == ["100"]
     d.close()
@@ -78,7 +78,7 @@ async def test_workers_that_refused_a_request_hear_when_it_is_placed_elsewhere_o
     assert (pool.asked, pool.withdrawn) == (2, [])
     if placed:
         pool.by_name["e"] = GRANTED
-        pool.news()
+        pool.notify()
         await asyncio.wait_for(held.placed.wait(), 60)
         assert pool.withdrawn == ["r d"]
     else:
@@ -108,7 +108,7 @@ async def test_news_that_comes_while_decode_is_asked_is_not_lost() -> None:
         async def reserve(self, attempt: FakeAttempt, **asked: Any) -> ReserveResult:
             answer = await super().reserve(attempt)
             self.answer_all(GRANTED)
-            self.news()
+            self.notify()
             return answer
 
     d = dispatcher(Changing(d=FULL))
@@ -179,7 +179,7 @@ async def test_a_cancelled_probe_leaves_the_queue_able_to_move() -> None:
     await settle()
     pool.answer_all(GRANTED)
     first.task.cancel()
-    pool.news()
+    pool.notify()
     await asyncio.wait_for(second.placed.wait(), 60)
     await second.end()
     assert pool.assignments == 0
@@ -204,7 +204,7 @@ async def test_without_workers_new_requests_and_accepted_ones_wait_a_while() -> 
     pool = FakePool()
     d = dispatcher(pool, worker_wait_s=0.05)
     pool.there = False
-    pool.news()
+    pool.notify()
     for again in (False, True):
         with pytest.raises(Unavailable, match=r"no decode worker is there after a wait of 0\.05 s"):
             await asyncio.wait_for(Held(d, "given up", again=again).task, 30)
@@ -212,7 +212,7 @@ async def test_without_workers_new_requests_and_accepted_ones_wait_a_while() -> 
     saved, new = Held(d, "saved", again=True), Held(d, "new")
     await settle()
     pool.there = True
-    pool.news()
+    pool.notify()
     await asyncio.wait_for(asyncio.gather(saved.placed.wait(), new.placed.wait()), 30)
     assert pool.order == ["saved", "new"]
     await asyncio.gather(saved.end(), new.end())
@@ -244,7 +244,7 @@ async def test_a_decode_worker_that_does_not_answer_is_a_refusal() -> None:
     await asyncio.wait_for(closed.wait(), 60)
     await settle()
     assert pool.assignments == 0
-    pool.news()
+    pool.notify()
     await asyncio.wait_for(held.placed.wait(), 60)
     await held.end()
 
@@ -279,7 +279,7 @@ async def test_never_ends_a_request_only_when_every_decode_worker_says_so() -> N
     await settle()
     assert pool.order == ["r large", "r small"] or pool.order == ["r small", "r large"]
     pool.by_name["large"] = GRANTED
-    pool.news()
+    pool.notify()
     await asyncio.wait_for(held.placed.wait(), 60)
     assert pool.order[2:] == ["r large"], "who can never hold it is not asked again"
     await held.end()
@@ -292,7 +292,7 @@ async def test_a_replay_that_only_a_lost_worker_could_hold_waits_for_one_like_it
     await settle()
     assert not held.task.done()
     pool.by_name["large"] = GRANTED
-    pool.news()
+    pool.notify()
     await asyncio.wait_for(held.placed.wait(), 60)
     await held.end()
     del pool.by_name["large"]
@@ -322,7 +322,7 @@ async def test_the_life_goes_with_the_request() -> None:
     await settle()
     assert held.life.state is State.QUEUED
     pool.by_name["d"] = GRANTED
-    pool.news()
+    pool.notify()
     await held.placed.wait()
     assert held.life.state is State.RESERVING
     assert held.life.deadline == pytest.approx(asyncio.get_running_loop().time() + 2, abs=1)

@@ -10,8 +10,7 @@ from baton.lifecycle import Lifecycle, State
 from router.dispatcher import Placement, Reserver
 from router.placement.policy import PlacementQuery, Selection
 from router.placement.scheduler import PlacementRequest
-from router.request import Suspicion
-from router.workers.failures import Breakers
+from router.workers.failures import Breakers, Suspicion
 from router.workers.pool import Pool
 from tests.unit.router.dispatching import FULL, GRANTED, NEVER, FakePool, Held, dispatcher, settle
 
@@ -33,7 +32,7 @@ async def test_alone_waits_for_an_empty_pair_and_keeps_it_until_its_end() -> Non
     assert not alone.placed.is_set()
     assert not waiting.placed.is_set()
     pool.running["e"] = 0
-    pool.news()
+    pool.notify()
     await asyncio.wait_for(alone.placed.wait(), 60)
     await settle()
     assert not waiting.placed.is_set()
@@ -67,7 +66,7 @@ async def test_who_is_no_longer_suspected_stops_waiting_to_run_alone() -> None:
     await settle()
     assert not alone.placed.is_set()
     alone.suspected = Suspicion.NONE
-    pool.news()
+    pool.notify()
     await asyncio.wait_for(alone.placed.wait(), 60)
     await asyncio.gather(running.end(), alone.end())
 
@@ -111,7 +110,7 @@ async def test_one_request_at_a_time_runs_alone_and_a_refusal_is_no_storm() -> N
     await settle()
     assert pool.order == ["first d"]
     pool.by_name["d"] = GRANTED
-    pool.news()
+    pool.notify()
     await asyncio.wait_for(first.placed.wait(), 60)
     await settle()
     assert not second.placed.is_set()
@@ -125,7 +124,7 @@ async def test_one_request_at_a_time_runs_alone_and_a_refusal_is_no_storm() -> N
 async def test_a_worker_that_was_meanwhile_kept_for_another_is_not_asked(alone: bool) -> None:
     pool = FakePool(d=FULL, e=GRANTED)
     reserver = Reserver(cast(Pool, pool), Breakers(asyncio.get_running_loop().time), 1.0)
-    pool.kept = frozenset({"e"})
+    pool.isolated = frozenset({"e"})
     query = PlacementQuery(8, alone=alone)
     request = PlacementRequest("r", 0, "", Lifecycle(State.QUEUED, 0.0), query, 8, 4, (0,), True)
     selection = Selection("p", ("d", "e"))
@@ -147,7 +146,7 @@ async def test_alone_does_not_fall_back_on_a_worker_where_others_run() -> None:
     assert pool.order == ["other d", "other e", "alone d"]
     assert not alone.placed.is_set()
     pool.by_name["d"] = GRANTED
-    pool.news()
+    pool.notify()
     await asyncio.wait_for(alone.placed.wait(), 60)
     assert alone.place is not None
     assert alone.place.decode_name == "d"
@@ -161,7 +160,7 @@ async def test_others_decode_beside_one_that_has_only_its_prefill_worker_for_its
     await asyncio.wait_for(before.placed.wait(), 60)
     alone, other = Held(d, "alone", again=True, alone=Suspicion.PREFILL), Held(d, "other")
     await asyncio.wait_for(asyncio.gather(alone.placed.wait(), other.placed.wait()), 60)
-    assert pool.kept == {"q"}
+    assert pool.isolated == {"q"}
     assert alone.place is not None
     assert alone.place.isolation is not None
     assert not alone.place.isolation.of_pair
@@ -169,7 +168,7 @@ async def test_others_decode_beside_one_that_has_only_its_prefill_worker_for_its
     await asyncio.wait_for(waiting.placed.wait(), 60)
     assert pool.seats == {"p": 3, "q": 1}
     await alone.end()
-    assert pool.kept == frozenset()
+    assert pool.isolated == frozenset()
     await asyncio.gather(before.end(), other.end(), waiting.end())
     assert pool.assignments == 0
 
@@ -179,12 +178,12 @@ async def test_a_full_decode_worker_is_kept_until_it_has_pages_for_one_that_must
     d = dispatcher(pool)
     alone, other = Held(d, "alone", again=True, alone=Suspicion.PREFILL), Held(d, "other")
     await settle()
-    assert pool.kept == {"p", "d"}
+    assert pool.isolated == {"p", "d"}
     assert not other.placed.is_set()
     pool.by_name["d"] = GRANTED
-    pool.news()
+    pool.notify()
     await asyncio.wait_for(asyncio.gather(alone.placed.wait(), other.placed.wait()), 60)
-    assert pool.kept == {"p"}
+    assert pool.isolated == {"p"}
     assert pool.order[-2:] == ["alone d", "other d"]
     await asyncio.gather(alone.end(), other.end())
 
@@ -193,9 +192,9 @@ async def test_one_that_gives_up_the_wait_for_its_turn_frees_no_worker_that_is_k
     kept = list[frozenset[str]]()
 
     class Noted(FakePool):
-        def keep(self, names: frozenset[str]) -> None:
+        def isolate(self, names: frozenset[str]) -> None:
             kept.append(names)
-            super().keep(names)
+            super().isolate(names)
 
     pool = Noted(prefill=("p", "q"), d=GRANTED)
     d = dispatcher(pool)
@@ -205,15 +204,15 @@ async def test_one_that_gives_up_the_wait_for_its_turn_frees_no_worker_that_is_k
     sibling = Held(d, "sibling", request="r", again=True, alone=Suspicion.PREFILL)
     waiting = [Held(d, name, request="s", again=True, alone=Suspicion.PREFILL) for name in ("one", "two")]
     await settle()
-    assert pool.kept == {"p", "d"}
+    assert pool.isolated == {"p", "d"}
     kept.clear()
     waiting[0].task.cancel()
     await asyncio.gather(waiting[0].task, return_exceptions=True)
     await settle()
-    assert pool.kept == {"p", "d"}
-    assert set(kept) <= {pool.kept}
+    assert pool.isolated == {"p", "d"}
+    assert set(kept) <= {pool.isolated}
     pool.by_name["d"] = GRANTED
-    pool.news()
+    pool.notify()
     await asyncio.wait_for(sibling.placed.wait(), 60)
     await asyncio.gather(first.end(), sibling.end(), waiting[1].end())
 

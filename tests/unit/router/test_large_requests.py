@@ -57,7 +57,7 @@ class SharedWorker:
     def end(self, attempt: LocalAttempt) -> None:
         self.attempts.end(attempt, self.loop.time())
         for router in self.routers:
-            self.loop.call_later(LATENCY_S, router.news)
+            self.loop.call_later(LATENCY_S, router.notify)
 
 
 class RouterPool(FakePool):
@@ -175,7 +175,7 @@ def test_pages_are_not_kept_for_a_request_that_was_cancelled() -> None:
     assert "other" not in town.granted
     large.cancel()
     town.loop.advance(0.1)
-    town.routers[1].news()
+    town.routers[1].notify()
     town.loop.advance(0.1)
     assert town.granted["other"] < 0.6
     with contextlib.suppress(asyncio.CancelledError):
@@ -183,14 +183,14 @@ def test_pages_are_not_kept_for_a_request_that_was_cancelled() -> None:
     town.close()
 
 
-def test_a_full_worker_is_asked_a_few_times_for_each_news() -> None:
+def test_a_full_worker_is_asked_a_few_times_for_each_update() -> None:
     town = Town()
     town.run(2.0)
     town.ask(0, "nearly all", 90, "large")
     town.loop.advance(0.1)
-    asked, granted, news = town.worker.asked, len(town.granted), town.routers[0].dispatcher.scheduler.news
+    asked, granted, updates = town.worker.asked, len(town.granted), town.routers[0].dispatcher.scheduler.updates
     town.run(2.0)
-    news = town.routers[0].dispatcher.scheduler.news - news
-    # Each grant is one; besides, each router's first asks at all news, and a few others may be mistaken.
-    assert town.worker.asked - asked <= len(town.granted) - granted + 2 * 3 * news
+    updates = town.routers[0].dispatcher.scheduler.updates - updates
+    # Each grant is one; besides, each router's first asks at every update, and a few others may be mistaken.
+    assert town.worker.asked - asked <= len(town.granted) - granted + 2 * 3 * updates
     town.close()

@@ -19,7 +19,7 @@ from baton.request import (
     Usage,
 )
 from router.output import Account, ChoiceUpdate, OutputProcessor, Update
-from router.request import Request, StopStrings
+from router.serving.validator import Request
 
 
 class Letters:
@@ -34,8 +34,7 @@ class Letters:
 
 def output(**sampling: object) -> OutputProcessor:
     params = SamplingParams(**sampling)  # type: ignore[arg-type]
-    stops = StopStrings(params.stop)
-    request = Request("r", (1, 2), params, 99, arrived=0.0, stops=stops, detokenizer=Letters)
+    request = Request("r", (1, 2), params, 99, arrived=0.0, detokenizer=Letters)
     ticks = itertools.count(1)
     return OutputProcessor(request, lambda: float(next(ticks)))
 

@@ -40,7 +40,7 @@ async def test_a_context_that_only_a_full_worker_can_hold_stops_nobody_who_has_a
     assert [request.placed.is_set() for request in others] == [True] * 5
     assert not large.placed.is_set()
     workers.by_name["b"] = GRANTED
-    workers.news()
+    workers.notify()
     await settle()
     assert large.placed.is_set()
     await end(asked, large, *others)
@@ -98,10 +98,10 @@ async def test_of_many_who_can_use_the_same_few_workers_one_asks_per_news() -> N
     await settle()
     # Each has been told once that it does not fit the one worker.
     while len(workers.order) < 2 * len(large):
-        workers.news()
+        workers.notify()
         await settle()
     workers.order.clear()
-    workers.news()
+    workers.notify()
     await settle()
     assert workers.order == ["large0 b"]
     await end(asked, *large)

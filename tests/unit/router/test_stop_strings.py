@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.output import StopMatcher
-from router.request import StopStrings
+from router.output import StopMatcher, StopStrings
 
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
 

@@ -7,11 +7,15 @@ import pytest
 
 from baton.kv.format import KvFormat, KvPart
 from baton.rates import DecayingSum
-from router.placement.fleet import RECENT_FRACTION, RECENT_S, DecodeView, FleetView, PrefillView
 from router.placement.policy import (
     NOTHING_EXCLUDED,
+    RECENT_FRACTION,
+    RECENT_S,
+    DecodeView,
     Excluded,
+    FleetView,
     PlacementQuery,
+    PrefillView,
     Selection,
     can_serve,
     least_loaded_pair,

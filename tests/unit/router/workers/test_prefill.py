@@ -10,11 +10,11 @@ import pytest
 
 from baton.errors import EngineError
 from baton.pb import inference_pb2, prefill_pb2, prefill_pb2_grpc
-from baton.request import CachePolicy, Prefilled, SamplingParams
+from baton.request import CachePolicy, Prefilled, PromptReport, SamplingParams
 from baton.rpc.channel import control_channel
 from baton.rpc.server import listen
-from router.request import Event, Failed, PromptReport
-from router.workers.calls import PrefillAssignment, call_prefill, prefill_message
+from router.workers.calls import Event, PrefillAssignment, call_prefill, prefill_message
+from router.workers.failures import Failed
 
 
 class Breaking(prefill_pb2_grpc.PrefillServicer):

@@ -6,8 +6,8 @@ import grpc.aio
 
 from baton.pb import decode_pb2
 from baton.request import CachePolicy
-from router.request import DecodeEnded, Event, Failed
-from router.workers.calls import DecodeSession
+from router.workers.calls import DecodeEnded, DecodeSession, Event
+from router.workers.failures import Failed
 
 
 async def granted(session: DecodeSession, events: list[Event]) -> decode_pb2.AttemptKey:

@@ -3,9 +3,19 @@
 import pytest
 
 from baton.errors import BatonError, Overloaded, TransferError, Unavailable
-from router.request import Blame, Cause, Failed, Suspicion
-from router.request_runner import FORGIVEN_TOKENS, MAX_EXCUSED_DEATHS, MAX_IN_A_ROW, History, RetryBudget
-from router.workers.failures import WorkerLoss, WorkerLosses
+from router.workers.failures import (
+    FORGIVEN_TOKENS,
+    MAX_EXCUSED_DEATHS,
+    MAX_IN_A_ROW,
+    Blame,
+    Cause,
+    Failed,
+    RetryHistory,
+    RetryBudget,
+    Suspicion,
+    WorkerLoss,
+    WorkerLosses,
+)
 
 FAULT = Failed(TransferError("the link broke"), Blame.PAIR)
 LOST = Failed(Unavailable("decode-1 was silent"), Blame.DECODE, Cause.LOST)
@@ -25,12 +35,12 @@ class Charges:
         return self.granted
 
 
-def retry(history: History, failed: Failed, charges: Charges | None = None) -> float:
+def retry(history: RetryHistory, failed: Failed, charges: Charges | None = None) -> float:
     return history.retry(failed, max_attempts=3, charge=charges or Charges(), jitter=lambda least, most: most)
 
 
 def test_faults_are_bounded_charged_and_wait_longer_each_time() -> None:
-    history, charges = History(), Charges()
+    history, charges = RetryHistory(), Charges()
     assert retry(history, FAULT, charges) == 0
     assert retry(history, FAULT, charges) == pytest.approx(0.1)
     with pytest.raises(TransferError, match="the link broke"):
@@ -40,12 +50,12 @@ def test_faults_are_bounded_charged_and_wait_longer_each_time() -> None:
 
 def test_an_empty_budget_makes_the_fault_the_answer() -> None:
     with pytest.raises(TransferError, match="the link broke"):
-        retry(History(), FAULT, Charges(granted=False))
+        retry(RetryHistory(), FAULT, Charges(granted=False))
 
 
 @pytest.mark.parametrize("failed", [DRAIN, PREEMPTED, LOST])
 def test_what_is_nobodys_fault_is_free_but_not_endless(failed: Failed) -> None:
-    history, charges = History(), Charges(granted=False)
+    history, charges = RetryHistory(), Charges(granted=False)
     for _ in range(MAX_IN_A_ROW - 1):
         assert retry(history, failed, charges) == 0
     with pytest.raises(type(failed.error)):
@@ -54,14 +64,14 @@ def test_what_is_nobodys_fault_is_free_but_not_endless(failed: Failed) -> None:
 
 
 def test_attempts_that_bring_tokens_are_not_counted() -> None:
-    history = History()
+    history = RetryHistory()
     for _ in range(3 * MAX_IN_A_ROW):
         history.record_progress(1)
         assert retry(history, PREEMPTED) == 0
 
 
 def test_faults_are_forgotten_after_many_tokens_and_not_after_a_few() -> None:
-    history = History()
+    history = RetryHistory()
     for _ in range(10):
         history.record_progress(FORGIVEN_TOKENS)
         assert retry(history, FAULT) == 0
@@ -72,7 +82,7 @@ def test_faults_are_forgotten_after_many_tokens_and_not_after_a_few() -> None:
 
 
 def test_deaths_without_a_token_from_decode_are_not_endless() -> None:
-    history = History()
+    history = RetryHistory()
     for _ in range(MAX_IN_A_ROW - 1):
         history.record_progress(1)
         history.record_loss(loss(1.0), at_decode=True, alone=False)
@@ -98,7 +108,7 @@ def loss(share: float) -> WorkerLoss:
     ],
 )
 def test_two_deaths_that_say_enough_isolate(shares: list[float], alone: bool) -> None:
-    history = History()
+    history = RetryHistory()
     for share in shares:
         history.record_loss(loss(share), at_decode=True, alone=False)
     assert history.suspicion is (Suspicion.DECODE if alone else Suspicion.NONE)
@@ -116,7 +126,7 @@ def test_two_deaths_that_say_enough_isolate(shares: list[float], alone: bool) ->
     ],
 )
 def test_only_deaths_of_decode_give_a_request_one_of_its_own(at_decode: tuple[bool, ...], suspicion: Suspicion) -> None:
-    history = History()
+    history = RetryHistory()
     for each in at_decode:
         history.record_loss(loss(1.0), at_decode=each, alone=False)
     assert history.suspicion is history.fork().suspicion is suspicion
@@ -125,7 +135,7 @@ def test_only_deaths_of_decode_give_a_request_one_of_its_own(at_decode: tuple[bo
 
 
 def test_what_was_no_death_or_was_before_a_token_counts_for_nothing() -> None:
-    history, broken = History(), loss(1.0)
+    history, broken = RetryHistory(), loss(1.0)
     for each in (broken, broken, loss(1.0)):
         history.record_loss(each, at_decode=True, alone=False)
     assert history.suspicion
@@ -143,7 +153,7 @@ def test_what_was_no_death_or_was_before_a_token_counts_for_nothing() -> None:
 
 
 def test_a_death_alone_is_proof_unless_others_die_without_it_and_several_always_are() -> None:
-    history = History()
+    history = RetryHistory()
     for deaths in range(1, MAX_EXCUSED_DEATHS + 1):
         history.record_loss(loss(1.0), at_decode=True, alone=True)
         assert history.has_killed_workers(deaths - 1)
@@ -153,7 +163,7 @@ def test_a_death_alone_is_proof_unless_others_die_without_it_and_several_always_
 
 
 def test_a_death_is_no_proof_where_requests_of_another_router_were() -> None:
-    losses, history = WorkerLosses(), History()
+    losses, history = WorkerLosses(), RetryHistory()
     for number in range(MAX_EXCUSED_DEATHS + 2):
         history.record_loss(
             losses.record_loss("decode d:1", str(number), 1, 10.0 * number, shared=True), at_decode=True, alone=True
@@ -165,11 +175,11 @@ def test_a_death_is_no_proof_where_requests_of_another_router_were() -> None:
 
 
 def test_a_full_worker_is_left_in_peace_for_as_long_as_it_says() -> None:
-    history = History()
+    history = RetryHistory()
     full = Failed(Overloaded("4 wait", 0.7), Blame.PREFILL, Cause.REFUSED)
     assert retry(history, full) == pytest.approx(0.7)
     never: BatonError = Overloaded("needs 9 pages, there are 4")
-    history = History()
+    history = RetryHistory()
     for _ in range(2):
         retry(history, Failed(never, Blame.PREFILL, Cause.REFUSED))
     with pytest.raises(Overloaded, match="9 pages"):
@@ -177,7 +187,7 @@ def test_a_full_worker_is_left_in_peace_for_as_long_as_it_says() -> None:
 
 
 def test_choices_that_part_have_their_own_history_and_common_numbers() -> None:
-    history = History()
+    history = RetryHistory()
     retry(history, FAULT)
     one, other = history.fork(), history.fork()
     retry(one, FAULT)
