@@ -45,8 +45,9 @@ meanwhile. After that, another worker or the router's queue is the better place.
 
 _PREFILLING_S = 60.0
 
-_REPORT_ENTRIES = 512
-"""Tokens and alternatives of a report that are sent in one message, which takes about a millisecond to make."""
+_REPORT_ENTRIES = 256
+"""Tokens and alternatives of a report that are sent in one message. It takes half a millisecond to make, and a router
+as long to read: a turn of an event loop may come to several of them."""
 
 
 @dataclass(frozen=True, slots=True)

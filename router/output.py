@@ -231,11 +231,11 @@ class OutputProcessor:
                 ITL.observe(gap)
 
 
-MESSAGE_BYTES = 32 << 10
+MESSAGE_BYTES = 8 << 10
 """Most bytes of a response on the wire.
 
-Making one of this size takes some 2.5 ms at most. A thread would not spare the event loop that: it keeps the GIL for as
-long.
+Making one of this size takes a millisecond at most, and a turn of the event loop may come to several of them. A thread
+would not spare the loop that: it keeps the GIL for as long.
 """
 
 _FIXED_BYTES = 256

@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -26,6 +27,10 @@ _POPULATE_WRITE, _COLLAPSE = 23, 25
 _PIECE = 2 << 20
 """Bytes populated in one call, a huge page: other threads' mmap, munmap and brk wait as long, for a millisecond or so,
 and a thread that waits may have the interpreter's lock."""
+
+_COLLAPSED = 64 << 20
+"""Bytes put in huge pages in one call. Before a call does so, all cores put away what they hold back of the kernel's
+lists of pages, and whoever needs the address space waits for that too: on busy cores for milliseconds."""
 
 _PAUSE_S = 0.001
 """Time between two pieces, in which threads that wait for the address space get their turn."""
@@ -56,12 +61,15 @@ def host_zeros(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool = False
     if pinned:
         return torch.frombuffer(_register(memory, size), dtype=dtype, count=count).view(*shape)
     tensor = torch.frombuffer(memory, dtype=dtype, count=count).view(*shape)
-    pieces = _pieces(tensor.data_ptr(), size)
-    libc = ctypes.CDLL(None)
-    if not _populate(libc, *next(pieces), huge):
+    start, libc = tensor.data_ptr(), ctypes.CDLL(None)
+    calls: Iterator[tuple[int, int, int]] = ((_POPULATE_WRITE, *piece) for piece in _pieces(start, size, _PIECE))
+    if not _advise(libc, *next(calls)):
         return tensor.zero_()
+    if huge:
+        # Where free memory lies in pieces the kernel gave small pages; see baton.engine.huge_pages.
+        calls = chain(calls, ((_COLLAPSE, *piece) for piece in _pieces(start, size, _COLLAPSED)))
     rest = threading.Thread(
-        target=_populate_rest, args=(libc, weakref.ref(memory), pieces, huge), name="kv-pages", daemon=True
+        target=_populate_rest, args=(libc, weakref.ref(memory), calls), name="kv-pages", daemon=True
     )
     rest.start()
     return tensor
@@ -85,34 +93,26 @@ def _register(memory: mmap.mmap, size: int) -> ctypes.Array[ctypes.c_ubyte]:
     return held
 
 
-def _pieces(start: int, size: int) -> Iterator[tuple[int, int]]:
+def _pieces(start: int, size: int, most: int) -> Iterator[tuple[int, int]]:
     """Address and size of each piece. They end where huge pages do."""
     begin, stop = start, start + size
     while begin < stop:
-        end = min(begin // _PIECE * _PIECE + _PIECE, stop)
+        end = min(begin // most * most + most, stop)
         yield begin, end - begin
         begin = end
 
 
-def _populate_rest(
-    libc: ctypes.CDLL, memory: weakref.ref[mmap.mmap], pieces: Iterator[tuple[int, int]], huge: bool
-) -> None:
-    for begin, length in pieces:
+def _populate_rest(libc: ctypes.CDLL, memory: weakref.ref[mmap.mmap], calls: Iterator[tuple[int, int, int]]) -> None:
+    for call in calls:
         # Held during the call; None when the tensor is gone.
         held = memory()
         if held is None:
             return
-        _populate(libc, begin, length, huge)
+        _advise(libc, *call)
         del held
         time.sleep(_PAUSE_S)
 
 
-def _populate(libc: ctypes.CDLL, begin: int, length: int, huge: bool) -> bool:
-    """Whether the kernel has made these pages present; what they hold stays as it is."""
-    where = ctypes.c_void_p(begin), ctypes.c_size_t(length)
-    if libc.madvise(*where, _POPULATE_WRITE):
-        return False
-    if huge:
-        # Where free memory lies in pieces the kernel gave small pages; see baton.engine.huge_pages.
-        libc.madvise(*where, _COLLAPSE)
-    return True
+def _advise(libc: ctypes.CDLL, advice: int, begin: int, length: int) -> bool:
+    """Whether the kernel has followed the advice; what the pages hold stays as it is."""
+    return not libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), advice)

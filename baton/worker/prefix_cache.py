@@ -36,7 +36,7 @@ T = TypeVar("T")
 SLICE_BYTES = 16 << 20
 COPY_BYTES = 4 << 20
 MAX_WRITE_BACKS = 4
-PUBLISH_BLOCKS = 2048
+PUBLISH_BLOCKS = 1024
 """Blocks that are published before others run."""
 LONG_TOKENS = 8192
 """From this number on, hashing runs in a thread. Below, it takes less time than the way to a thread and back."""

@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from baton.kv.hashing import NAME_BYTES, PackedDigests, block_digests, chain_root
@@ -106,6 +106,9 @@ MAX_BLOCKS = 2**20
 MAX_EXPECTED = 2048
 """Blocks of one prompt that are expected at a time. Of longer ones the worker's reports tell the rest, in messages of
 no more names, so that no call holds up the event loop for longer than some milliseconds."""
+
+MAX_FORGOTTEN = 4096
+"""Blocks of a lost worker that are forgotten in one call, in about a millisecond."""
 
 V = TypeVar("V")
 
@@ -198,12 +201,16 @@ class PrefixIndex:
             self._expected.append((until, worker, expected))
         self._bound()
 
-    def forget(self, worker: str) -> None:
-        """The worker is lost, and all that it held."""
-        self._drop(worker, list(chain.from_iterable(self._by_worker.get(worker, ()))))
+    def forget(self, worker: str) -> bool:
+        """The worker is lost: forget MAX_FORGOTTEN of the blocks that it held; returns whether there may be more."""
+        names = list(islice(chain.from_iterable(self._by_worker.get(worker, ())), MAX_FORGOTTEN))
+        self._drop(worker, names)
+        if len(names) == MAX_FORGOTTEN:
+            return True
         self._by_worker.pop(worker, None)
         self._alone.pop(worker, None)
         self._coarser.discard(worker)
+        return False
 
     def match(self, digests: Sequence[bytes], block_size: int, now: float) -> PrefixMatch:
         """The workers that hold the beginning of a chain of blocks, with the tokens that each holds."""
@@ -315,11 +322,12 @@ class PrefixDirectory:
         index.update(worker, reset=change.reset, stored=change.stored, dropped=change.dropped)
         INDEX_BLOCKS.labels(role.value).set(len(index))
 
-    def forget(self, role: WorkerRole, worker: str) -> None:
-        """A worker is lost, and all that it held."""
+    def forget(self, role: WorkerRole, worker: str) -> bool:
+        """A worker is lost: forget MAX_FORGOTTEN of the blocks that it held; returns whether there may be more."""
         index = self._index(role)
-        index.forget(worker)
+        more = index.forget(worker)
         INDEX_BLOCKS.labels(role.value).set(len(index))
+        return more
 
     def match_prefill(self, digests: Digests) -> PrefixMatch:
         """The prefill workers that hold the beginning of a context; valid until the next report."""

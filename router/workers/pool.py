@@ -275,12 +275,16 @@ class Pool:
             decode = link.decode_view() if accepted else None
             self.fleet.put_decode(decode) if decode else self.fleet.remove_decode(link.address)
 
-    def update_prefixes(self, link: WorkerLink, change: PrefixChange | None) -> None:
-        """Note which prefixes a worker holds; None: it is lost."""
-        if change is None:
-            self.prefixes.forget(link.role, link.address)
-        else:
-            self.prefixes.update(link.role, link.address, change)
+    def update_prefixes(self, link: WorkerLink, change: PrefixChange) -> None:
+        """Note which prefixes a worker holds."""
+        self.prefixes.update(link.role, link.address, change)
+
+    async def forget_prefixes(self, link: WorkerLink) -> None:
+        """Forget which prefixes a lost worker held; others run between parts."""
+        more = True
+        while more:
+            more = self.prefixes.forget(link.role, link.address)
+            await asyncio.sleep(0)
 
     def _notify(self) -> None:
         for listener in self._listeners:
@@ -447,7 +451,7 @@ class WorkerLink:
                 if self.status is not None:
                     backoff, lost_at = _FIRST_BACKOFF_S, loop.time()
                 self._lose(reason)
-                self._pool.update_prefixes(self, None)
+                await self._pool.forget_prefixes(self)
                 if not self.listed:
                     return
                 await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
@@ -456,7 +460,7 @@ class WorkerLink:
         finally:
             self._said = _UNWANTED
             self._lose(_UNWANTED)
-            self._pool.update_prefixes(self, None)
+            await self._pool.forget_prefixes(self)
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await self.channel.close()
 

@@ -27,8 +27,9 @@ TIER = "host"
 _MAX_PARENTS = 1 << 16
 _STALE_ENTRIES = 4096
 
-SLICE_BLOCKS = 2048
-"""Blocks that are looked at before others run: a long prompt has tens of thousands."""
+SLICE_BLOCKS = 512
+"""Blocks that are looked at before others run: a long prompt has tens of thousands, and each may take two
+microseconds. A turn of the event loop may come to slices of several prompts."""
 
 _HIT, _MISS, _FETCHED, _EVICTED = (
     metrics.PREFIX_BLOCKS.labels(TIER, outcome) for outcome in ("hit", "miss", "fetched", "evicted")

@@ -46,7 +46,7 @@ async def test_a_report_comes_in_parts_and_the_first_tokens_do_not_wait_for_it()
     parts = [first, *[event async for event in events if isinstance(event, PromptReport)]]
     assert [token.token_id for part in parts for token in part.tokens] == list(range(3000))
     assert [part.start for part in parts] == list(itertools.accumulate([0, *(len(p.tokens) for p in parts[:-1])]))
-    assert max(sum(1 + len(token.top) for token in part.tokens) for part in parts) <= 1024 + 20
+    assert max(sum(1 + len(token.top) for token in part.tokens) for part in parts) <= 256 + 20
 
 
 def test_a_long_prompt_may_be_loaded_for_longer() -> None:

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -58,6 +59,18 @@ def test_news_overrides_and_a_lost_worker_is_forgotten() -> None:
     index.forget("a")
     assert len(index) == 0
     assert not any(index._blocks)
+
+
+def test_many_blocks_of_a_lost_worker_are_forgotten_in_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.placement.prefix_directory.MAX_FORGOTTEN", 2)
+    index, talk = PrefixIndex(), chain(*"vwxyz")
+    store(index, "a", talk)
+    store(index, "b", talk[:1])
+    left = []
+    while index.forget("a"):
+        left.append(len(index))
+    assert left == [4, 2]
+    assert (len(index), tokens(index, talk)) == (1, {"b": SIZE})
 
 
 def test_what_was_sent_counts_until_it_is_told_or_too_long_ago() -> None:
