@@ -62,7 +62,7 @@ from router.workers.calls import (
     call_prefill,
     prefill_message,
 )
-from router.workers.failures import AvoidedWorker, Blame, Cause, Failed, RetryHistory, RetryBudget
+from router.workers.failures import AvoidedWorker, Blame, Cause, Failed, RetryBudget, RetryHistory
 from router.workers.pool import Pool
 
 DEATH_WAIT_S = 15.0
