@@ -1,4 +1,4 @@
-"""Requests and their results, in plain Python: what clients, routers and workers tell each other about a request.
+"""Requests and their results, in plain Python, as clients, routers and workers exchange them.
 
 All parts of Baton use these types; they import neither torch nor grpc. Ranges are checked when a value is made, so that
 a bad one can't exist. `SamplingParams.check_vocabulary` checks values that depend on the model.
@@ -31,7 +31,7 @@ MIN_REPETITION_PENALTY = 2**-10
 
 
 class FinishReason(enum.Enum):
-    """Why a choice ended."""
+    """Reason for the end of a choice."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -257,7 +257,7 @@ class CachePolicy(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class CachedTokens:
-    """Number of tokens that were not computed, by where their KV came from; see inference.proto."""
+    """Number of tokens that were not computed, by the source of their KV; see inference.proto."""
 
     pool: int = 0
     host: int = 0
@@ -273,7 +273,7 @@ class CachedTokens:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """Prefill is done; `cached_tokens` were not computed, and `cached` tells where they came from."""
+    """The end of prefill; `cached_tokens` were not computed, and `cached` has their number by source."""
 
     first_tokens: tuple[FirstToken, ...]
     cached_tokens: int
@@ -325,7 +325,7 @@ class Timings:
 def finish_reason(
     params: SamplingParams, output_ids: Sequence[int], eos_token_ids: frozenset[int]
 ) -> FinishReason | None:
-    """Why a choice ends after the last of `output_ids`, or None. Stop strings are handled by the router."""
+    """Reason for a choice's end after the last of `output_ids`, or None; the router handles stop strings."""
     last, count = output_ids[-1], len(output_ids)
     if count >= params.min_tokens and (
         last in params.stop_token_ids or (last in eos_token_ids and not params.ignore_eos)

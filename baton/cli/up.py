@@ -204,16 +204,16 @@ _OFFERED = (
 """Settings of the services that are also flags of `up`: a given flag goes to all roles that have the setting."""
 
 _NEEDED = ("drain_s", "log_level")
-"""The settings that `up` uses itself."""
+"""Settings that `up` uses itself."""
 
 _NAME_WIDTH = len("prefill-0")
 
 _DEATH_S = 0.5
-"""Time in which the end of a process is known whose connection broke."""
+"""Seconds from the loss of a connection until the end of its process is known."""
 
 _SERVICES = {"prefill": "prefill_svc", "decode": "decode_svc", "router": "router"}
 COMMANDS = {role: [sys.executable, "-m", module] for role, module in _SERVICES.items()}
-"""Command of each role; tests put others in its place."""
+"""Command of each role; tests replace them."""
 
 
 _FIELDS = {field.name: field for role in reversed(ROLES.values()) for field in fields(role)}

@@ -29,11 +29,11 @@ from bench.peers.rates import Asked
 
 PARTS = ("decode", "prefill", "fleet", "interference")
 CORES = {0, 1}
-"""All that is compared, and what drives it, keeps to these."""
+"""Cores of all servers and engines, and of the load generator."""
 
 
 def tell(text: str) -> None:
-    """Say what comes now."""
+    """Print the next step with the time."""
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 

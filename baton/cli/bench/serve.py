@@ -121,8 +121,8 @@ class _Body(click.ParamType[dict[str, Any]]):
 def serve(target: str, json_file: Path | None, **flags: Any) -> None:
     """Send load to the server at TARGET, and report its latencies and throughput.
 
-    Prompts are random token ids, or those of a file; outputs are greedy and exactly as long as asked. Latencies are the
-    client's: TTFT, ITL (between events), TPOT (a request's mean per token), end to end.
+    Prompts are random token ids, or come from a file; outputs are greedy and have exactly the requested length.
+    Latencies are the client's: TTFT, ITL (between events), TPOT (a request's mean per token), end to end.
     """
     import gc
 

