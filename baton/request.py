@@ -81,14 +81,16 @@ class SamplingParams:
     max_tokens: int | None = _param(None, "Largest number of tokens to generate; default: all that fit.", 1, _MAX_INT32)
     min_tokens: int = _param(0, "Smallest number of tokens to generate.", 0, _MAX_INT32)
     temperature: float = _param(1.0, "Softmax temperature; 0 is greedy.", 0.0, 100.0)
-    top_p: float = _param(1.0, "Nucleus mass in (0, 1].", 0.0, 1.0, open_low=True)
+    top_p: float = _param(1.0, "Total probability of the tokens to sample from, in (0, 1].", 0.0, 1.0, open_low=True)
     top_k: int = _param(0, "Number of most likely tokens to sample from; 0: all.", 0, _MAX_INT32)
-    min_p: float = _param(0.0, "Smallest probability, relative to the most likely token.", 0.0, 1.0)
+    min_p: float = _param(0.0, "Smallest probability of a token, relative to the most likely one.", 0.0, 1.0)
     repetition_penalty: float = _param(
         1.0, "Penalty for tokens of prompt and output; above 1, repeats are less likely.", MIN_REPETITION_PENALTY, 100.0
     )
-    presence_penalty: float = _param(0.0, "Amount subtracted for tokens that are in the output.", -2.0, 2.0)
-    frequency_penalty: float = _param(0.0, "Amount subtracted for each time a token is in the output.", -2.0, 2.0)
+    presence_penalty: float = _param(0.0, "Amount subtracted from the logits of tokens in the output.", -2.0, 2.0)
+    frequency_penalty: float = _param(
+        0.0, "Amount subtracted from a logit for each time that its token is in the output.", -2.0, 2.0
+    )
     logit_bias: tuple[tuple[int, float], ...] = _param(
         (),
         "Amount in [-100, 100] added to a token's logit; may be given several times.",

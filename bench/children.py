@@ -73,7 +73,7 @@ class Child:
 
     def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
         """The answer to a command. Raises ChildFailed with the error that the process reports."""
-        # Threads of OpenMP spin for a while when they have nothing to do, at the expense of who is measured next.
+        # Threads of OpenMP spin for a while when they have nothing to do, which slows down the next measurement.
         if self._suspended:
             self.signal(signal.SIGCONT)
         try:

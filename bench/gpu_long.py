@@ -309,8 +309,10 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--homes-length", type=int, default=LENGTHS[0], help="tokens of the prompt of `homes`")
     parser.add_argument("--chunk", type=int, default=0, help="tokens; 0: as prefill workers choose")
     parser.add_argument("--segment", type=int, default=0, help=f"tokens; 0: {default_segment_tokens('cuda')} on CUDA")
-    parser.add_argument("--turns", type=int, default=3, help="of `homes`")
-    parser.add_argument("--minutes", type=float, default=9, help="for all; nothing is begun that would take longer")
+    parser.add_argument("--turns", type=int, default=3, help="turns of `homes`")
+    parser.add_argument(
+        "--minutes", type=float, default=9, help="minutes for all parts; a prompt that would take longer is not begun"
+    )
     return parser
 
 

@@ -64,7 +64,7 @@ def stats(targets: Sequence[list[str]], timeout: float, as_list: bool, **flags: 
 
 @cache.command(epilog=f"{EXIT_HELP} If processes fail in different ways, it is 1.")
 @survey_options("Control listeners of workers", timeout="Seconds without an answer after which the command fails.")
-@click.option("--redis", is_flag=True, help="Also drop what is in Redis: all blocks of the fleet's KV format.")
+@click.option("--redis", is_flag=True, help="Also drop all blocks of the fleet's KV format in Redis.")
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 def clear(targets: Sequence[list[str]], redis: bool, yes: bool, timeout: float, as_list: bool, **flags: Any) -> None:
     """Drop the cached KV of workers. Prompts are then slower for a while; nothing else changes.
@@ -156,7 +156,7 @@ class WarmResult:
     "--prompt-file",
     type=click.Path(path_type=Path),
     required=True,
-    help='File with the prompt; .jsonl: one a line, {"text": ...}, {"token_ids": [...]} or {"messages": [...]}.',
+    help='File with the prompt; .jsonl: one in each line, {"text": ...}, {"token_ids": [...]} or {"messages": [...]}.',
 )
 @click.option("--cache-salt", default="", help="Salt of the requests that will use the cached prompts.")
 @click.option(

@@ -105,7 +105,7 @@ def issue(
     Raises ConfigError for a bad name, a missing CA, and, unless `force`, a file that exists already.
     """
     if not _NAME.fullmatch(name) or name in ("ca", "ticket"):
-        raise ConfigError(f"--name: must be of letters, digits and ._- and not be ca or ticket, got {name!r}")
+        raise ConfigError(f"--name: must have only letters, digits and ._-, and not be ca or ticket, got {name!r}")
     files = [out / f"{name}.key", out / f"{name}.crt"]
     _refuse_existing(files, force)
     _issue(out, role, name, days, _checked_hosts(hosts))

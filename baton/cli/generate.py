@@ -54,7 +54,7 @@ BAR_AFTER_S = 1.0
 @click.option("--token-ids", type=TokenIds(), help="The prompt as token ids.")
 @click.option("--chat", type=click.Path(path_type=Path), help="JSON file with a list of {role, content}.")
 @sampling_options
-@click.option("--cache", type=click.Choice(_POLICIES), help="How the prefix cache is used.  [default: read_write]")
+@click.option("--cache", type=click.Choice(_POLICIES), help="Use of the prefix cache.  [default: read_write]")
 @click.option("--cache-salt", help="Share cached prefixes only with requests of the same salt.")
 @click.option("--timeout", type=Seconds(), help="Deadline in seconds.")
 @click.option("--json", "as_object", is_flag=True, help="Print one JSON object at the end; logprobs need it.")

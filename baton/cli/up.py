@@ -144,7 +144,7 @@ def _check_grpc(options: UpOptions) -> None:
     if not (options.insecure or options.secure or is_loopback(host)):
         raise _bad(
             "--grpc",
-            f"{options.grpc} can be reached by others: --secure DIR guards it, --insecure allows it unguarded",
+            f"{options.grpc} can be reached by others: --secure DIR protects it, --insecure allows it anyway",
         )
     try:
         bind(options.grpc).close()
@@ -228,13 +228,13 @@ _FIELDS = {field.name: field for role in reversed(ROLES.values()) for field in f
         click_option(_FIELDS["threads"], help="Compute threads of each worker; 0: the cores, divided by the workers."),
         click_option(
             _FIELDS["packed_weights"],
-            help="File, in memory, through which workers share the weights of native kernels; empty: a nameless one.",
+            help="File in memory with the weights of native kernels for all workers; empty: a file without a name.",
         ),
         click_option(_FIELDS["grpc"], default=DEFAULT_GRPC),
         click_option(
             _FIELDS["redis"],
             default="embedded",
-            help="Where workers share cached prefixes: embedded (a server of this fleet), none, or the URL of a Redis: "
+            help="Shared cache of prefixes: embedded (a server of this fleet), none, or the URL of a Redis: "
             "redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://.",
         ),
         click_option(_FIELDS["insecure"], help="Let other machines reach --grpc without --secure."),

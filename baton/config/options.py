@@ -3,7 +3,7 @@
     @dataclass(frozen=True, kw_only=True)
     class PrefillConfig(Settings):
         chunk_size: int = option(0, help="Tokens in a chunk.", minimum=0)             --chunk-size, BATON_CHUNK_SIZE
-        kv_memory: int = option(0, help="Memory for KV; 0: automatic.", unit="bytes")
+        kv_memory: int = option(0, help="Size of the KV pool; 0: automatic.", unit="bytes")
 
 A flag overrides the variable, which overrides the default; a variable that is empty counts as not set. A flag may be
 given once. A secret has no flag, because everybody can see command lines. The same click types check flags, variables

@@ -42,7 +42,7 @@ class WorkerConfig(Settings):
     max_model_len: int = option(
         0, help="Largest number of tokens of prompt and output together; 0: the model's.", minimum=0
     )
-    kv_memory: int = option(0, help="Memory of the KV pool; 0: automatic.", unit="bytes")
+    kv_memory: int = option(0, help="Size of the KV pool; 0: automatic.", unit="bytes")
     kv_home: str = option(
         "auto",
         help="Memory of the KV pool: the device's, the host's, or auto: the device's, with more pages in host memory "

@@ -19,7 +19,7 @@ def keep(size: int) -> None:
     An older glibc takes only blocks below 32 MiB from the heap. A block that does not come from the heap goes back to
     the kernel when it is freed. So does nearly all of the free end, when it reaches `size` bytes or 2 GiB.
     """
-    # Another C library has no such function, and habits of its own.
+    # Other C libraries have no such function.
     with contextlib.suppress(AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         if not mallopt(_MMAP_THRESHOLD, 1 << 30):

@@ -67,7 +67,7 @@ class _Body(click.ParamType[dict[str, Any]]):
 @click.option(
     "--rate", "--rates", "rates", type=_Numbers(whole=False), help="Poisson arrivals per second; R,R: a sweep."
 )
-@click.option("--concurrency", type=_Numbers(whole=True), help="Requests open at a time; N,N: a sweep.")
+@click.option("--concurrency", type=_Numbers(whole=True), help="Number of requests open at a time; N,N: a sweep.")
 @click.option(
     "--max-concurrency",
     type=click.IntRange(1, 16384),
