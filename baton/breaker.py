@@ -1,4 +1,4 @@
-"""A circuit breaker: while something is broken, one call in a while tries it, and the others avoid it. Pure.
+"""A circuit breaker: while a part is broken, single calls test it from time to time, and all others avoid it. Pure.
 
 closed ── failures in a row ─▶ open ── the pause is over ─▶ half-open: one trial ── success ─▶ closed
                                 ▲                                           └────── failure ─▶ open, twice as long
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 
 class Permit:
-    """A call that a breaker has allowed; of an open breaker it is the trial."""
+    """Permission for one call. If the breaker is open, this call is the trial."""
 
     __slots__ = ()
 
@@ -50,7 +50,7 @@ class Breaker:
 
     @property
     def due(self) -> bool:
-        """Whether a call would be allowed now; does not use up the one call of a pause."""
+        """Whether a call would be allowed now. The question does not count as a call."""
         return self._until is None or (self._trial is None and self._clock() >= self._until)
 
     def request(self) -> Permit | None:
@@ -63,7 +63,7 @@ class Breaker:
         return permit
 
     def release(self, permit: Permit) -> None:
-        """End the call with this permit; if it was a trial that has found out nothing, another may begin at once."""
+        """End the call with this permit. If it was the trial and has no result, another trial may begin at once."""
         if permit is self._trial:
             self._until, self._trial = self._clock(), None
 

@@ -1,4 +1,4 @@
-"""The Python client: `AsyncClient`, and `Client` with the same face without async.
+"""The Python client: `AsyncClient`, and `Client` with the same methods without async.
 
     with Client("127.0.0.1:50050") as client:
         for delta in client.generate("def fib(n):", max_tokens=64, temperature=0):
@@ -8,17 +8,17 @@ A prompt is text, token ids, or a conversation (a list of `{"role": ..., "conten
 arguments are the fields of `baton.request.SamplingParams`. `cache` says how the prefix cache is used ("read_write",
 "read", "write" or "off"); only requests with the same `cache_salt` share cached KV. With `report_progress=True`,
 `generate` first yields deltas that have only `progress`: how much of the prompt is computed, and the time left.
-Failures are the exceptions of `baton.errors`; a request that the server could only refuse, because a value is out of
-range or the prompt too large, is refused before it is sent. Leaving the loop over a stream, or closing the stream,
+Failures are the exceptions of `baton.errors`. If a value is out of range or the prompt is too large, the client raises
+before it sends the request. Leaving the loop over a stream, or closing the stream,
 cancels the request on the server.
 
 A router that is not on this machine has TLS and asks for an API key:
 
     Client("baton.example.org:50050", ca="ca.crt", api_key=os.environ["BATON_API_KEY"])
 
-`ca` is a PEM file with the CA that the router's certificate is from; `tls=True` without it means the CAs that gRPC
-knows. The certificate must name the host of `target`, or `server_name` where that is given. `cert` and `key` are PEM
-files with the client's own certificate, for routers that want one. Without TLS an API key travels in the clear.
+`ca` is a PEM file with the CA that signed the router's certificate; `tls=True` without it means the CAs that gRPC
+trusts by default. The certificate must name the host of `target`, or `server_name` if that is given. `cert` and `key`
+are PEM files with the client's own certificate, for routers that require one. Without TLS an API key is not encrypted.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class AsyncClient(_Connection):
     """A client of the router at `target` ("host:port"); close it, or use it as an async context manager.
 
     `model` names the served model; empty means the only one. Every `timeout` is in seconds, and is the deadline of the
-    request on the server too; when it passes, DeadlineExceeded says after how many tokens. Raises ConfigError naming a
+    request on the server too; DeadlineExceeded then has the number of tokens so far. Raises ConfigError naming a
     TLS setting that can't be used.
     """
 

@@ -77,7 +77,7 @@ class Completion:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the first choice ended."""
+        """Reason for the end of the first choice."""
         return self.choices[0].finish_reason
 
     @property

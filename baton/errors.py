@@ -1,4 +1,4 @@
-"""Every failure Baton can report, as one tree.
+"""All failures that Baton reports, as one tree.
 
     BatonError                INTERNAL
     ├── InvalidRequest        INVALID_ARGUMENT     a field of a request is wrong: names field and value
@@ -13,13 +13,13 @@
     ├── Unsupported           UNIMPLEMENTED        this process does not do that
     ├── TransferError         ABORTED              a KV transfer failed; a new attempt may succeed
     │   ├── CorruptFrame                           a checksum, header or payload is wrong
-    │   ├── IncompleteTransfer                     the stream, its manifest or its commit lacks something
-    │   ├── WrongPrefix                            the exporter holds another prefix than was asked for
+    │   ├── IncompleteTransfer                     a part of the stream, its manifest or its commit is missing
+    │   ├── WrongPrefix                            the exporter does not have the requested prefix, but another one
     │   ├── StaleIncarnation                       the exporter was restarted
     │   ├── TicketRefused                          the exporter does not let this worker have it
     │   └── SourceUnreachable                      the exporter can't be reached, or the link broke
     ├── EngineError           INTERNAL             the model runtime failed
-    │   ├── NoToken                                for one sequence; the others of its batch are not concerned
+    │   ├── NoToken                                for one sequence; the others of its batch go on
     │   └── JoinFailed                             a plan can't give a slot its sequence; nothing was computed
     ├── ConfigError                                start-up: a flag, variable or key is wrong
     └── ModelError                                 start-up: a checkpoint is unusable
@@ -35,7 +35,7 @@ _SHOWN = 120
 
 
 def preview(value: object) -> str:
-    """`repr(value)`, cut so that a message stays readable whatever a caller sent."""
+    """`repr(value)`, cut so that a message stays readable."""
     text = repr(value[: _SHOWN + 1] if isinstance(value, (str, bytes, list, tuple)) else value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… ({len(value) if hasattr(value, '__len__') else ''})"
 
@@ -138,11 +138,11 @@ class CorruptFrame(TransferError):
 
 
 class IncompleteTransfer(TransferError):
-    """A stream ended without all that its manifest, its commit or the request promised."""
+    """A stream ended before everything came that its manifest, its commit or the request names."""
 
 
 class WrongPrefix(TransferError):
-    """An exporter holds another prefix than the one that was asked for."""
+    """An exporter does not have the requested prefix, but another one."""
 
 
 class StaleIncarnation(TransferError):
@@ -150,7 +150,7 @@ class StaleIncarnation(TransferError):
 
 
 class TicketRefused(TransferError):
-    """The exporter does not let this worker have the KV: its ticket, or its certificate, is not the right one."""
+    """The exporter refuses the KV to this worker, because of its ticket or its certificate."""
 
 
 class SourceUnreachable(TransferError):

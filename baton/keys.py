@@ -1,4 +1,4 @@
-"""The file of API keys: hashes of the keys that clients have, and what each key allows.
+"""The file of API keys: their hashes, and the rights and limits of each key.
 
     {"keys": [{"sha256": "<64 hex digits>", "tenant": "acme", "max_streams": 16, "admin": false}]}
 

@@ -6,7 +6,7 @@
     prefill   PREPARING ─▶ PREFILLING ─▶ HELD ─▶ ENDED
     decode    RESERVED ─▶ TRANSFERRING ─▶ SLOT_WAIT ◀─▶ DECODING ─▶ ENDED
 
-Each part knows the states that it takes an attempt through; where they have the same name they mean the same phase.
+Each part has its own states of an attempt. States of the same name mean the same phase.
 Every state may go to ENDED, and nothing leaves ENDED. Every state has a deadline: the request's own, or the state's
 limit if that comes first.
 """
@@ -60,7 +60,7 @@ _NEXT: dict[State, frozenset[State]] = {
     State.ENDED: frozenset(),
 }
 FIRST = frozenset({State.QUEUED, State.PREPARING, State.RESERVED})
-"""States in which the parts begin."""
+"""First states of the parts."""
 
 
 class Lifecycle:
@@ -75,7 +75,7 @@ class Lifecycle:
         self.state = first
         self.since = now
         self.deadline = min(request_deadline, now + limit_s)
-        """When the state must have been left; infinite without a limit."""
+        """Latest time at which the state must be left; infinite without a limit."""
 
     @property
     def ended(self) -> bool:

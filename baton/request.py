@@ -1,4 +1,4 @@
-"""Requests and their results, in plain Python: what clients, routers and workers tell each other about a request.
+"""Requests and their results, in plain Python, as clients, routers and workers exchange them.
 
 All parts of Baton use these types; they import neither torch nor grpc. Ranges are checked when a value is made, so that
 a bad one can't exist. `SamplingParams.check_vocabulary` checks values that depend on the model.
@@ -31,7 +31,7 @@ MIN_REPETITION_PENALTY = 2**-10
 
 
 class FinishReason(enum.Enum):
-    """Why a choice ended."""
+    """Reason for the end of a choice."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -81,14 +81,16 @@ class SamplingParams:
     max_tokens: int | None = _param(None, "Largest number of tokens to generate; default: all that fit.", 1, _MAX_INT32)
     min_tokens: int = _param(0, "Smallest number of tokens to generate.", 0, _MAX_INT32)
     temperature: float = _param(1.0, "Softmax temperature; 0 is greedy.", 0.0, 100.0)
-    top_p: float = _param(1.0, "Nucleus mass in (0, 1].", 0.0, 1.0, open_low=True)
+    top_p: float = _param(1.0, "Total probability of the tokens to sample from, in (0, 1].", 0.0, 1.0, open_low=True)
     top_k: int = _param(0, "Number of most likely tokens to sample from; 0: all.", 0, _MAX_INT32)
-    min_p: float = _param(0.0, "Smallest probability, relative to the most likely token.", 0.0, 1.0)
+    min_p: float = _param(0.0, "Smallest probability of a token, relative to the most likely one.", 0.0, 1.0)
     repetition_penalty: float = _param(
         1.0, "Penalty for tokens of prompt and output; above 1, repeats are less likely.", MIN_REPETITION_PENALTY, 100.0
     )
-    presence_penalty: float = _param(0.0, "Amount subtracted for tokens that are in the output.", -2.0, 2.0)
-    frequency_penalty: float = _param(0.0, "Amount subtracted for each time a token is in the output.", -2.0, 2.0)
+    presence_penalty: float = _param(0.0, "Amount subtracted from the logits of tokens in the output.", -2.0, 2.0)
+    frequency_penalty: float = _param(
+        0.0, "Amount subtracted from a logit for each time that its token is in the output.", -2.0, 2.0
+    )
     logit_bias: tuple[tuple[int, float], ...] = _param(
         (),
         "Amount in [-100, 100] added to a token's logit; may be given several times.",
@@ -257,7 +259,7 @@ class CachePolicy(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class CachedTokens:
-    """Number of tokens that were not computed, by where their KV came from; see inference.proto.
+    """Number of tokens that were not computed, by the source of their KV; see inference.proto.
 
     The fields with a title are the tiers from which prefill loads.
     """
@@ -280,7 +282,7 @@ CACHE_TIERS = {each.name: each.metadata["title"] for each in fields(CachedTokens
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """Prefill is done; `cached_tokens` were not computed, and `cached` tells where they came from."""
+    """The end of prefill; `cached_tokens` were not computed, and `cached` has their number by source."""
 
     first_tokens: tuple[FirstToken, ...]
     cached_tokens: int
@@ -332,7 +334,7 @@ class Timings:
 def finish_reason(
     params: SamplingParams, output_ids: Sequence[int], eos_token_ids: frozenset[int]
 ) -> FinishReason | None:
-    """Why a choice ends after the last of `output_ids`, or None. Stop strings are handled by the router."""
+    """Reason for a choice's end after the last of `output_ids`, or None; the router handles stop strings."""
     last, count = output_ids[-1], len(output_ids)
     if count >= params.min_tokens and (
         last in params.stop_token_ids or (last in eos_token_ids and not params.ignore_eos)

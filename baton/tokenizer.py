@@ -5,8 +5,8 @@
 `apply_chat_template` renders them. Process long texts on a thread: `encode` and `decode` release the GIL, because they
 call the batch functions of `tokenizers`; its other functions do not release it.
 
-`Detokenizer` makes text from tokens as they come: only whole characters, and all pieces together equal the text decoded
-at once.
+`Detokenizer` makes text from tokens as they come. It returns only whole characters, and all pieces together equal the
+text that is decoded at once.
 
 `tokenizers.decoders.DecodeStream` does not guarantee that: it has no flush, so a text that ends within a character
 loses its end, and it fails on a run of byte tokens that stops being UTF-8. There are two ways here:
@@ -136,12 +136,12 @@ class Tokenizer:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks words for training; here it is just its body."""
+    """`{% generation %} ... {% endgeneration %}` marks words for training; here only its body counts."""
 
     tags = {"generation"}  # noqa: RUF012 the base class declares it so
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Return the statements between the two tags; what they set stays among them."""
+        """Return the statements between the two tags; variables that they set are local to them."""
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
@@ -187,7 +187,7 @@ def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """The `*_token` entries of a configuration: "<s>", or an object whose "content" is that."""
+    """The `*_token` entries of a configuration: texts such as "<s>", or objects with the text as "content"."""
     texts = {
         name: value.get("content") if isinstance(value, dict) else value
         for name, value in config.items()
@@ -310,7 +310,7 @@ class _WindowDecoder:
 
 
 def _kinds(decoder: dict[str, object]) -> set[object]:
-    """Types of a decoder and all that it consists of, as `tokenizer.json` names them."""
+    """Types of a decoder and of all its parts, as `tokenizer.json` names them."""
     inner = decoder.get("decoders")
     return {decoder.get("type")}.union(*(map(_kinds, inner) if isinstance(inner, list) else ()))
 

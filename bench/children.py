@@ -28,7 +28,7 @@ from baton.errors import Unavailable
 from baton.process.supervisor import bind_to_parent
 
 ANSWER_S = 900.0
-"""For one line. The first line comes after loading, which may include compiling a model."""
+"""Seconds until the next line. The first line comes after loading, which may compile a model."""
 
 _TAIL_CHARS = 2000
 _CHUNK = 1 << 16
@@ -73,7 +73,7 @@ class Child:
 
     def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
         """The answer to a command. Raises ChildFailed with the error that the process reports."""
-        # Threads of OpenMP spin for a while when they have nothing to do, at the expense of who is measured next.
+        # Threads of OpenMP spin for a while when they have nothing to do, which slows down the next measurement.
         if self._suspended:
             self.signal(signal.SIGCONT)
         try:
@@ -99,7 +99,7 @@ class Child:
         return self._came.decode(errors="replace")
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process and to what it has started in its session."""
+        """Send a signal to the process and to all processes in its session."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
@@ -113,7 +113,7 @@ class Child:
         return self._log.read()[-_TAIL_CHARS:].strip()
 
     def end(self, grace_s: float) -> None:
-        """Ask it to stop, if there is a grace period, and kill what is left after it."""
+        """Ask it to stop, if there is a grace period, and kill the rest after it."""
         if grace_s:
             self.signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""Places of this tree's results, and the facts that each result states about its run."""
+"""The folder of results, and the description of a run in each result."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def engine_of(
 
 @contextlib.contextmanager
 def engine_for(model: LoadedModel, plan: EnginePlan, steps_ahead: int = 1, graphs: bool = True) -> Iterator[EngineCore]:
-    """An engine for what `plan` measures, and for copies beside it."""
+    """An engine for the measurements of `plan`, and for copies beside them."""
     tokens = plan.tokens(PAGE_SIZE) + PAGE_SIZE + 2 * COPY_TOKENS
     limits = {"max_model_len": plan.longest, "slots": max(plan.batches)}
     with engine_of(model, tokens, PAGE_SIZE, steps_ahead, **limits) as engine:
@@ -173,7 +173,7 @@ def transformers(raw: dict[str, Any], device: torch.device, plan: EnginePlan) ->
 
 
 def random_model(config: ModelConfig, device: torch.device) -> LoadedModel:
-    """Random weights in bf16, made where they stay."""
+    """Random weights in bf16, made on the device."""
     parallel = TensorParallel()
     decoder = Decoder(config, TensorOptions(torch.bfloat16, device), parallel)
     made = torch.Generator(device).manual_seed(0)
@@ -188,7 +188,7 @@ def random_model(config: ModelConfig, device: torch.device) -> LoadedModel:
 
 
 class Bench:
-    """A model of random weights, and what is measured with it."""
+    """Measurements with a model of random weights."""
 
     def __init__(self, raw: dict[str, Any], device: torch.device, plan: EnginePlan, probes: Probes) -> None:
         self._raw, self._device, self._plan, self._probes = raw, device, plan, probes
@@ -225,7 +225,7 @@ class Bench:
 
 
 def gpu(device: torch.device) -> dict[str, Any]:
-    """Name and driver of the device, and what flash-attn it is used with."""
+    """Name and driver of the device, and version of flash-attn."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -6,7 +6,7 @@
 The model has some layers of Llama-3.1-8B's shape and random weights, as in `bench.gpu`. Prompts are random token ids.
 They are computed by the engine that workers have, in chunks as prefill workers choose them.
 
-    rates      what times depend on: products, the link, attention of a chunk over a segment, the merge of two results
+    rates      rates of products, the link, attention of a chunk over a segment, the merge of two results
     homes      a prompt of 131,072 tokens with KV in host memory, compared with device memory, in turns
     lengths    prompts with KV in host memory: time and operations, time of each chunk, how much of the copies was
                hidden behind computation, and peaks of device memory
@@ -165,7 +165,7 @@ class PrefillRun:
 
 
 class LongBench:
-    """A model of random weights, and what is measured with it."""
+    """Measurements with a model of random weights."""
 
     def __init__(self, raw: dict[str, Any], device: torch.device, options: argparse.Namespace) -> None:
         self._raw, self._device, self._options = raw, device, options
@@ -275,7 +275,7 @@ class LongBench:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def _memory(self, model: LoadedModel) -> dict[str, float]:
-        """Peaks in MiB since `_reset_peaks`: of tensors, of what torch keeps, and what the driver says is in use.
+        """Peaks in MiB since `_reset_peaks`: of tensors, of memory that torch keeps, of memory in use by the driver.
 
         `full_model_mib`: the peak of tensors with the weights of the layers that this model lacks.
         """
@@ -309,8 +309,10 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--homes-length", type=int, default=LENGTHS[0], help="tokens of the prompt of `homes`")
     parser.add_argument("--chunk", type=int, default=0, help="tokens; 0: as prefill workers choose")
     parser.add_argument("--segment", type=int, default=0, help=f"tokens; 0: {default_segment_tokens('cuda')} on CUDA")
-    parser.add_argument("--turns", type=int, default=3, help="of `homes`")
-    parser.add_argument("--minutes", type=float, default=9, help="for all; nothing is begun that would take longer")
+    parser.add_argument("--turns", type=int, default=3, help="turns of `homes`")
+    parser.add_argument(
+        "--minutes", type=float, default=9, help="minutes for all parts; a prompt that would take longer is not begun"
+    )
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Measurements that are compared run in turns, round by round; what all turns gave.
+"""Turns of measurements that are compared, and the results of all turns.
 
 The state of a machine changes within minutes. So a ratio compares results of one turn, and the report has the median,
 the least and the greatest of all turns. The entry of a turn has figures, or `{"error": message}` if the measurement
@@ -31,7 +31,7 @@ def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def values(entries: Sequence[Entry], name: str) -> list[Any]:
-    """A figure of all turns that have it."""
+    """The values of a figure in all turns that have it."""
     return [entry[name] for entry in entries if entry is not None and "error" not in entry]
 
 

@@ -1,4 +1,4 @@
-"""Services as processes, in any constellation.
+"""Services of a fleet as processes.
 
     with Services(model=directory, redis=url) as services:
         prefill, decode = services.worker("prefill"), services.worker("decode", slots=8)

@@ -2,8 +2,8 @@
 
     python scripts/trace_request.py [--list]
 
-A file or a type is entered if one of its functions runs for the request and does not run in a fleet without work. What
-every call crosses is left out: settings, metrics and logs, errors and their gRPC statuses, and generated stubs.
+A file or a type is entered if one of its functions runs for the request and does not run in a fleet without work. Code
+of every call is left out: settings, metrics and logs, errors and their gRPC statuses, and generated stubs.
 
 A router, a prefill worker and a decode worker run in this process, with the bundled checkpoint and gRPC between them.
 After a first request, which pays for imports, a profiler watches all threads: first without work, then while a second

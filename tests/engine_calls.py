@@ -22,5 +22,5 @@ def insert(engine: Engine, handle: KvHandle, state: SequenceState) -> Sequence:
 
 
 def found(result: PassResult) -> list[tuple[KvHandle, Any]]:
-    """What each sequence got in a step, by its handle."""
+    """Tokens of each sequence in a step, by its handle."""
     return [(sequence.handle, tokens) for sequence, tokens in result.steps]

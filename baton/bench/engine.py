@@ -1,8 +1,8 @@
 """Timed prefills and decode steps through the engine contract, as workers ask for them.
 
 Prompts are random token ids, outputs greedy. A batch for decode is filled by copying the KV of one prefilled prompt
-into pages of each sequence's own: speed depends on where KV lies, not on what it holds, and filling 32 sequences of
-1,024 tokens by prefill would take longer than what is measured.
+into pages of each sequence's own: speed depends on the pages of KV, not on its contents, and the prefill of 32
+sequences of 1,024 tokens would take longer than the measurement.
 """
 
 from __future__ import annotations
@@ -173,4 +173,4 @@ class EngineRuns:
 
 
 def _ignore(layer: int) -> None:
-    """Called for each layer, which nobody waits for here."""
+    """Called for each layer; does nothing."""

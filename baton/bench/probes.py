@@ -18,12 +18,12 @@ from baton.bench.roofline import ModelShape
 from baton.native.packed import PackedWeight
 
 BUFFER_BYTES = 1 << 29
-"""Bytes that each probe of the bandwidth reads: too many for the caches, which several machines of a host may share."""
+"""Bytes that each probe of the bandwidth reads: more than the caches hold, which machines of a host may share."""
 GEMM_ROWS, NATIVE_ROWS = (256, 1024), (256, 2048)
 """Rows that torch's operators and native kernels multiply."""
 SQUARE = 4096
 _ON_CUDA = 8
-"""A GPU reads so many times more, and multiplies so many times more rows, so that the launch does not count."""
+"""Factor for bytes and rows on a GPU, so that the time of a launch does not count."""
 _REPEATS = 2
 _COLUMNS = 4096
 

@@ -1,11 +1,11 @@
-"""The floating-point operations and bytes that a forward pass needs at least: what MFU and MBU are counted with.
+"""The least number of floating-point operations and bytes of a forward pass, from which MFU and MBU follow.
 
-A multiplication and an addition are two operations. Of attention only the scores that the causal mask, and a sliding
-window, leave are counted; of the output projection only the rows that are asked for, and of the last layer, for all
-other tokens, only what their K and V need. Norms, rotary embeddings, activations and sampling are left out: they are
+A multiplication and an addition are two operations. Attention counts only the scores that the causal mask and a sliding
+window leave. The output projection counts only the requested rows. For all other tokens the last layer counts only
+their K and V. Norms, rotary embeddings, activations and sampling are left out: they are
 below one percent, and leaving them out makes both ratios smaller. A decode step reads each weight once (the embedding
 table only where it is the output projection too) and each sequence's KV once, and writes the KV of its new token;
-activations are taken to stay in caches.
+activations are assumed to stay in caches.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ _PROGRESS_S = 1.0
 
 @click.group()
 def cache() -> None:
-    """Look at, drop and fill the prefix caches of a fleet."""
+    """Show, drop and fill the prefix caches of a fleet."""
 
 
 @cache.command(epilog=f"{EXIT_HELP} If processes fail in different ways, it is 1.")
@@ -53,8 +53,9 @@ def cache() -> None:
 def stats(targets: Sequence[list[str]], timeout: float, as_list: bool, **flags: Any) -> None:
     """Show the tiers of the prefix cache of each process.
 
-    A worker has its pool of pages, its host memory, and Redis, if it uses it; a router the index by which it places
-    requests. With TLS, workers want the certificate of an admin (--cert, --key), routers the API key of one.
+    The tiers of a worker are its pool of pages, its host memory, and Redis, if used. A router has one: the index by
+    which it places requests. With TLS, workers require an admin certificate (--cert, --key), and routers an admin API
+    key.
     """
     found = Survey(addresses(targets), connection(flags), lambda client: client.cache(timeout=timeout))
     found.show(_print, as_list=as_list)
@@ -63,12 +64,12 @@ def stats(targets: Sequence[list[str]], timeout: float, as_list: bool, **flags: 
 
 @cache.command(epilog=f"{EXIT_HELP} If processes fail in different ways, it is 1.")
 @survey_options("Control listeners of workers", timeout="Seconds without an answer after which the command fails.")
-@click.option("--redis", is_flag=True, help="Also drop what is in Redis: all blocks of the fleet's KV format.")
+@click.option("--redis", is_flag=True, help="Also drop all blocks of the fleet's KV format in Redis.")
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 def clear(targets: Sequence[list[str]], redis: bool, yes: bool, timeout: float, as_list: bool, **flags: Any) -> None:
-    """Drop the cached KV of workers; prompts are then slower for a while, but nothing else changes.
+    """Drop the cached KV of workers. Prompts are then slower for a while; nothing else changes.
 
-    A full Redis takes a while to clear, so the progress is printed on stderr. Fails if something could not be dropped.
+    A full Redis takes a while to clear, so the progress is printed on stderr. Fails if a tier could not be dropped.
     """
     told = addresses(targets)
     if not yes:
@@ -155,7 +156,7 @@ class WarmResult:
     "--prompt-file",
     type=click.Path(path_type=Path),
     required=True,
-    help='File with the prompt; .jsonl: one a line, {"text": ...}, {"token_ids": [...]} or {"messages": [...]}.',
+    help='File with the prompt; .jsonl: one in each line, {"text": ...}, {"token_ids": [...]} or {"messages": [...]}.',
 )
 @click.option("--cache-salt", default="", help="Salt of the requests that will use the cached prompts.")
 @click.option(

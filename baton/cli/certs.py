@@ -11,9 +11,9 @@ written under another name and then renamed, so a reader sees either the old one
 `SecureFleet` has the files that `baton up --secure DIR` keeps in DIR, and the flags by which its services use them:
 
     as `baton certs` makes them    CA, certificates of router and admin, ticket keys
-    prefill-0.… decode-0.… …       a certificate for each worker, so that a ticket for one serves no other
+    prefill-0.… decode-0.… …       a certificate for each worker, so that no other worker can use its tickets
     api_keys.json                  hashes of the API keys that the router accepts
-    api.key                        one such key, in the clear, for its owner only
+    api.key                        one such key as text; only the owner of the file can read it
 
 Files that exist are used as they are; only missing ones are made.
 """
@@ -105,7 +105,7 @@ def issue(
     Raises ConfigError for a bad name, a missing CA, and, unless `force`, a file that exists already.
     """
     if not _NAME.fullmatch(name) or name in ("ca", "ticket"):
-        raise ConfigError(f"--name: must be of letters, digits and ._- and not be ca or ticket, got {name!r}")
+        raise ConfigError(f"--name: must have only letters, digits and ._-, and not be ca or ticket, got {name!r}")
     files = [out / f"{name}.key", out / f"{name}.crt"]
     _refuse_existing(files, force)
     _issue(out, role, name, days, _checked_hosts(hosts))

@@ -1,7 +1,7 @@
 """`baton demo`: one request through a whole fleet, on the bundled checkpoint.
 
 Starts `baton up` as a process, completes a prompt twice (the second time with its prefix cached), stops the
-fleet, and checks that no process is left. The exit status says whether all of that worked.
+fleet, and checks that no process is left. The exit status is 0 if all of that worked.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _STOP_S = 10.0
 @click.command()
 @click.option("--verbose", is_flag=True, help="Show the logs of the services.")
 def demo(verbose: bool) -> None:
-    """Complete a prompt through router, prefill and decode, and show where the time went."""
+    """Complete a prompt through router, prefill and decode, and show the time of each step."""
     console = Console(highlight=False)
     level = "info" if verbose else "warning"
     # In float32 the second answer equals the first, although it begins with cached KV.
@@ -63,7 +63,8 @@ def demo(verbose: bool) -> None:
 
 
 def _target(fleet: subprocess.Popen[str]) -> str:
-    """The address in the ready line. If the fleet does not start, it has printed why, and this process ends too."""
+    """The address in the ready line. If the fleet does not start, it has printed the reason, and this process ends
+    too."""
     line = fleet.stdout.readline() if fleet.stdout else ""
     if not line.startswith("ready grpc="):
         sys.exit(fleet.wait() or 1)
@@ -96,7 +97,7 @@ def _complete(client: Client, console: Console) -> Completion:
 
 
 def _stop(fleet: subprocess.Popen[str]) -> str:
-    """End the fleet as Ctrl-C does; returns what went wrong, or an empty text."""
+    """End the fleet as Ctrl-C does; returns a description of the failure, or an empty text."""
     fleet.send_signal(signal.SIGINT)
     try:
         status = fleet.wait(_STOP_S)

@@ -1,4 +1,4 @@
-"""`baton doctor`: what is installed on this machine, and with which kernels a worker computes on its CPU."""
+"""`baton doctor`: the versions on this machine, and the kernels that a worker runs on its CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KERNELS = next(field for field in dataclasses.fields(WorkerConfig) if field.nam
 
 @click.command(params=[click_option(_KERNELS)])
 def doctor(kernels: str) -> None:
-    """Show what is installed, and which kernels a worker runs on this machine's CPU; if torch's, why.
+    """Show installed versions and the kernels of workers on this CPU, with the reason if they are torch's.
 
     Fails if --kernels demands the native ones and they can't be used.
     """

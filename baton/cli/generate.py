@@ -42,7 +42,7 @@ _CACHING = ("cache", "cache_salt")
 _POLICIES = [policy.value for policy in CachePolicy]
 
 BAR_AFTER_S = 1.0
-"""Seconds without output after which a prompt is worth a progress bar."""
+"""Seconds without output after which a progress bar appears."""
 
 
 @click.command(epilog=EXIT_HELP)
@@ -54,7 +54,7 @@ BAR_AFTER_S = 1.0
 @click.option("--token-ids", type=TokenIds(), help="The prompt as token ids.")
 @click.option("--chat", type=click.Path(path_type=Path), help="JSON file with a list of {role, content}.")
 @sampling_options
-@click.option("--cache", type=click.Choice(_POLICIES), help="How the prefix cache is used.  [default: read_write]")
+@click.option("--cache", type=click.Choice(_POLICIES), help="Use of the prefix cache.  [default: read_write]")
 @click.option("--cache-salt", help="Share cached prefixes only with requests of the same salt.")
 @click.option("--timeout", type=Seconds(), help="Deadline in seconds.")
 @click.option("--json", "as_object", is_flag=True, help="Print one JSON object at the end; logprobs need it.")
@@ -105,7 +105,7 @@ def generate(
 
 
 class _PromptBar:
-    """Shows on standard error how much of a long prompt is computed, if `wanted` and if that is a terminal."""
+    """Shows the computed part of a long prompt on standard error, if `wanted` and if standard error is a terminal."""
 
     def __init__(self, *, wanted: bool) -> None:
         console = Console(stderr=True)
@@ -218,9 +218,9 @@ def read_messages(file: Path) -> list[dict[str, str]]:
 def read_prompts(file: Path) -> dict[int, Prompt]:
     """The prompts in the file of --prompt-file by their lines, from 1.
 
-    A .jsonl file has one a line, any other file is one as a whole. A line of .jsonl is an object with one of text,
-    token_ids and messages; empty lines are passed over. Raises click.BadParameter naming each line that can't be a
-    prompt.
+    A .jsonl file has one prompt in each line, any other file is one prompt. A line of .jsonl is an object with one of
+    text, token_ids and messages; empty lines are passed over. Raises click.BadParameter naming each line that can't be
+    a prompt.
     """
     text = read_text("--prompt-file", file)
     if file.suffix != ".jsonl":
@@ -243,7 +243,7 @@ def read_prompts(file: Path) -> dict[int, Prompt]:
 
 
 def bad(flag: str, problem: str) -> click.BadParameter:
-    """The refusal of what a flag says."""
+    """The error for the value of a flag."""
     return click.BadParameter(problem, param_hint=f"'{flag}'")
 
 
@@ -266,7 +266,7 @@ def _is_chat(prompt: Any) -> bool:
 
 
 def _checked(prompt: Prompt) -> Prompt:
-    """The prompt, once it is known that a client would send it."""
+    """The prompt, after the checks of a client."""
     calls.generate_request("", prompt, {})
     return prompt
 
@@ -283,7 +283,7 @@ _ACCOUNT = {
 
 
 def print_account(completion: Completion, console: Console | None = None) -> None:
-    """Write where the request's time went, and its usage, to `console` (default: standard error)."""
+    """Write the latency account and the usage of a request to `console` (default: standard error)."""
     console = console or Console(stderr=True, highlight=False)
     if (timings := completion.timings_ms) is not None:
         table = Table(box=None, pad_edge=False, header_style="dim")
@@ -303,7 +303,7 @@ def print_account(completion: Completion, console: Console | None = None) -> Non
 
 
 def describe_cached(usage: Usage) -> str:
-    """The number of cached prompt tokens, where they came from, and how many decode already had."""
+    """The number of cached prompt tokens by tier, and the number that decode already had."""
     counts = {title: getattr(usage.cached, name) for name, title in CACHE_TIERS.items()}
     sources = ", ".join(f"{count} from {title}" for title, count in counts.items() if count)
     held = f"; {usage.cached.decode} held by decode" if usage.cached.decode else ""

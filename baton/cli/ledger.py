@@ -1,4 +1,4 @@
-"""`baton ledger`: who holds what in some processes, and whether the sums are right."""
+"""`baton ledger`: the owners of memory in some processes, and a check of their sums."""
 
 from __future__ import annotations
 

@@ -28,11 +28,11 @@ except KeyboardInterrupt:
 
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Errors of writes that are the disk's fault."""
+"""Errors of a write to a full disk."""
 
 
 class _Commands(click.Group):
-    """Commands whose output may find a full disk, which is said in a line."""
+    """Commands that report a full disk in one line."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

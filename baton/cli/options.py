@@ -1,7 +1,7 @@
 """Parts that several commands share: types of values, tables, and failures.
 
-Errors of values name flag and value. Tables are fitted to a terminal; without one, each row is one line. A failure is
-one line on standard error, and an exit status that scripts can tell apart.
+Errors of values name flag and value. Tables fit the width of a terminal; without a terminal, each row is one line. A
+failure is one line on standard error, and an exit status that scripts can tell apart.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CONNECTION = ("api_key", "tls", "ca", "cert", "key", "server_name")
 
 
 def connection_options(command: F) -> F:
-    """Add the flags that say how to reach a router: API key and TLS."""
+    """Add the flags for a connection to a router: API key and TLS."""
     file = click.Path(path_type=Path)
     for option in reversed(
         (
@@ -137,7 +137,7 @@ _KINDS: dict[str, dict[str, Any]] = {
 
 
 def sampling_options(command: F) -> F:
-    """Add a flag for each sampling parameter; what is not given is None or empty."""
+    """Add a flag for each sampling parameter; a flag that is not given is None or empty."""
     for name, parameter in reversed(PARAMETERS.items()):
         flag = flag_of(name) if len(name) > 1 else f"-{name}"
         flags = f"{flag}/--no-{flag[2:]}" if parameter.kind == "bool" else flag
@@ -166,7 +166,7 @@ def exit_status(error: BatonError) -> int:
 
 
 def describe(error: BatonError) -> str:
-    """Status and message of an error, and when to retry if the error says so."""
+    """Status and message of an error, and the time until a retry if the error has it."""
     after = error.retry_after if isinstance(error, Overloaded) else None
     again = "" if after is None else f" (try again in {after:.3g} s)"
     return f"{error.grpc_status}: {error}{again}"
@@ -174,7 +174,7 @@ def describe(error: BatonError) -> str:
 
 @contextmanager
 def extra_installed(extra: str) -> Iterator[None]:
-    """If a module is missing, say which extra of the package has it."""
+    """If a module is missing, name the extra of the package that installs it."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -182,7 +182,7 @@ def extra_installed(extra: str) -> Iterator[None]:
 
 
 def fail(error: BatonError) -> NoReturn:
-    """Print what failed and end the process."""
+    """Print the error and end the process."""
     click.echo(f"error: {describe(error)}", err=True)
     sys.exit(exit_status(error))
 

@@ -2,7 +2,7 @@
 
 With --ca and no --server-name a target may be a router, whose certificate names its hosts, or a worker, whose
 certificate names its role. Each name is tried in turn until one matches the certificate. An API key is for routers
-only, so it is not sent to a process that a worker's name matches.
+only, so it is not sent to a process with the name of a worker.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def _check_grpc(options: UpOptions) -> None:
     if not (options.insecure or options.secure or is_loopback(host)):
         raise _bad(
             "--grpc",
-            f"{options.grpc} can be reached by others: --secure DIR guards it, --insecure allows it unguarded",
+            f"{options.grpc} can be reached by others: --secure DIR protects it, --insecure allows it anyway",
         )
     try:
         bind(options.grpc).close()
@@ -204,16 +204,16 @@ _OFFERED = (
 """Settings of the services that are also flags of `up`: a given flag goes to all roles that have the setting."""
 
 _NEEDED = ("drain_s", "log_level")
-"""The settings that `up` uses itself."""
+"""Settings that `up` uses itself."""
 
 _NAME_WIDTH = len("prefill-0")
 
 _DEATH_S = 0.5
-"""Time in which the end of a process is known whose connection broke."""
+"""Seconds from the loss of a connection until the end of its process is known."""
 
 _SERVICES = {"prefill": "prefill_svc", "decode": "decode_svc", "router": "router"}
 COMMANDS = {role: [sys.executable, "-m", module] for role, module in _SERVICES.items()}
-"""Command of each role; tests put others in its place."""
+"""Command of each role; tests replace them."""
 
 
 _FIELDS = {field.name: field for role in reversed(ROLES.values()) for field in fields(role)}
@@ -228,13 +228,13 @@ _FIELDS = {field.name: field for role in reversed(ROLES.values()) for field in f
         click_option(_FIELDS["threads"], help="Compute threads of each worker; 0: the cores, divided by the workers."),
         click_option(
             _FIELDS["packed_weights"],
-            help="File, in memory, through which workers share the weights of native kernels; empty: a nameless one.",
+            help="File in memory with the weights of native kernels for all workers; empty: a file without a name.",
         ),
         click_option(_FIELDS["grpc"], default=DEFAULT_GRPC),
         click_option(
             _FIELDS["redis"],
             default="embedded",
-            help="Where workers share cached prefixes: embedded (a server of this fleet), none, or the URL of a Redis: "
+            help="Shared cache of prefixes: embedded (a server of this fleet), none, or the URL of a Redis: "
             "redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://.",
         ),
         click_option(_FIELDS["insecure"], help="Let other machines reach --grpc without --secure."),

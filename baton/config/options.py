@@ -3,7 +3,7 @@
     @dataclass(frozen=True, kw_only=True)
     class PrefillConfig(Settings):
         chunk_size: int = option(0, help="Tokens in a chunk.", minimum=0)             --chunk-size, BATON_CHUNK_SIZE
-        kv_memory: int = option(0, help="Memory for KV; 0: automatic.", unit="bytes")
+        kv_memory: int = option(0, help="Size of the KV pool; 0: automatic.", unit="bytes")
 
 A flag overrides the variable, which overrides the default; a variable that is empty counts as not set. A flag may be
 given once. A secret has no flag, because everybody can see command lines. The same click types check flags, variables
@@ -97,7 +97,7 @@ class SettingsCommand(click.Command):
         self._secrets = {flag_of(name): variable_of(name) for name in secrets}
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse, and refuse what the class's text names."""
+        """Parse, and refuse repeated flags and flags of secrets."""
         try:
             _, _, given = self.make_parser(ctx).parse_args(list(args))
         except click.NoSuchOption as error:
@@ -145,7 +145,7 @@ def option(
 
     `unit` is "" (none), "bytes" ("4GiB") or "address" ("host:port", or empty if the default is). A secret comes only
     from the environment, and appears in no help and no `repr`. A field that is not `shown` may contain a secret, and
-    appears in no `repr`. A `hidden` field has a flag and a variable as others, but does not appear in the help.
+    appears in no `repr`. A `hidden` field has a flag and a variable, but does not appear in the help.
     """
     metadata = {"help": help, "type": _type(default, choices, unit, minimum), "secret": secret, "hidden": hidden}
     return dataclasses.field(default=default, repr=shown and not secret, metadata=metadata)

@@ -1,4 +1,4 @@
-"""The settings of each role, and how a process gets them from its flags and variables.
+"""The settings of each role, read from flags and variables.
 
 One environment can serve all roles: a variable of another role is allowed, a variable of no role is an error.
 """
@@ -22,11 +22,11 @@ ROLES: dict[str, type[Settings]] = {"prefill": PrefillConfig, "decode": DecodeCo
 
 _VARIABLES = {variable_of(field.name) for settings in ROLES.values() for field in fields(settings)}
 _OTHER_VARIABLES = {"BATON_API_KEY", "BATON_NATIVE_ISA", "BATON_NATIVE_LIBRARY"}
-"""Of clients, and of tests (baton/native/library.py)."""
+"""Variables of clients, and of tests (baton/native/library.py)."""
 
 
 def check_variables() -> None:
-    """Raise click.UsageError for a variable BATON_* that nobody reads."""
+    """Raise click.UsageError for an unknown variable BATON_*."""
     for variable in os.environ:
         if variable.startswith("BATON_") and variable not in _VARIABLES | _OTHER_VARIABLES:
             raise click.UsageError(f"{variable}: unknown variable")
@@ -59,6 +59,6 @@ def command(settings: type[S], name: str, run: Callable[[S], Any]) -> click.Comm
 
 
 def load(settings: type[S], argv: Sequence[str]) -> S:
-    """The settings that flags `argv` and this process's variables give; raises click.UsageError."""
+    """The settings from the flags `argv` and this process's variables; raises click.UsageError."""
     reader = command(settings, settings.__name__, lambda config: config)
     return cast(S, reader.main(list(argv), settings.__name__, standalone_mode=False))

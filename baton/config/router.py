@@ -39,7 +39,7 @@ class RouterConfig(Settings):
     )
     prefill_limit: int = option(
         4,
-        help="Requests sent to one prefill worker at a time; up to twice as many while another tenant has more.",
+        help="Requests sent to one prefill worker at a time; twice as many for a tenant with less than its share.",
         minimum=1,
         hidden=True,
     )
@@ -49,7 +49,9 @@ class RouterConfig(Settings):
     reserve_timeout_s: float = option(
         5.0, help="Seconds for a decode worker's answer to a reservation.", minimum=0.01, hidden=True
     )
-    request_timeout_s: float = option(3600.0, help="Deadline in seconds of requests that have none.", minimum=0.01)
+    request_timeout_s: float = option(
+        3600.0, help="Seconds until the deadline of a request that has none.", minimum=0.01
+    )
     client_stall_s: float = option(
         60.0,
         help="Seconds after which a stream ends if its client reads none of the waiting output.",
@@ -67,7 +69,7 @@ class RouterConfig(Settings):
         hidden=True,
     )
     worker_wait_s: float = option(
-        60.0, help="Seconds that requests wait if there is no worker of a role; 0: refuse new requests.", minimum=0
+        60.0, help="Seconds that requests wait while a role has no worker; 0: refuse new requests.", minimum=0
     )
     resolve_s: float = option(5.0, help="Seconds between two look-ups of a dns:/// name.", minimum=0.1, hidden=True)
     drain_s: float = option(30.0, help="Seconds that running requests get to finish in a drain.", minimum=0)

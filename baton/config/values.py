@@ -1,4 +1,4 @@
-"""Addresses, sizes and lists of cores as people write them."""
+"""Parsers of addresses, sizes and lists of cores."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Files of settings that may be replaced while a process runs: certificates, ticket keys, API keys.
 
 The files are checked before each use. If new contents can't be used, this is logged once, and the last good contents
-stay in use. So a mistake of an operator or a half-written file neither lets anybody in nor shuts everybody out.
+stay in use. So a mistake of an operator or a half-written file neither admits nor excludes anybody.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class WatchedFiles(Generic[T]):
     """The parsed contents of some files, read again when one of them changes.
 
     `files` has their paths, by the settings that name them. `parse` gets the contents of all, in that order, and raises
-    ConfigError naming setting and path of what is wrong. Used from one thread at a time.
+    ConfigError naming setting and path of the wrong file. Used from one thread at a time.
     """
 
     def __init__(self, files: Mapping[str, str], parse: Callable[..., T]) -> None:
@@ -59,7 +59,7 @@ class WatchedFiles(Generic[T]):
 
 
 def watch_file(path: str, setting: str, parse: Callable[[bytes], T]) -> WatchedFiles[T]:
-    """Watch one file. The ConfigError of `parse` need only say what is wrong."""
+    """Watch one file. Setting and path are added to the ConfigError of `parse`."""
 
     def named(data: bytes) -> T:
         try:

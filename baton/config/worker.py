@@ -27,38 +27,39 @@ class WorkerConfig(Settings):
 
     model: str = option("", help="Checkpoint directory or hub name; empty: the bundled one.")
     served_model_name: str = option("", help="Name of the served model; empty: the last part of the model.")
-    device: str = option("auto", help="Where the model runs.", choices=DEVICES)
+    device: str = option("auto", help="Device that runs the model; auto: cuda, or cpu without one.", choices=DEVICES)
     dtype: str = option("auto", help="Element type of weights and computation.", choices=DTYPES)
     kv_dtype: str = option("auto", help="Element type of the KV cache.", choices=DTYPES)
     kernels: str = option(
         "auto",
-        help="Kernels on a CPU: Baton's own, torch's, or auto: own ones on CPUs with AVX2.",
+        help="Kernels on a CPU: native (Baton's own), torch's, or auto: native on CPUs with AVX2.",
         choices=KERNELS,
     )
     packed_weights: str = option(
         "",
-        help="File, in memory, through which the workers of a host share the weights of native kernels; the first one "
-        "fills it. Empty: each holds its own.",
+        help="File in memory with the weights of native kernels, shared by the workers of a host; the first worker "
+        "fills it. Empty: each worker has its own weights.",
     )
     max_model_len: int = option(
         0, help="Largest number of tokens of prompt and output together; 0: the model's.", minimum=0
     )
-    kv_memory: int = option(0, help="Memory of the KV pool; 0: automatic.", unit="bytes")
+    kv_memory: int = option(0, help="Size of the KV pool; 0: automatic.", unit="bytes")
     kv_home: str = option(
         "auto",
-        help="Where the KV pool lies: on the device, in host memory, or auto: on the device, with more pages in host "
-        "memory for what does not fit there.",
+        help="Memory of the KV pool: the device's, the host's, or auto: the device's, with more pages in host memory "
+        "for sequences that do not fit.",
         choices=KV_HOMES,
     )
     host_memory: int = option(
         0,
-        help="Host memory beside --kv-memory: with --kv-home auto for the pages there, else for the cached prefixes of "
-        "a prefill worker; 0: none, but on CUDA pages for one sequence of --max-model-len that the device can't hold.",
+        help="Host memory in addition to --kv-memory. With --kv-home auto it is for pages, else for the cached "
+        "prefixes of a prefill worker. 0: none; on CUDA with auto: pages for one sequence of --max-model-len, if the "
+        "device has too few.",
         unit="bytes",
     )
     segment_tokens: int = option(
         0,
-        help="Tokens of KV in host memory that attention takes to the device at once; 0: 16,384 on CUDA, 4,096 on CPU.",
+        help="Tokens of KV in host memory that attention reads at a time; 0: 16,384 on CUDA, 4,096 on CPU.",
         minimum=0,
         hidden=True,
     )
@@ -77,7 +78,9 @@ class WorkerConfig(Settings):
     kv: str = option("127.0.0.1:0", help="Listener for KV transfers.", unit="address")
     ops: str = option("127.0.0.1:0", help="HTTP listener for live, ready and metrics.", unit="address")
     kv_advertise: str = option(
-        "", help="Address of the kv listener for peers; empty: its port, at the host that routers dial.", unit="address"
+        "",
+        help="Address of the kv listener for peers; empty: its port, and the host to which routers connect.",
+        unit="address",
     )
     worker_id: str = option("", help="Name of the worker; empty: role, host and a random part.")
     tls_cert: str = option("", help="PEM file with this worker's certificate; TLS needs cert, key and CA.")
@@ -151,8 +154,8 @@ class PrefillConfig(WorkerConfig):
     chunk_size: int = option(0, help="Tokens in a chunk; 0: depends on prompt length and measured rate.", minimum=0)
     long_prompt_chunks: int = option(
         16,
-        help="Chunks from which a prompt is long: its blocks go to Redis after each chunk, so that another worker can "
-        "resume it; 0: never.",
+        help="Number of chunks that makes a prompt long. The blocks of a long prompt go to Redis after each chunk, so "
+        "that another worker can resume it; 0: no prompt is long.",
         minimum=0,
         hidden=True,
     )
@@ -183,32 +186,32 @@ class DecodeConfig(WorkerConfig):
     slots: int = option(32, help="Largest number of sequences in the generation batch.", minimum=1)
     reserve_tokens: int = option(
         256,
-        help="New tokens of a choice that a reservation has pages for; longer outputs get more pages later.",
+        help="New tokens of a choice for which a reservation has pages; longer outputs get more pages later.",
         minimum=1,
     )
     convert_kv: bool = option(
-        False, help="Accept KV of another element type and convert it; decode then caches none of it."
+        False, help="Accept KV of another element type and convert it; converted KV is not cached."
     )
     start_timeout_s: float = option(
         10.0, help="Seconds for which pages are reserved for a request that has not started.", minimum=0.01, hidden=True
     )
     fetch_timeout_s: float = option(
         600.0,
-        help="Longest time in seconds from a request's start until all its KV has arrived, with its prefill; 0.1 s "
-        "more for each token of its context.",
+        help="Longest time in seconds from the start of a request until all its KV has arrived, prefill included; each "
+        "token of the context adds 0.1 s.",
         minimum=0.01,
         hidden=True,
     )
     fetch_stall_s: float = option(
         30.0,
-        help="Seconds without a frame after which a KV transfer fails. An open export sends one each second.",
+        help="Seconds without a frame after which a KV transfer fails; prefill workers send a frame each second.",
         minimum=0.01,
         hidden=True,
     )
     drain_s: float = option(30.0, help="Seconds that running sequences get to finish in a drain.", minimum=0)
 
     def fetch_limit_s(self, context_tokens: int) -> float:
-        """Longest time in seconds that the KV of a context may take to arrive; a long prompt's prefill takes longer."""
+        """Longest time in seconds until the KV of a context has arrived; it grows with the context, as prefill does."""
         return self.fetch_timeout_s + PREFILL_TOKEN_S * context_tokens
 
     def engine_config(self) -> EngineConfig:

@@ -29,7 +29,7 @@ _KINDS = frozenset((AttentionKind.GROUPED, MlpKind.GATED))
 
 
 def unsupported(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
-    """Why there are no kernels for a model, or "" if there are."""
+    """Reason for which a model has no kernels, or "" if it has them."""
     for name, seen in (("dtype", dtype), ("kv_dtype", kv_dtype)):
         if seen not in PACKED_DTYPES:
             return f"{name} is {str(seen).removeprefix('torch.')}, native kernels have float32 and bfloat16"

@@ -1,7 +1,7 @@
-"""Load the native library, or say why it can't be used.
+"""The native library, or the reason why it can't be used.
 
-The library is used only if it was compiled from the sources beside it: one that is older would compute something else
-than what a reader of the sources sees. It runs the kernels of the newest instruction set that the CPU has.
+The library is used only if it was compiled from the sources beside it, because an older one may compute other results
+than these sources. It runs the kernels of the newest instruction set that the CPU has.
 BATON_NATIVE_ISA chooses an older one ("avx2"), for tests and if one computes wrongly; BATON_NATIVE_LIBRARY names
 another file, such as one with a sanitizer.
 """

@@ -70,7 +70,7 @@ def _huge_bytes() -> int:
 
 
 def unnamed_file(folder: Path, size: int) -> int:
-    """A file descriptor for `size` bytes that processes may share, and that goes when they have ended.
+    """A file descriptor for `size` bytes that processes may share; the file is gone after their end.
 
     It is a memfd, or a file without a name in `folder` where only that gets huge pages. Raises OSError.
     """

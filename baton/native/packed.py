@@ -50,7 +50,7 @@ class PackedWeight:
 
 @dataclass(frozen=True, eq=False)
 class LoadedWeight:
-    """A weight that was loaded, and how it gets to where kernels read it.
+    """A loaded weight, and the function that writes it into the memory that kernels read.
 
     `write` fills 1-D memory of `elements` of `dtype`, and lets go of what was loaded.
     """
@@ -63,14 +63,14 @@ class LoadedWeight:
 
 @dataclass(frozen=True, eq=False)
 class PackedWeights:
-    """The weights of a model where kernels read them: addresses by name, and what keeps their memory."""
+    """The packed weights of a model: addresses by name, and the owner of their memory."""
 
     addresses: Mapping[str, int]
     memory: object
 
     @classmethod
     def private(cls, weights: Iterable[LoadedWeight]) -> PackedWeights:
-        """In memory of this process."""
+        """Weights in memory of this process."""
         memory = {}
         for weight in weights:
             memory[weight.name] = torch.empty(weight.elements, dtype=weight.dtype)
@@ -79,7 +79,8 @@ class PackedWeights:
 
 
 def weights_of(decoder: Decoder, library: ctypes.CDLL, threads: int) -> list[LoadedWeight]:
-    """All that kernels read of a decoder that is loaded but not processed: "head", "layers.3.qkv", "layers.3.qkv_bias".
+    """Tensors that kernels read, of a decoder that is loaded but not processed: "head", "layers.3.qkv",
+    "layers.3.qkv_bias".
 
     Without "embedding" it is the head.
     """
@@ -120,7 +121,7 @@ def _layer(prefix: str, layer: DecoderLayer, library: ctypes.CDLL, threads: int)
 
 
 def _plain(name: str, tensor: Tensor) -> LoadedWeight:
-    """Not packed, but copied."""
+    """A weight that is copied without packing."""
 
     def write(memory: Tensor) -> None:
         memory.copy_(tensor.detach())

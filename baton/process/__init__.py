@@ -1,4 +1,4 @@
-"""The life of a process: its start and end, its children, its threads, and what it takes of the machine.
+"""The life of a process: its start and end, its children, its threads, its cores and its memory.
 
 service       a service from its settings to its exit status: start, serve, drain
 supervisor    child processes: started, restarted when they die, ended with this one

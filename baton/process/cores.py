@@ -32,13 +32,13 @@ def affinity() -> int:
 
 
 def usable() -> int:
-    """Cores worth a compute thread: those of the affinity, or fewer if the quota does not cover all of them."""
+    """Number of cores for compute threads: those of the affinity, or fewer if the quota does not cover all of them."""
     limit = quota()
     return affinity() if limit is None else max(1, min(affinity(), math.ceil(limit)))
 
 
 def quota(groups: Path = _GROUPS, mount: Path = _MOUNT) -> float | None:
-    """Cores whose full time the cgroups of this process grant it; None without a limit.
+    """Number of cores whose full time the cgroups of this process allow; None without a limit.
 
     `groups` and `mount` are the kernel's files (cgroups(7)): v2 has `cpu.max`, v1 `cpu.cfs_quota_us`. The limits of all
     parent groups count too. A container sees its own group as the root of the mount.

@@ -1,4 +1,4 @@
-"""Threads of a process, apart by what they wait for: slow work of one kind holds up no other.
+"""Threads of a process, in groups for each kind of slow work, so that one kind does not delay another.
 
     asyncio's default executor   look-ups of host names, and nothing else: a resolver may take as long as it likes
     COPIES                       copies of KV between pages, frames and blocks; each call takes milliseconds
@@ -28,7 +28,7 @@ WORK = ThreadPoolExecutor(thread_name_prefix="work")
 
 
 class LookupThreads(ThreadPoolExecutor):
-    """Threads for look-ups of names. Closing them does not wait: nobody knows when a look-up ends."""
+    """Threads for look-ups of host names. `shutdown` does not wait, because a look-up may take very long."""
 
     def __init__(self) -> None:
         super().__init__(_MAX_LOOKUPS, thread_name_prefix="names")
@@ -44,7 +44,7 @@ def run(executor: ThreadPoolExecutor, function: Callable[P, T], *args: P.args, *
 
 
 async def wait_to_end(work: asyncio.Future[Any]) -> None:
-    """Wait until `work` has ended, in whatever way; a caller that needs its result or its error then asks it.
+    """Wait until `work` has ended or failed. Its result or error is not raised here; ask `work` for it.
 
     If the waiting task is cancelled meanwhile, CancelledError is raised after the end. A task may be cancelled again
     while it waits: by its caller, and by `asyncio.timeout`.
@@ -66,7 +66,7 @@ class RunOnThread(Protocol):
     """Runs a function on a thread for one tenant."""
 
     def __call__(self, function: Callable[[], T], /) -> Awaitable[T]:
-        """Its result, or what it raises."""
+        """The result of the function; raises its exception."""
 
 
 class EngineThread:
@@ -92,9 +92,9 @@ class EngineThread:
         return asyncio.wrap_future(future)
 
     def preemption_point(self) -> None:
-        """Run the calls of `run_preempting` that wait; for calls on the engine thread, where others may come between.
+        """Run the waiting calls of `run_preempting`. Long calls on the engine thread call this where others may run.
 
-        What they raise goes to their own futures.
+        Their exceptions go to their own futures.
         """
         while self._preempting:
             future, call = self._preempting.popleft()

@@ -1,7 +1,7 @@
-"""Whether memory that this process frees stays with it (glibc's malloc).
+"""Settings of glibc's malloc: memory that this process frees stays in the process.
 
-By default glibc returns large blocks to the kernel at once, and whoever allocates such a block next pays for its page
-faults: several milliseconds for a message of 4 MB. The parameters are those of mallopt, from malloc.h
+By default glibc returns large blocks to the kernel at once, and the next allocation of such a block has page faults
+again: several milliseconds for a message of 4 MB. The parameters are those of mallopt, from malloc.h
 (https://www.gnu.org/software/libc/manual/html_node/Malloc-Tunable-Parameters.html).
 """
 
@@ -19,7 +19,7 @@ def keep(size: int) -> None:
     An older glibc takes only blocks below 32 MiB from the heap. A block that does not come from the heap goes back to
     the kernel when it is freed. So does nearly all of the free end, when it reaches `size` bytes or 2 GiB.
     """
-    # Another C library has no such function, and habits of its own.
+    # Other C libraries have no such function.
     with contextlib.suppress(AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         if not mallopt(_MMAP_THRESHOLD, 1 << 30):
@@ -29,13 +29,13 @@ def keep(size: int) -> None:
 
 
 def share() -> None:
-    """Have threads that start from now on take memory from one heap, so that they use what others have freed."""
+    """Let all threads that start from now on share one heap, so that they use memory that others have freed."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
 
 
 def prepare(size: int) -> None:
-    """Have `size` bytes, less than `keep` keeps, in this process before they are needed."""
+    """Allocate and free `size` bytes, so that the process has them before it needs them; at most the size of `keep`."""
     block = bytearray(size)
     block[::4096] = bytes(len(range(0, size, 4096)))
 

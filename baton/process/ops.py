@@ -52,7 +52,8 @@ class _Server(uvicorn.Server):
 async def serve_ops(
     address: str, *, ready: Callable[[], bool], live: Callable[[], bool] = lambda: True
 ) -> AsyncIterator[OpsListener]:
-    """Serve on `address` ("host:port"; port 0 picks a free one); /ready and /live answer 200 or 503 as they say.
+    """Serve on `address` ("host:port"; port 0: any free one); /ready and /live answer 200 if they return True, else
+    503.
 
     Raises ConfigError naming the address if it can't be bound.
     """

@@ -1,4 +1,4 @@
-"""A service as a process: start, print where it listens, serve until told to stop, drain.
+"""A service as a process: it starts, prints its addresses, serves until a signal, and drains.
 
     main ── settings ── start ── "listening ..." ── signal ── drain ── stop      status 0
       │        └ 2        │                            │        └ again: stop now
@@ -40,8 +40,8 @@ FAILED_STOP_S = 2.0
 """Seconds in which routers hear of a failure."""
 ABANDON_S = 0.5
 SWITCH_S = 0.0002
-"""After how long a thread that computes gives the interpreter's lock to the event loop, which may have to ask for it
-several times in a turn; by default it is 5 ms."""
+"""Seconds after which a thread that computes gives the interpreter's lock to the event loop. The loop may need it
+several times in a turn, and Python's default is 5 ms."""
 _GC_THRESHOLDS = (1_500, 10, 600)
 """A collection of the two young generations looks at 15,000 objects at most: a millisecond, and three where other
 processes have emptied the caches. Of 50,000 it took 2.3 and 8 ms. All three generations come as often as with 5,000,
@@ -121,7 +121,7 @@ async def serve(app: Running, role: str) -> int:
 
 
 class Signals:
-    """The names of the first signal and of the one after it, once they have come."""
+    """The names of the first and the second signal, as futures."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()

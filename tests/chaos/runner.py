@@ -187,7 +187,7 @@ async def _fresh(client: AsyncClient, mix: Mix) -> None:
 
 
 async def describe(fleet: Fleet, outcome: Outcome) -> str:
-    """All that helps to find out why a request did not end."""
+    """Facts that help to find the reason why a request did not end."""
     lines = [told(outcome)]
     for name in [*fleet.routers, *fleet.workers]:
         book = await ledger(fleet, name)

@@ -1,4 +1,4 @@
-"""What every engine does when it computes: chunks, batches, refills, forks, transfers."""
+"""Computation of every engine: chunks, batches, refills, forks, transfers."""
 
 import dataclasses
 import struct

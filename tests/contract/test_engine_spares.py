@@ -1,4 +1,4 @@
-"""What every engine does for those who wait for pages: spares of forks, word of returns."""
+"""Waits for pages in every engine: spares of forks, news of returns."""
 
 from typing import Any
 

@@ -41,7 +41,7 @@ class RouterRig:
 
 @dataclass
 class Answer:
-    """All that came."""
+    """All messages of a call."""
 
     events: list[inference_pb2.GenerateResponse]
 

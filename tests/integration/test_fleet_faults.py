@@ -68,7 +68,7 @@ async def test_a_damaged_transfer_never_changes_the_answer(
 
 
 async def refusal(app: Any) -> str:
-    """Why the router's fleet is incomplete, once it has refused a worker."""
+    """Reason for the router's incomplete fleet, once it has refused a worker."""
     told = asyncio.Event()
     app.pool.subscribe(told.set)
     while "is refused" not in app.pool.describe_missing():

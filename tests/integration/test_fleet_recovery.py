@@ -84,7 +84,7 @@ async def read(client: AsyncClient, sampling: dict[str, Any], begun: asyncio.Eve
 
 
 def told(completion: Completion) -> list[tuple[Any, ...]]:
-    """All that a client was told of each choice but the numbers of its log-probabilities."""
+    """Output of each choice at a client, without the numbers of log-probabilities."""
     return [
         (choice.text, choice.finish_reason, choice.stop, choice.token_ids, [len(t.top) for t in choice.tokens])
         for choice in completion.choices

@@ -53,7 +53,7 @@ async def until_serving(app: Any, channel: grpc.aio.Channel) -> None:
 
 
 async def until_missing(app: Any, words: str) -> str:
-    """Why requests can't be served, once that contains `words`."""
+    """Reason why requests can't be served, once it contains `words`."""
     loop = asyncio.get_running_loop()
     told = asyncio.Event()
     handler = logging.Handler()

@@ -155,7 +155,7 @@ def held_payloads(engine: Engine, handle: KvHandle, blocks: int) -> list[bytes]:
 
 
 def check_pool(engine: Engine, chains: Sequence[tuple[Sequence[int], bytes]]) -> None:
-    """Whatever the pool holds of these (ids, salt) is the KV of these ids."""
+    """Cached blocks of these (ids, salt) have the KV of these ids."""
     for ids, salt in chains:
         names = digests(engine, ids, salt)
         handle = engine.reserve("check", engine.match_prefix(names), names)

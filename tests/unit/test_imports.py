@@ -108,7 +108,7 @@ def walk(node: ast.AST, *, at_load: bool) -> Iterator[ast.AST]:
 
 
 def loads(module: str) -> set[str]:
-    """All that loading a module imports, ours followed through; parents of packages load too."""
+    """Modules that are imported when a module is loaded, directly or through ours; parents of packages too."""
     seen: set[str] = set()
     waiting = [module]
     while waiting:

@@ -1,7 +1,7 @@
 """Any server with OpenAI's `/v1/completions`: vLLM, llama.cpp and others.
 
-aiohttp reads the stream, because of all maintained clients it needs the least time for an event (docs/bench.md has the
-numbers), so that the generator does not limit the measurement.
+aiohttp reads the stream: of all maintained clients it needs the least time for an event, so that the generator does
+not limit the measurement.
 
 The number of tokens in an event is that of its `token_ids`, which vLLM sends if `return_token_ids` asks for them; else
 it is one. The length of the output is in the `usage` of the last event; else it is the requested length, if the server
@@ -103,7 +103,7 @@ class EventTooLong(ValueError):
 class Events:
     """Takes a stream of server-sent events in pieces, gives the data of the events that are complete.
 
-    As far as completions use them (WHATWG HTML, 9.2.6): data fields, comments, blank lines.
+    Only the part of the format that completions use (WHATWG HTML, 9.2.6): data fields, comments, blank lines.
     """
 
     def __init__(self) -> None:

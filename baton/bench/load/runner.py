@@ -202,7 +202,7 @@ class LoadRun:
     async def _ask(self, target: Target, job: Job, due: float, capped: float = 0.0, unsent: str = "") -> float:
         """Send a request and record its outcome. Returns the seconds for which its user should wait afterwards.
 
-        It has waited for the cap for `capped` seconds. `unsent` says why it can't be sent.
+        It has waited for the cap for `capped` seconds. `unsent` is the reason if it can't be sent.
         """
         if self.open >= MAX_OPEN:
             unsent = f"{MAX_OPEN} requests were open"

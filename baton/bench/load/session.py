@@ -32,7 +32,7 @@ from baton.bench.load.workload import (
 from baton.errors import ConfigError
 
 DEFAULT_VOCAB = 1000
-"""Used if the server does not report it; every model has at least so many ids."""
+"""Used if the server does not report it; every model has at least this many ids."""
 _WARMUP_USERS = 4
 
 
@@ -48,7 +48,7 @@ class Load:
 class LoadSettings:
     """Settings of a measurement.
 
-    `prompts` are those of the file named `prompt_file`, in endpoint of random ones. `max_concurrency` caps open loops.
+    `prompts` are those of the file named `prompt_file`, in place of random ones. `max_concurrency` caps open loops.
     """
 
     endpoint: Endpoint

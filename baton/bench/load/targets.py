@@ -22,13 +22,13 @@ from baton.config import parse_address
 from baton.errors import BatonError, ConfigError, Overloaded
 
 CONNECTIONS = 8
-"""To a Baton router, if nothing else is set."""
+"""Default number of connections to a Baton router."""
 
 RETRY_S = 0.2
-"""Between two tries to reach a server that is still starting."""
+"""Seconds between two tries to connect to a server that is still starting."""
 PROBE = Job([1, 2, 3, 4], 1)
 TEXT_PROBE = Job("Hello", 1)
-"""For servers that may take no token ids."""
+"""The probe for servers that may accept no token ids."""
 _NOT_THERE = frozenset({"connection", "Unavailable", "http 503"})
 """Failures that pass while a server starts."""
 _ASK_S = 10.0

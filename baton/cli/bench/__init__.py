@@ -13,7 +13,7 @@ from baton.cli.options import INTERRUPTED
 
 
 class _BenchGroup(click.Group):
-    """Commands that exit with the status of an interrupt if Ctrl-C comes before there is anything to report."""
+    """Commands that exit with the status of an interrupt if Ctrl-C comes before the first result."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command."""

@@ -67,7 +67,7 @@ class _Body(click.ParamType[dict[str, Any]]):
 @click.option(
     "--rate", "--rates", "rates", type=_Numbers(whole=False), help="Poisson arrivals per second; R,R: a sweep."
 )
-@click.option("--concurrency", type=_Numbers(whole=True), help="Requests open at a time; N,N: a sweep.")
+@click.option("--concurrency", type=_Numbers(whole=True), help="Number of requests open at a time; N,N: a sweep.")
 @click.option(
     "--max-concurrency",
     type=click.IntRange(1, 16384),
@@ -121,8 +121,8 @@ class _Body(click.ParamType[dict[str, Any]]):
 def serve(target: str, json_file: Path | None, **flags: Any) -> None:
     """Send load to the server at TARGET, and report its latencies and throughput.
 
-    Prompts are random token ids, or those of a file; outputs are greedy and exactly as long as asked. Latencies are the
-    client's: TTFT, ITL (between events), TPOT (a request's mean per token), end to end.
+    Prompts are random token ids, or come from a file; outputs are greedy and have exactly the requested length.
+    Latencies are the client's: TTFT, ITL (between events), TPOT (a request's mean per token), end to end.
     """
     import gc
 

@@ -2,7 +2,7 @@
 
 It speaks lines of JSON: when it is ready `{"ready": {...}}`, then for each line such as
 `{"decode": {"batch": 8, "context": 128, "steps": 16}}` one answer: `{"seconds": 1.23}`, or `{"error": "..."}`. It ends
-when its standard input does. Only the standard library: runners live in environments where nothing of Baton is.
+when its standard input does. Only the standard library: the environments of runners have no Baton.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LOW_ID, HIGH_ID = 1000, 100000
 
 
 def serve(load: Callable[[], tuple[dict[str, Any], dict[str, Command]]]) -> None:
-    """Load, tell what `load` says of itself, and carry out commands by their names until there are no more."""
+    """Load, report the description that `load` returns, and run commands by name until standard input ends."""
     out = os.fdopen(os.dup(1), "w")
     # Whatever libraries print goes beside the answers, not between them.
     os.dup2(2, 1)

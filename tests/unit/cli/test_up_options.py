@@ -36,7 +36,7 @@ def invoke(*flags: str, **environ: str) -> Result:
         (["--slots=0"], {}, ["--slots", "0"]),
         (["--kv-memory=-4GiB"], {}, ["--kv-memory", "-4GiB"]),
         (["--grpc=nowhere"], {}, ["--grpc", "HOST:PORT", "nowhere"]),
-        (["--grpc=0.0.0.0:0"], {}, ["--grpc", "0.0.0.0:0", "--secure DIR guards", "--insecure allows"]),
+        (["--grpc=0.0.0.0:0"], {}, ["--grpc", "0.0.0.0:0", "--secure DIR protects", "--insecure allows"]),
         (["--start-timeout=nan"], {}, ["--start-timeout", "nan"]),
         (["--redis=http://user:word@host"], {}, ["--redis", "host"]),
         (["--redis-memory=0"], {}, ["--redis-memory", "at least 16MiB, got 0 bytes"]),

@@ -1,4 +1,4 @@
-"""When generation outgrows the pool: who is preempted, when its replay may come, and that all end with their tokens."""
+"""Generation that outgrows the pool: the preempted sequence, the time of its replay, and the tokens of all."""
 
 import random
 from dataclasses import dataclass, field

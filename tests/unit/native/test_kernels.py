@@ -39,7 +39,7 @@ class NativeAttention:
         self._library, self._threads, self._weights = library, threads, weights
         self._new: dict[int, tuple[Tensor, Tensor]] = {}
         self.workspace: int | None = None
-        """That of all calls, if they share one."""
+        """The value of all calls, if they share one."""
 
     def append(self, kv: KvCache, layer: int, k: Tensor, v: Tensor, batch: AttentionBatch) -> None:
         """Attend with some queries, which appends."""
