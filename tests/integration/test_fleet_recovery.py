@@ -68,7 +68,6 @@ async def victim(checkpoint: Path) -> AsyncIterator[Victim]:
 
 
 def replays(cause: str) -> float:
-    """Number of replays so far."""
     return sample("baton_replays_total", cause=cause)
 
 

@@ -79,7 +79,6 @@ class Book:
         self.tries_of: dict[str, Try] = {}
 
     async def listen(self, session: RouterSession) -> None:
-        """Read all that a session is told."""
         async for down in session.messages():
             self._told(session, down)
 
