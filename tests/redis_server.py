@@ -57,7 +57,6 @@ class Server:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
-            assert self.process.stdout is not None
             self.process.stdout.close()
             self.process = None
 

@@ -71,7 +71,6 @@ def prefill(engine: Engine, handle: KvHandle, wanted: SequenceState, chunk: int 
         result = prefill_chunk(
             engine, handle, ids, start, end, on_layer=ignore, sample=[wanted] if end == len(ids) else ()
         )
-    assert result is not None
     (token,) = result.tokens
     return token
 

@@ -174,7 +174,6 @@ async def read_prefix(exports: ExportRegistry, engine: Engine, ours: Try) -> boo
             frames = [wire.decode(frame, wire.seed_of(export.transfer_id)) async for frame in stream]
     except (NotFound, TransferError):
         return False
-    assert expected is not None
     *data, manifest, commit = frames
     assert isinstance(manifest, Manifest)
     last = digests(engine, ours.named[: ours.cached])[-1]

@@ -23,7 +23,6 @@ def test_the_first_samples_are_taken_as_they_are_and_later_ones_move_the_means()
     assert throughput.rate == FetchRate(0.1, SIZE)
     throughput.record_lookup(0.6)
     throughput.record_fetch(SIZE, 4.0)
-    assert throughput.rate is not None
     assert throughput.rate.latency_s == pytest.approx(0.2)
     assert SIZE / throughput.rate.bytes_per_s == pytest.approx(4.8 / 1.8), "of the seconds, not of the rates"
     for _ in range(50):

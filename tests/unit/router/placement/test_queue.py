@@ -12,7 +12,6 @@ T = TypeVar("T", bound=Hashable)
 
 
 def pop(queue: RequestQueue[T], now: float) -> T | None:
-    """Hand out whose turn it is."""
     entry = next(queue.candidates(now), None)
     if entry is not None:
         queue.pop(entry)
