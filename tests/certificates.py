@@ -29,7 +29,6 @@ def fleet(name: str = "ours") -> Path:
 
 
 def settings(directory: Path, name: str) -> dict[str, Any]:
-    """The TLS settings of a process."""
     return {
         "tls_cert": str(directory / f"{name}.crt"),
         "tls_key": str(directory / f"{name}.key"),

@@ -38,7 +38,6 @@ def _from(part: PartData, first: int) -> PartData:
 
 
 def digests(engine: Engine, ids: Sequence[int], salt: bytes = b"") -> list[bytes]:
-    """Names of all full blocks of `ids`."""
     spec = engine.spec
     root = chain_root(spec.fingerprint, spec.kv_format.digest, salt)
     return block_digests(root, ids, spec.kv_format.block_size)
@@ -125,5 +124,4 @@ class LoggingEngine(FakeEngine):
 
 
 def greedy(max_tokens: int, **more: Any) -> SamplingParams:
-    """Greedy parameters."""
     return replace(GREEDY, max_tokens=max_tokens, **more)

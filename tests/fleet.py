@@ -33,7 +33,6 @@ KV_MEMORY = 64 << 20
 
 
 async def serving(address: str) -> None:
-    """Return when the health service at `address` says SERVING."""
     async with grpc.aio.insecure_channel(address) as channel:
         call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         async for answer in call:
@@ -63,12 +62,10 @@ class Fleet:
             assert worker.engine.audit() == {}
 
     async def prefill(self, *, engine: Engine | None = None, **settings: Any) -> Any:
-        """Start a prefill worker; returns its app."""
         config = PrefillConfig(model=self._checkpoint, **{"fleet_secret": SECRET, **self._settings, **settings})
         return await self._start(prefill_svc.app.run(config, engine=engine))
 
     async def decode(self, *, engine: Engine | None = None, **settings: Any) -> Any:
-        """Start a decode worker; returns its app."""
         config = DecodeConfig(model=self._checkpoint, **{**self._settings, **settings})
         return await self._start(decode_svc.app.run(config, engine=engine))
 
@@ -79,7 +76,6 @@ class Fleet:
         return await self.client(app)
 
     async def start_router(self, prefill: Sequence[Any], decode: Sequence[Any], **settings: Any) -> Any:
-        """Start a router over these workers; returns its app at once."""
         config = RouterConfig(
             prefill=tuple(worker.addresses.control for worker in prefill),
             decode=tuple(worker.addresses.control for worker in decode),
@@ -88,7 +84,6 @@ class Fleet:
         return await self._stack.enter_async_context(router.app.run(config))
 
     async def client(self, app: Any) -> AsyncClient:
-        """A client of a router."""
         return await self._stack.enter_async_context(AsyncClient(app.address))
 
     async def _start(self, app: Any) -> Any:

@@ -18,5 +18,4 @@ KERNELS = ("torch", pytest.param("native", marks=needs_native))
 
 
 def library_of(kernels: str) -> CDLL | None:
-    """The library for "native", None for "torch"."""
     return LIBRARY if kernels == "native" else None

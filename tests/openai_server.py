@@ -23,7 +23,6 @@ TOKEN = 7
 
 
 def data(event: Any) -> bytes:
-    """One event."""
     return b"data: " + (event if isinstance(event, bytes) else json.dumps(event).encode()) + b"\n\n"
 
 

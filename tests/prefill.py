@@ -54,13 +54,11 @@ class Gate:
             self._go.acquire(timeout=WAIT_S)
 
     async def reached(self, layers: int = 1) -> None:
-        """Return when the engine has come to that many layers."""
         async with asyncio.timeout(WAIT_S):
             for _ in range(layers):
                 await self._arrivals.get()
 
     def pass_layers(self, layers: int) -> None:
-        """Let that many go."""
         self._go.release(layers)
 
     def open(self) -> None:
@@ -74,8 +72,6 @@ class Gate:
 
 
 class Client:
-    """A router's side of one worker."""
-
     def __init__(self, app: PrefillApp) -> None:
         self.app = app
         self.channel = control_channel(app.addresses.control)
@@ -95,7 +91,6 @@ class Client:
         source: prefill_pb2.PrefixSource | None = None,
         timeout: float | None = None,
     ) -> Any:
-        """Begin a prefill."""
         request = prefill_pb2.PrefillRequest(
             request_id=f"r{next(_ids)}",
             transfer_id=transfer_id,
@@ -110,7 +105,6 @@ class Client:
         return self.prefill.Prefill(request, timeout=timeout)
 
     async def done(self, *args: Any, **kwargs: Any) -> prefill_pb2.PrefillDone:
-        """Run a prefill to its end."""
         async with asyncio.timeout(WAIT_S):
             events = [event async for event in self.call(*args, **kwargs) if not event.HasField("report")]
         assert [event.HasField("done") for event in events] == [False] * (len(events) - 1) + [True]
@@ -135,7 +129,6 @@ class Client:
             return await fetch([source], engine, handle, tokens=tokens, timeout_s=WAIT_S)
 
     async def status(self, wanted: Callable[[worker_pb2.WorkerStatus], bool]) -> worker_pb2.WorkerStatus:
-        """Watch until the worker is as wanted."""
         async with asyncio.timeout(WAIT_S):
             async for status in self.worker.Watch(worker_pb2.WatchRequest()):
                 if wanted(status):
@@ -155,7 +148,6 @@ class Client:
         return aborted
 
     async def pages_back(self) -> None:
-        """Watch until nothing is held."""
         await self.status(lambda status: status.load.pages_used == 0)
 
 
@@ -186,7 +178,6 @@ def decoder(page_size: int = 16) -> Iterator[FakeEngine]:
 
 
 def decode(engine: FakeEngine, handle: Any, handoff: Handoff, steps: int) -> list[int]:
-    """Continue the first choice for some steps."""
     first = handoff.first_tokens[0]
     output = [*handoff.output_ids, first.token.token_id]
     state = SequenceState(handoff.params, list(handoff.prompt_ids), list(output), first.choice_index)
@@ -208,14 +199,12 @@ def fetch_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
-    """Status of a call that must fail."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await asyncio.wait_for(read(call), WAIT_S)
     return caught.value.code(), caught.value.details() or ""
 
 
 async def read(call: Any) -> list[prefill_pb2.PrefillEvent]:
-    """All events of a call."""
     return [event async for event in call]
 
 
@@ -226,7 +215,6 @@ async def flushed(client: Client) -> None:
 
 
 def prefilled() -> dict[str, float]:
-    """Tokens so far, by source."""
     return {source: sample("baton_prefill_tokens_total", source=source) for source in SOURCES}
 
 

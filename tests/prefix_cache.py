@@ -17,26 +17,21 @@ class MemoryPrefixCache(NullPrefixCache):
 
     @property
     def enabled(self) -> bool:
-        """True."""
         return True
 
     async def lookup(self, digests: Sequence[bytes]) -> Hits:
-        """The longest run of leading hits."""
         found = sum(1 for _ in takewhile(self.blocks.__contains__, digests))
         self._hits += found
         self._misses += len(digests) - found
         return Hits(((TIER, found),) if found else ())
 
     async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:
-        """Payloads up to the first miss."""
         return [self.blocks[digest] for digest in takewhile(self.blocks.__contains__, digests)]
 
     async def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
-        """Blocks that are not cached here and were no hits in a nearer tier."""
         return [index >= hits and digest not in self.blocks for index, digest in enumerate(digests)]
 
     def put(self, digest: bytes, payload: Payload) -> bool:
-        """Keep the block."""
         news = digest not in self.blocks
         self.blocks[digest] = payload
         if news and self._changed is not None:
@@ -44,37 +39,30 @@ class MemoryPrefixCache(NullPrefixCache):
         return True
 
     async def select_saves(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
-        """Blocks that are not cached here."""
         return [digest not in self.blocks for digest in digests]
 
     async def save(self, digests: Sequence[bytes], payloads: Sequence[Payload]) -> int:
-        """Keep the blocks."""
         return sum(self.put(digest, payload) for digest, payload in zip(digests, payloads, strict=True))
 
     async def remove(self, digests: Sequence[bytes]) -> None:
-        """Drop the blocks."""
         dropped = [digest for digest in digests if self.blocks.pop(digest, None) is not None]
         if dropped and self._changed is not None:
             self._changed((), dropped)
 
     def watch(self, changed: PrefixesChanged | None) -> None:
-        """Report each block."""
         self._changed = changed
         if changed is not None and self.blocks:
             changed(tuple(self.blocks), ())
 
     async def stats(self) -> list[CacheTier]:
-        """Figures of the single tier."""
         held = sum(len(payload) for payload in self.blocks.values())
         return [CacheTier(TIER, len(self.blocks), held, hits=self._hits, misses=self._misses)]
 
     async def clear(self, *, shared: bool) -> list[CacheTier]:
-        """Drop all blocks."""
         held, self.blocks = self.blocks, {}
         if held and self._changed is not None:
             self._changed((), tuple(held))
         return [CacheTier(TIER, len(held), sum(len(payload) for payload in held.values()))]
 
     async def close(self) -> None:
-        """Drop all blocks."""
         self.blocks.clear()

@@ -27,7 +27,6 @@ class BreakerClock(Clock):
     """The time of the breakers."""
 
     def pause_over(self) -> None:
-        """Let every breaker try again."""
         self.now += 2 * MAX_PAUSE_S
 
 
@@ -42,18 +41,15 @@ def open_cache(url: str, **limits: float) -> RedisPrefixCache:
 
 
 async def fill(cache: RedisPrefixCache) -> None:
-    """Write all blocks."""
     assert all(cache.put(digest, block) for digest, block in zip(DIGESTS, BLOCKS, strict=True))
     await cache.flush()
 
 
 async def found(cache: RedisPrefixCache) -> int:
-    """Blocks found by look-up."""
     return (await cache.lookup(DIGESTS)).blocks
 
 
 async def hits(cache: RedisPrefixCache) -> tuple[int, int]:
-    """Blocks found by look-up and by fetch."""
     looked_up = await found(cache)
     payloads = await cache.fetch(DIGESTS)
     assert [bytes(payload) for payload in payloads] == BLOCKS[: len(payloads)]
@@ -66,5 +62,4 @@ def faults(reason: str) -> float:
 
 
 def dropped() -> float:
-    """Writes dropped so far."""
     return sample("baton_prefix_blocks_total", tier="redis", outcome="dropped")

@@ -54,11 +54,9 @@ class Server:
         raise RuntimeError(f"server ended: {said.decode()}")
 
     def kill(self) -> None:
-        """SIGKILL."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
-            assert self.process.stdout is not None
             self.process.stdout.close()
             self.process = None
 
@@ -107,7 +105,6 @@ class Sentinel(Server):
 
 @contextmanager
 def running(kind: str, directory: Path, *args: str, tcp: bool = False) -> Iterator[Server]:
-    """A started server."""
     server = Server(kind, directory, *args, tcp=tcp)
     try:
         server.start()

@@ -30,12 +30,9 @@ _SEQUENCES = 1024
 
 
 class Prefill(prefill_pb2_grpc.PrefillServicer):
-    """Answers at once."""
-
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
-        """A first token for each choice."""
         done = prefill_pb2.PrefillDone()
         for choice in request.choice_indexes:
             first = done.first_tokens.add(choice_index=choice)
@@ -47,7 +44,6 @@ class Prefill(prefill_pb2_grpc.PrefillServicer):
     async def Abandon(
         self, request: prefill_pb2.AbandonRequest, context: grpc.aio.ServicerContext
     ) -> prefill_pb2.AbandonResponse:
-        """Nothing is held."""
         return prefill_pb2.AbandonResponse()
 
 
@@ -80,7 +76,6 @@ class Decode(decode_pb2_grpc.DecodeServicer):
     async def Session(
         self, requests: AsyncIterator[decode_pb2.SessionUp], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[decode_pb2.SessionDown]:
-        """Serve the session of one router."""
         queue: asyncio.Queue[decode_pb2.SessionDown] = asyncio.Queue()
         batch = self._batches[queue] = {}
         reading = asyncio.create_task(_read(requests, queue, batch))
@@ -191,7 +186,6 @@ async def _serve(step_s: float) -> None:
 
 
 def main() -> None:
-    """Serve until killed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--step-ms", type=float, required=True)
     asyncio.run(_serve(parser.parse_args().step_ms / 1e3))

@@ -151,13 +151,11 @@ class Fleet:
 
     @property
     def workers(self) -> list[str]:
-        """Names of all workers."""
         return [*self.prefill, *self.decode]
 
     @classmethod
     @contextlib.asynccontextmanager
     async def running(cls, shape: Shape, directory: Path) -> AsyncIterator[Fleet]:
-        """A healthy fleet."""
         fleet = cls(shape, directory)
         try:
             await fleet._start()
@@ -261,7 +259,6 @@ class Fleet:
         await self._ask(op="pids", pids={name: self.processes[name].pid for name in self.decode})
 
     async def mode(self, mode: str, link: str, *, peer: str | None = None, rate: float = 0) -> None:
-        """Set the mode of a link."""
         await self._ask(op="mode", link=link, mode=mode, peer=peer, rate=rate)
 
     async def abort(self, link: str) -> None:
@@ -279,7 +276,6 @@ class Fleet:
         return found
 
     async def heal_links(self) -> None:
-        """Let all links pass."""
         for name in self.links:
             await self.mode("pass", name)
 
@@ -302,7 +298,6 @@ class Fleet:
         return (("authorization", f"Bearer {self.keys['']}"),) if self.keys and name in self.routers else ()
 
     def channel(self, name: str) -> grpc.aio.Channel:
-        """A direct channel to a process."""
         if name not in self._channels:
             options = [("grpc.max_reconnect_backoff_ms", 500), ("grpc.initial_reconnect_backoff_ms", 100)]
             options += [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]

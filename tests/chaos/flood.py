@@ -151,8 +151,6 @@ class Other:
         return self._process.stdout
 
     async def end(self) -> list[dict[str, Any]]:
-        """Close its input: what came of its requests."""
-        assert self._process.stdin is not None
         self._process.stdin.close()
         text = await asyncio.wait_for(self._out.read(), 2 * END_BOUND_S)
         await self._process.wait()

@@ -36,8 +36,6 @@ UNTYPED = ("BatonError", "EngineError")
 
 
 class Expected(NamedTuple):
-    """Expected tokens and end of a choice."""
-
     tokens: list[int]
     finish: FinishReason
     text: str
@@ -61,7 +59,6 @@ class Spec:
     pause: float | None = None
 
     def expected(self, choice: int) -> Expected:
-        """All tokens of a choice, why it ends, and its text."""
         params = SamplingParams(temperature=0.0) if self.seed is None else SamplingParams(seed=self.seed)
         tokens = expected_tokens(
             self.prompt, self.max_tokens, params=params, choice_index=choice, vocab_size=VOCABULARY
@@ -84,7 +81,6 @@ class Spec:
         return replace(self, prompt=prefix + self.prompt)
 
     def sampling(self) -> dict[str, object]:
-        """The arguments of the client."""
         given = {"temperature": 0.0} if self.seed is None else {"seed": self.seed}
         optional = {
             "stop": self.stop,
@@ -140,11 +136,9 @@ class Outcome:
 
     @property
     def received(self) -> int:
-        """Tokens so far."""
         return sum(map(len, self.tokens.values()))
 
     def take(self, index: int, tokens: Sequence[TokenInfo], text: str, now: float) -> None:
-        """Note new tokens and their text."""
         self.tokens.setdefault(index, []).extend(token.token_id for token in tokens)
         self.texts[index] = self.texts.get(index, "") + text
         self.odd = self.odd or next((str(token) for token in tokens if not self._usual(token)), "")
@@ -183,7 +177,6 @@ class Outcome:
 
 
 async def ask(client: AsyncClient, outcome: Outcome) -> None:
-    """Send a request and note how it ends; a cancelled task leaves it without an end."""
     spec = outcome.spec
     asked = client.generate(spec.prompt, timeout=spec.timeout, **spec.sampling())
     try:
@@ -225,7 +218,6 @@ class Mix:
         return tuple(self._rng.randrange(VOCABULARY) for _ in range(count))
 
     def draw(self) -> Spec:
-        """Any request."""
         rng = self._rng
         prefix = rng.choice(self._prefixes) if rng.random() < 0.5 else ()
         spec = Spec(
@@ -277,7 +269,6 @@ class Load:
         self._tasks: dict[asyncio.Task[None], Outcome] = {}
 
     def send(self, spec: Spec, router: str) -> Outcome:
-        """Send one."""
         return self._tasks[self.start(spec, router)]
 
     def start(self, spec: Spec, router: str) -> asyncio.Task[None]:
@@ -314,9 +305,7 @@ class Load:
         return list(late.values())
 
     def in_flight(self) -> list[Outcome]:
-        """Requests without an end."""
         return list(self._tasks.values())
 
     def counts(self) -> Counter[str]:
-        """Number of requests by kind of end."""
         return Counter(outcome.end for outcome in self.outcomes)

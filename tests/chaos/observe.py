@@ -75,7 +75,6 @@ class Leak:
 
 
 async def leak(fleet: Fleet) -> Leak:
-    """Ask all live processes what they hold."""
     found = Leak()
     for name in [*fleet.workers, *fleet.routers]:
         book = await ledger(fleet, name)

@@ -53,7 +53,6 @@ class Proxy:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def command(self, request: dict[str, Any]) -> None:
-        """Do what one request says."""
         match request["op"]:
             case "open":
                 link = Link(request["link"], request["upstream"], self if request["identify"] else None)
@@ -98,12 +97,10 @@ class Link:
         self._changed = asyncio.Event()
 
     def abort(self) -> None:
-        """Reset all connections that are open now."""
         for task in self.connections:
             task.cancel()
 
     async def serve(self, listener: socket.socket) -> None:
-        """Take connections for ever."""
         loop = asyncio.get_running_loop()
         with listener:
             while True:

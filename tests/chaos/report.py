@@ -58,7 +58,6 @@ _FLOOD_HEAD = (
 
 
 def line(row: Row) -> str:
-    """One case in words."""
     counts = " ".join(f"{count} {end}" for end, count in row.counts.items())
     return (
         f"{'ok ' if row.good else 'BAD'} {row.case.name} hit {row.hit} ({row.in_state} in state): "
@@ -70,7 +69,6 @@ def line(row: Row) -> str:
 
 
 def table(rows: Sequence[Row], shape: Shape, *, seed: int, seconds: float) -> str:
-    """All cases as a page of markdown."""
     body = ["| " + " | ".join(_HEAD) + " |", "|" + "---|" * len(_HEAD)]
     for row in sorted(rows, key=lambda row: CASES.index(row.case)):
         counts = [

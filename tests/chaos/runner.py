@@ -35,7 +35,6 @@ LEAK_BOUND_S = 20.0
 
 @contextlib.asynccontextmanager
 async def clients_of(fleet: Fleet) -> AsyncIterator[dict[str, AsyncClient]]:
-    """A client for each router."""
     async with contextlib.AsyncExitStack() as stack:
         yield {name: await stack.enter_async_context(AsyncClient(fleet.address(name))) for name in fleet.routers}
 

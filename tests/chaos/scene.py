@@ -52,7 +52,6 @@ class Row:
 
     @property
     def good(self) -> bool:
-        """Whether the case shows what it must."""
         return not self.problems
 
 
@@ -82,7 +81,6 @@ class Scene:
 
 
 def told(outcome: Outcome) -> str:
-    """A request and its end, in a line."""
     spec = outcome.spec
     return (
         f"{outcome.end}: request {outcome.request_id} at {outcome.router}, prompt {len(spec.prompt)}, "

@@ -143,7 +143,6 @@ class Soak:
 
 
 def page(soak: Soak, load: Tally, left: Leak, problems: list[str], *, seed: int, seconds: float) -> str:
-    """All of it as markdown."""
     sent = sum(load.ended.values())
     refusals = load.refusals or [0.0]
     ends = ", ".join(f"{end} {count}" for end, count in load.ended.most_common())

@@ -21,7 +21,6 @@ END_BOUND_S = 60.0
 
 
 def line(outcome: Outcome) -> str:
-    """A request that has ended."""
     fields = {"sent": outcome.sent, "first": outcome.first, "end": outcome.end, "error": outcome.error}
     return json.dumps(fields)
 

@@ -71,7 +71,6 @@ def prefill(engine: Engine, handle: KvHandle, wanted: SequenceState, chunk: int 
         result = prefill_chunk(
             engine, handle, ids, start, end, on_layer=ignore, sample=[wanted] if end == len(ids) else ()
         )
-    assert result is not None
     (token,) = result.tokens
     return token
 
@@ -113,7 +112,6 @@ def step(engine: Engine) -> dict[KvHandle, int]:
 
 
 def generate(engine: Engine, wanted: SequenceState, count: int) -> list[int]:
-    """`count` output tokens of a sequence alone in an idle engine."""
     handle, outputs = start(engine, "alone", wanted, count)
     while len(outputs) < count:
         outputs.append(step(engine)[handle])
@@ -133,7 +131,6 @@ def move(source: Engine, origin: KvHandle, target: Engine, home: KvHandle, token
 
 
 def whole_kv(engine: Engine, handle: KvHandle, tokens: int) -> list[PartData]:
-    """All parts of all layers."""
     kv_format = engine.spec.kv_format
     return [
         part

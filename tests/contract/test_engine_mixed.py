@@ -31,7 +31,6 @@ class Stop(BatonError):
 
 
 def tokens_of(result: PassResult) -> dict[KvHandle, int]:
-    """The new tokens of a step."""
     return {handle: infos[0].token_id for handle, infos in found(result) if not isinstance(infos, NoToken)}
 
 

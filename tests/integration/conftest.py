@@ -8,7 +8,6 @@ from tests.redis_server import BINARIES, Server, running
 
 @pytest.fixture
 def valkey(tmp_path: Path) -> Iterator[Server]:
-    """A Valkey of the test's own."""
     with running("valkey", tmp_path, tcp=True) as server:
         yield server
 

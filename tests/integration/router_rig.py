@@ -41,8 +41,6 @@ class RouterRig:
 
 @dataclass
 class Answer:
-    """All messages of a call."""
-
     events: list[inference_pb2.GenerateResponse]
 
     def text(self, choice: int = 0) -> str:

@@ -67,7 +67,6 @@ def text(choice: int, count: int) -> str:
 
 
 def identity(folder: Path, role: WorkerRole, number: int) -> WorkerIdentity:
-    """Identity of a stub."""
     return WorkerIdentity(
         worker_id=f"{role.value}-{number}",
         role=role,
@@ -101,7 +100,6 @@ class Log:
         self._news = asyncio.Event()
 
     def add(self, entry: object) -> None:
-        """Note something."""
         self.entries.append(entry)
         self._news.set()
 
@@ -143,12 +141,10 @@ class Stub:
         self.status = StatusHub(self.identity, lambda: self.load, self.news)
 
     def add(self, server: grpc.aio.Server) -> None:
-        """Register all services."""
         worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(self.status), server)
 
     @contextlib.asynccontextmanager
     async def serving(self, address: str = "127.0.0.1:0") -> AsyncIterator[None]:
-        """Listen until the block ends."""
         async with listen(address, insecure=False, add=self.add, services=[], grace=0) as listener:
             self.address = listener.address
             try:
@@ -158,8 +154,6 @@ class Stub:
 
 
 class StubPrefill(Stub, prefill_pb2_grpc.PrefillServicer):
-    """A prefill worker."""
-
     def __init__(self, identity: WorkerIdentity, handoffs: Handoffs) -> None:
         super().__init__(identity, handoffs)
         self.requests: list[prefill_pb2.PrefillRequest] = []
@@ -223,27 +217,22 @@ class DownStream:
         self.speaks = True
 
     def send(self, key: decode_pb2.AttemptKey, choice: int, index: int, tokens: Sequence[int], finish: int = 0) -> None:
-        """Send one choice's tokens in a message of their own."""
         self.messages.put_nowait(decode_pb2.SessionDown(outputs=[output(key, choice, index, tokens, finish)]))
 
     def fail(self, key: decode_pb2.AttemptKey, kind: int, message: str = "by the script") -> None:
-        """Send a failure."""
         failure = decode_pb2.AttemptFailure(key=key, kind=kind, message=message)
         self.messages.put_nowait(decode_pb2.SessionDown(failures=[failure]))
 
     def beat(self, *live: decode_pb2.AttemptKey) -> None:
-        """Send a heartbeat."""
         self.messages.put_nowait(decode_pb2.SessionDown(heartbeat=decode_pb2.Heartbeat(live=live)))
 
     def end(self) -> None:
-        """End the stream."""
         self.messages.put_nowait(None)
 
 
 def output(
     key: decode_pb2.AttemptKey, choice: int, index: int, tokens: Sequence[int], finish: int = 0
 ) -> decode_pb2.SequenceOutput:
-    """One choice's tokens."""
     return decode_pb2.SequenceOutput(
         key=key,
         choice_index=choice,
@@ -257,8 +246,6 @@ Script = Callable[[DownStream, decode_pb2.Start, prefill_pb2.PrefillRequest], Aw
 
 
 class StubDecode(Stub, decode_pb2_grpc.DecodeServicer):
-    """A decode worker."""
-
     def __init__(self, identity: WorkerIdentity, handoffs: Handoffs) -> None:
         super().__init__(identity, handoffs)
         self.reserves: list[decode_pb2.Reserve] = []
@@ -328,12 +315,10 @@ async def continue_by_hand(down: DownStream, start: decode_pb2.Start, request: p
 
 
 async def never_ending(down: DownStream, start: decode_pb2.Start, request: prefill_pb2.PrefillRequest) -> None:
-    """Nothing comes."""
     await asyncio.get_running_loop().create_future()
 
 
 def granted(reserve: decode_pb2.Reserve) -> decode_pb2.ReserveResult:
-    """Pages for everybody."""
     return decode_pb2.ReserveResult(key=reserve.key, granted=True)
 
 

@@ -23,8 +23,6 @@ STEP_S = 0.2
 
 @dataclass
 class SecureFleet:
-    """A prefill and a decode worker behind a router."""
-
     prefill: Any
     decode: Any
     app: Any
@@ -32,7 +30,6 @@ class SecureFleet:
     """API keys by who has them."""
 
     def client(self, who: str) -> AsyncClient:
-        """A client with that key, and no certificate."""
         return AsyncClient(self.app.address, api_key=self.keys[who], ca=fleet() / "ca.crt")
 
 

@@ -18,7 +18,6 @@ SHARED = 5
 
 
 async def cache(*arguments: str) -> Any:
-    """The answer of `baton cache … --json`."""
     invoke = partial(CliRunner().invoke, main, ["cache", *arguments, "--json"])
     result = await asyncio.to_thread(invoke)
     assert result.exit_code == 0, result.stderr

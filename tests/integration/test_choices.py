@@ -70,6 +70,5 @@ async def test_a_request_with_more_choices_than_slots_keeps_nobody_from_a_first_
         for each in asked:
             assert [choice.token_ids for choice in each.done.choices] == each.expected()
         # One prefill and one transfer served all choices.
-        assert asked[1].done.usage is not None
         assert asked[1].done.usage.prompt_tokens == 5
         assert max(map(len, engine.steps)) <= SLOTS

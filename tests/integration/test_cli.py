@@ -83,7 +83,6 @@ def decode_workers(up: int) -> dict[str, int]:
 
 
 def wait_for(log: Path, pattern: str) -> None:
-    """Wait for a match in the log."""
     until = time.monotonic() + HANG_S
     while not re.search(pattern, log.read_text()):
         assert time.monotonic() < until, log.read_text()

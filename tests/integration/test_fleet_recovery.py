@@ -57,7 +57,6 @@ async def victim(checkpoint: Path) -> AsyncIterator[Victim]:
     flags = ["--dtype", "float32", "--kv-memory", "64MiB", "--threads", "1"]
     process = await asyncio.create_subprocess_exec(*command, *flags, stdout=PIPE, env=os.environ)
     try:
-        assert process.stdout is not None
         async with asyncio.timeout(START_S):
             _, *pairs = (await process.stdout.readline()).decode().split()
         yield Victim(SimpleNamespace(**dict(pair.split("=") for pair in pairs)), process)
@@ -68,7 +67,6 @@ async def victim(checkpoint: Path) -> AsyncIterator[Victim]:
 
 
 def replays(cause: str) -> float:
-    """Number of replays so far."""
     return sample("baton_replays_total", cause=cause)
 
 

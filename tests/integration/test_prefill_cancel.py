@@ -78,13 +78,11 @@ async def owners(client: Client) -> list[LedgerEntry]:
 
 
 async def abandon(client: Client, transfer_id: str, incarnation: str = "") -> None:
-    """Abandon as a router does."""
     incarnation = incarnation or client.app.status.identity.incarnation
     await client.prefill.Abandon(prefill_pb2.AbandonRequest(transfer_id=transfer_id, incarnation=incarnation))
 
 
 async def cancelled(client: Client, reading: "asyncio.Task[Any]", call: Any) -> None:
-    """Cancel a call and see it end, on both sides."""
     noticed = client.watch_aborts()
     call.cancel()
     await asyncio.wait([reading])

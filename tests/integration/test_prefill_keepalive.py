@@ -65,7 +65,6 @@ asyncio.run(main(*sys.argv[1:]))
 async def child(script: str, *args: str) -> AsyncIterator[Process]:
     """A process that has begun its call."""
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, *args, stdout=PIPE)
-    assert process.stdout is not None
     try:
         async with asyncio.timeout(60):
             assert await process.stdout.readline() == b"begun\n"

@@ -21,7 +21,6 @@ LIMIT_S = 120
 
 async def line(process: Process, word: str) -> list[str]:
     """The rest of the next line, which must begin with `word`."""
-    assert process.stdout is not None
     first, *rest = (await process.stdout.readline()).decode().split()
     assert first == word
     return rest
@@ -58,7 +57,6 @@ async def test_a_long_prompt_is_resumed_by_another_worker(valkey: Server, tmp_pa
         computed = await killed_when_it_holds(workers)
         answer = await asked
     assert answer.token_ids == greedy(load_reference(checkpoint), PROMPT, TOKENS).token_ids
-    assert answer.usage is not None
     assert HOLD <= computed < HOLD + CHUNK
     # All but the chunk whose save may have been under way, and the rest of its last block.
     assert computed - CHUNK - PrefillConfig().block_size < answer.usage.cached.redis <= computed

@@ -70,7 +70,6 @@ class Load:
         self._next += 1
         prompt = self._beginnings[self._next % len(self._beginnings)] + self._some(TAIL)
         done = await self._client.complete(prompt, max_tokens=TOKENS, temperature=0, timeout=60)
-        assert done.usage is not None
         right = done.token_ids == expected_tokens(prompt, TOKENS)
         self.seen.append(Seen(right, done.usage.cached.redis))
         self.news.set()

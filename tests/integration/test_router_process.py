@@ -30,7 +30,6 @@ def start(*arguments: str, **environ: str) -> subprocess.Popen[str]:
 
 def test_starts_and_stops(tmp_path: Path) -> None:
     with start(f"--model={checkpoint(tmp_path)}", *WORKERS) as router:
-        assert router.stdout is not None
         line = router.stdout.readline()
         assert re.fullmatch(r"listening grpc=127\.0\.0\.1:\d+ ops=127\.0\.0\.1:\d+\n", line)
         router.send_signal(signal.SIGINT)

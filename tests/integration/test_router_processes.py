@@ -58,7 +58,6 @@ def process(*arguments: str) -> subprocess.Popen[str]:
 
 
 def listening(started: subprocess.Popen[str]) -> dict[str, str]:
-    assert started.stdout is not None
     return dict(re.findall(r"(\w+)=(\S+)", started.stdout.readline()))
 
 
@@ -144,7 +143,6 @@ def ready(ops: str) -> None:
 
 def test_requests_are_spread_and_a_death_leaves_the_other_serving() -> None:
     with routers() as found:
-        assert found.parent.stderr is not None
         assert [ask(found.address) for _ in range(16)] == [3] * 16
         served = [found.served(number) for number in range(2)]
         assert sum(served) == 16
@@ -191,7 +189,6 @@ def test_a_second_sigterm_cuts_the_drain_short() -> None:
         next(call)
         children = found.children()
         found.parent.send_signal(signal.SIGTERM)
-        assert found.parent.stderr is not None
         assert "draining 1 request, up to 30 s; " in found.parent.stderr.readline()
         with pytest.raises(grpc.RpcError) as refused:
             ask_for_ever(found.address)

@@ -28,7 +28,6 @@ async def listening(module: str, checkpoint: Path, *flags: str) -> Process:
     process = await start(
         module, f"--model={checkpoint}", f"--kv-memory={KV}", "--kernels=native", "--dtype=float32", *flags
     )
-    assert process.stdout is not None
     assert process.stderr is not None
     async with asyncio.timeout(START_S):
         assert (await process.stdout.readline()).startswith(b"listening")

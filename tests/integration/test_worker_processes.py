@@ -68,7 +68,6 @@ async def holds_pages_while_it_drains(process: Process, channel: grpc.aio.Channe
 @pytest.mark.parametrize(("module", "use"), [("prefill_svc", prefills), ("decode_svc", holds_pages_while_it_drains)])
 async def test_serves_drains_and_ends(module: str, use: Callable[[Process, grpc.aio.Channel], Awaitable[None]]) -> None:
     process = await start(module, "--dtype", "float32", "--kv-memory", "16MiB")
-    assert process.stdout is not None
     try:
         async with asyncio.timeout(START_S):
             word, *pairs = (await process.stdout.readline()).decode().split()

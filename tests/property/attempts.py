@@ -79,7 +79,6 @@ class Book:
         self.tries_of: dict[str, Try] = {}
 
     async def listen(self, session: RouterSession) -> None:
-        """Read all that a session is told."""
         async for down in session.messages():
             self._told(session, down)
 
@@ -175,7 +174,6 @@ async def read_prefix(exports: ExportRegistry, engine: Engine, ours: Try) -> boo
             frames = [wire.decode(frame, wire.seed_of(export.transfer_id)) async for frame in stream]
     except (NotFound, TransferError):
         return False
-    assert expected is not None
     *data, manifest, commit = frames
     assert isinstance(manifest, Manifest)
     last = digests(engine, ours.named[: ours.cached])[-1]

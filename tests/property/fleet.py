@@ -82,8 +82,6 @@ class Call:
 
 @dataclass(eq=False)
 class Job:
-    """A prefill that was asked for."""
-
     call: Call
     request: prefill_pb2.PrefillRequest
     computed: bool = False
@@ -233,7 +231,6 @@ class Worker:
             self.fleet.prefilled[job.request.transfer_id] = job.request
 
     def finish(self, job: Job) -> None:
-        """Say the first tokens."""
         if self.silent:
             return
         self.compute(job)
@@ -291,7 +288,6 @@ class Worker:
 
 
 def truth(request: prefill_pb2.PrefillRequest, choice: int) -> list[int]:
-    """All output tokens of a choice."""
     return _truth(tuple(request.prompt_token_ids), request.sampling.SerializeToString(deterministic=True), choice)
 
 

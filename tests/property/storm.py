@@ -42,7 +42,6 @@ class Stream:
 
     @property
     def right(self) -> bool:
-        """Whether all tokens came, and they are the right ones."""
         request = self.request
         return self.error is None and all(
             len(tokens) == request.max_tokens
@@ -81,7 +80,6 @@ class Storm:
 
     @contextlib.asynccontextmanager
     async def running(self, **settings: Any) -> AsyncIterator[None]:
-        """Start the router and the workers."""
         async with self.routing(**settings):
             work = [asyncio.create_task(self._prefill(worker)) for worker in self.fleet.prefills]
             work += [asyncio.create_task(self._decode(worker)) for worker in self.fleet.decodes]
@@ -95,7 +93,6 @@ class Storm:
 
     @contextlib.asynccontextmanager
     async def routing(self, **settings: Any) -> AsyncIterator[None]:
-        """Start the router alone."""
         config = RouterConfig(
             prefill=tuple(worker.address for worker in self.fleet.prefills),
             decode=tuple(worker.address for worker in self.fleet.decodes),
@@ -113,7 +110,6 @@ class Storm:
                 await self.request_runner.finish()
 
     def stream(self, *, max_tokens: int, n: int = 1, within_s: float | None = None) -> asyncio.Task[None]:
-        """Ask for a completion."""
         number, now = self._first + len(self.streams), self.loop.now
         params = SamplingParams(max_tokens=max_tokens, seed=7, n=n)
         deadline = None if within_s is None else now + within_s
@@ -146,7 +142,6 @@ class Storm:
             self.loop.call_later(self.back_s, worker.live)
 
     async def until(self, true: Callable[[], object]) -> None:
-        """Wait in simulated time."""
         for _ in range(100_000):
             if true():
                 return
@@ -154,7 +149,6 @@ class Storm:
         raise AssertionError("it never comes to that")
 
     def busy(self) -> list[Worker]:
-        """Decode workers that hold something."""
         return [worker for worker in self.fleet.decodes if worker.held]
 
     def break_session(self, worker: Worker) -> None:

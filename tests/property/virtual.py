@@ -48,7 +48,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.set_exception_handler(lambda loop, context: self.faults.append(context))
 
     def time(self) -> float:
-        """Simulated seconds."""
         return self.now
 
     def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
@@ -75,7 +74,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self.run_forever()
 
     def advance(self, seconds: float) -> None:
-        """Let time pass."""
         self.run_until_complete(asyncio.sleep(seconds))
         self.settle()
 

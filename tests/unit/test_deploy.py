@@ -28,7 +28,6 @@ CONFIGS = {"router": RouterConfig, "prefill_svc": PrefillConfig, "decode_svc": D
 
 
 def configured(module: str, environment: dict[str, str]) -> Any:
-    """Settings that a service makes of its variables."""
     settings: Any = CONFIGS[module]
     with patch.dict(os.environ, environment, clear=True):
         return load(settings, [])

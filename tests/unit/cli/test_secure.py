@@ -38,7 +38,6 @@ def test_the_flags_are_those_that_the_services_know(tmp_path: Path) -> None:
     fleet = SecureFleet.prepare(tmp_path, [], {"prefill": 1, "decode": 2})
     decode = load(DecodeConfig, fleet.worker_flags("decode-1"))
     found = Tls.load(decode, "decode")
-    assert found is not None
     assert found.principal == "baton://decode/decode-1"
     assert Path(decode.ticket_keys).name == "ticket.pub"
     router = load(RouterConfig, ["--prefill=a:1", "--decode=b:1", *fleet.router_flags()])

@@ -45,7 +45,6 @@ class Up:
         return self.process.stdout.readline()
 
     def until(self, pattern: str) -> re.Match[str]:
-        """Wait for a match in the log."""
         with self._changed:
             assert self._changed.wait_for(lambda: re.search(pattern, self.log), 60), self.log
             return re.search(pattern, self.log)  # type: ignore[return-value]
@@ -60,7 +59,6 @@ class Up:
         return int(self.until(rf"{name} +\| pid=(\d+) argv")[1])
 
     def end(self) -> int:
-        """Exit status."""
         status = self.process.wait(60)
         self._reader.join(60)
         return status

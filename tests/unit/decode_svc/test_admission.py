@@ -269,16 +269,6 @@ def test_an_attempt_whose_forks_lack_pages_lets_the_forks_of_others_go_on() -> N
     assert not any(asked.failed for asked in worker.asked.values())
 
 
-def test_one_choice_may_need_all_pages_whatever_the_number_of_choices() -> None:
-    worker = Worker(4, pages=10)
-    assert worker.ask("large", list(range(2, 39)), 3, 2)
-    # No page was left to keep the context in: prefill is asked again, for each choice by itself.
-    assert worker.asked["large"].failed is FailureKind.PREEMPTED
-    assert worker.ask("aligned", list(range(2, 38)), 4, 2)
-    worker.finish()
-    assert worker.asked["aligned"].failed is None
-
-
 def test_choices_that_alone_hold_pages_are_forked_whatever_claims_set_aside() -> None:
     worker = Worker(4, pages=10, reserve_tokens=8)
     assert worker.ask("many", list(range(2, 23)), 8, 4)

@@ -28,7 +28,6 @@ class Turns:
         self.finished: dict[int, FinishReason] = {}
 
     def add(self, number: int, prompt: list[int], max_tokens: int) -> DecodeSequence:
-        """Give the loop a sequence whose KV is there."""
         ready = prefill(prompt, greedy(max_tokens))
         handle = self.engine.reserve(f"s{number}", len(prompt) + max_tokens)
         ready.write(self.engine, handle)
@@ -40,7 +39,6 @@ class Turns:
         return sequence
 
     def until_finished(self, *numbers: int) -> None:
-        """Turn until these sequences have finished."""
         for _ in range(50):
             if set(numbers) <= set(self.finished):
                 return

@@ -53,7 +53,6 @@ def test_a_slot_is_free_for_the_next_as_soon_as_a_sequence_ends() -> None:
     scheduler.add([last, sequence(2), sequence(3)])
     scheduler.admit(0.0)
     output = advance(scheduler, last, 60)
-    assert output is not None
     assert (output.output_index, output.finish) == (1, FinishReason.LENGTH)
     assert ids(scheduler.admit(0.0)) == [3]
 
@@ -64,7 +63,6 @@ def test_tokens_after_the_one_that_ends_a_sequence_are_left_out() -> None:
     scheduler.add([one])
     scheduler.admit(0.0)
     output = advance(scheduler, one, 60, 1, 61)
-    assert output is not None
     assert [token.token_id for token in output.tokens] == [60, 1]
     assert output.finish is FinishReason.STOP
     assert scheduler.running == 0
@@ -89,8 +87,6 @@ def test_a_sequence_ends_at_the_models_length_whatever_it_may_generate() -> None
     scheduler.admit(0.0)
     first = advance(scheduler, one, 60)
     second = advance(scheduler, one, 61)
-    assert first is not None
-    assert second is not None
     assert (first.finish, second.finish) == (None, FinishReason.LENGTH)
 
 
@@ -101,9 +97,6 @@ def test_timings_come_once_and_are_durations() -> None:
     scheduler.admit(100.25)
     first = advance(scheduler, one, 60, now=100.75)
     second = advance(scheduler, one, 61, now=101.0)
-    assert first is not None
-    assert second is not None
-    assert first.timings is not None
     assert (first.timings.fetch_ms, first.timings.slot_wait_ms) == (7, 250)
     assert second.timings is None
     assert second.output_index == 2

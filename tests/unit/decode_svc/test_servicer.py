@@ -49,7 +49,6 @@ class SessionPeer:
         self.task = loop.spawn(self._session())
 
     def beat(self) -> None:
-        """Say that it is there."""
         self._up.put_nowait(decode_pb2.SessionUp(heartbeat=decode_pb2.Heartbeat()))
 
     async def _session(self) -> None:

@@ -185,24 +185,6 @@ def test_what_a_sequence_leaves_of_its_last_page_is_copied_and_never_taken_for_a
     pool.audit()
 
 
-def test_what_a_reservation_replaces_is_evicted_in_slices_and_its_prefix_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.kv.page_allocator.SLICE_PAGES", 2)
-    pool = PagePool(12, 4)
-    for owner, chain in (("a/1", CHAIN_A), ("b/1", CHAIN_B)):
-        pool.free(published(pool, owner, chain))
-    assert not pool.evict_for(4 * 13, CHAIN_A)
-    assert pool.stats().cached == 12
-    # Ten pages, two of them of the prefix.
-    freed = []
-    while pool.evict_for(4 * 10, CHAIN_A[:2]):
-        freed.append(pool.stats().free)
-        assert pool.audit() == {}
-    assert freed == [2, 4, 6]
-    assert pool.stats().free == 8
-    assert (pool.match_prefix(CHAIN_A), pool.match_prefix(CHAIN_B)) == (8, 8), "the least recently used went first"
-    assert pool.reserve("c/1", 4 * 10, CHAIN_A[:2]).cached == 8
-
-
 def test_a_slice_is_of_a_few_sequences_if_they_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.kv.page_allocator.SLICE_NODES", 2)
     pool = PagePool(6, 4)

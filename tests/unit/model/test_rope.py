@@ -106,7 +106,6 @@ def test_angles_are_exact_to_position_100_million(parameters: dict[str, Any], th
 @pytest.mark.parametrize("position", FAR)
 def test_native_angles_are_exact_to_position_100_million(position: int) -> None:
     """A key as it lies in its page. The token sees only itself, and all of its page table is one page."""
-    assert LIBRARY is not None
     rope, size, page_size = configs(PARAMETERS["yarn"], 1e6)[0].rope, 8, 1 << 20
     frequencies = torch.tensor(rope.inverse_frequencies(size), dtype=torch.float64)
     layer = (abi.BatonLayer * 1)(abi.BatonLayer(window=1))

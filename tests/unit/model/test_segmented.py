@@ -63,7 +63,6 @@ class Hosted:
         self._pass.append(kv, layer, k, v, self._hosted(batch))
 
     def attend(self, kv: KvCache, layer: int, q: Tensor, batch: AttentionBatch, window: int | None) -> Tensor:
-        assert self._pass is not None
         return self._pass.attend(kv, layer, q, self._hosted(batch), window)
 
     def attend_segment(

@@ -263,7 +263,6 @@ def test_who_waits_builds_when_the_builder_is_killed(path: str, caplog: pytest.L
     logging.getLogger(shared.__name__).addHandler(handler)
     builder = subprocess.Popen([sys.executable, "-c", BUILDER, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
-        assert builder.stdout is not None
         assert builder.stdout.readline() == b"half\n"
         threads = [
             threading.Thread(target=lambda: found.append(share_weights(path, KEY, weights, 1))) for _ in range(2)
@@ -288,7 +287,6 @@ def test_a_slow_builder_is_left(path: str, monkeypatch: pytest.MonkeyPatch, capl
     with subprocess.Popen(
         [sys.executable, "-c", BUILDER, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as builder:
-        assert builder.stdout is not None
         assert builder.stdout.readline() == b"half\n"
         assert content(share_weights(path, KEY, weights, 1))
         builder.kill()

@@ -46,7 +46,6 @@ def test_after_one_chunk_all_tokens_are_thought_to_be_alike() -> None:
     estimate = PrefillEstimate(100)
     estimate.record(20, 5.0)
     progress = estimate.record(40, 7.0)
-    assert progress is not None
     assert (progress.tokens_per_second, progress.seconds_left) == (pytest.approx(10), pytest.approx(6))
 
 
@@ -54,7 +53,6 @@ def test_tokens_that_got_faster_are_not_thought_to_go_on_so() -> None:
     estimate = PrefillEstimate(10_000)
     for done, now in ((0, 0.0), (100, 10.0), (200, 11.0)):
         progress = estimate.record(done, now)
-    assert progress is not None
     assert progress.seconds_left == pytest.approx(9_800 * 11 / 200)
 
 
@@ -63,7 +61,6 @@ def test_a_worker_that_gets_slower_is_followed() -> None:
     for start in range(0, 400_000, 4000):
         progress = estimate.record(start, now)
         now += (1 if start < 200_000 else 3) * seconds(start, start + 4000)
-    assert progress is not None
     assert progress.seconds_left == pytest.approx(3 * seconds(396_000, 1_000_000), rel=0.3)
 
 
@@ -73,7 +70,6 @@ def test_noise_of_the_latest_chunks_is_not_taken_for_slope() -> None:
     for start in range(0, 500_000, 1000):
         progress = estimate.record(start, now)
         now += seconds(start, start + 1000) * (1 + max(0, start - 470_000) / 60_000)
-    assert progress is not None
     assert progress.seconds_left == pytest.approx(seconds(500_000, 1_000_000), rel=0.4)
 
 
@@ -84,7 +80,6 @@ def test_reports_are_not_more_frequent_than_the_interval_and_the_end_is_reported
     for report in filter(None, reports[1:]):
         assert report.tokens_per_second == pytest.approx(10 / step)
     last = estimate.record(1000, 7.0 + 99 * step)
-    assert last is not None
     assert (last.tokens_done, last.seconds_left) == (1000, 0.0)
 
 
@@ -108,7 +103,6 @@ def test_whatever_the_times_the_estimate_is_a_time(chunks: list[tuple[int, float
     for tokens, took in chunks:
         done, now = done + tokens, now + took + 1e-9
         progress = estimate.record(done, now)
-        assert progress is not None
         assert progress.seconds_left is not None
         assert 0 < progress.seconds_left < math.inf
         assert 0 < progress.tokens_per_second < math.inf

@@ -171,7 +171,6 @@ sys.exit(main("decode", "decode_svc", Settings, run))
 
 async def test_a_look_up_of_a_name_that_hangs_does_not_hold_up_the_end() -> None:
     child = await asyncio.create_subprocess_exec(sys.executable, "-c", LOOKING_UP, stdout=PIPE, stderr=PIPE)
-    assert child.stdout is not None
     try:
         async with asyncio.timeout(60):
             said = {await child.stdout.readline(), await child.stdout.readline()}
@@ -220,7 +219,6 @@ def run(settings):
 async def test_a_signal_during_the_start_ends_it_at_once(number: signal.Signals, before: str, said: bytes) -> None:
     script = LOADING.format(before=before)
     child = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=PIPE, stderr=PIPE)
-    assert child.stdout is not None
     try:
         async with asyncio.timeout(60):
             first = await child.stdout.readline()

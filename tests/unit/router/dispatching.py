@@ -104,7 +104,6 @@ class FakePool:
         return fleet
 
     def answer_all(self, answer: ReserveResult) -> None:
-        """Have all decode workers answer so."""
         self.by_name = dict.fromkeys(self.by_name, answer)
 
     async def reserve(self, attempt: FakeAttempt, **asked: Any) -> ReserveResult:

@@ -160,7 +160,6 @@ async def test_a_head_that_is_cancelled_and_has_yet_to_wake_gives_its_turn_to_th
     await running.placed.wait()
     waiting, other = Held(d, "waiting"), Held(d, "other")
     await settle()
-    assert running.place is not None
     if had_its_turn:
         d.release(running.place.prefill)
     waiting.task.cancel()
@@ -195,7 +194,6 @@ async def test_what_needs_no_decode_does_not_wait_for_it() -> None:
     await asyncio.gather(full.task, return_exceptions=True)
     short = Held(d, "short", decodes=False)
     await asyncio.wait_for(short.placed.wait(), 60)
-    assert short.place is not None
     assert short.place.decode is None
     await short.end()
 

@@ -88,17 +88,6 @@ async def test_a_later_token_waits_for_the_first() -> None:
     assert (await only(e)).text == "abc"
 
 
-async def test_a_new_attempt_forgets_what_an_old_one_said_too_early() -> None:
-    e = output()
-    e.add_first_tokens(first(0, "a"))
-    e.add(Output(0, 2, infos("X")))
-    e.begin([0])
-    e.add_first_tokens(first(0, "b"))
-    assert e.output_ids(0) == [ord("a"), ord("b")]
-    e.add(Output(0, 2, infos("c")))
-    assert (await only(e)).text == "abc"
-
-
 async def test_nothing_is_emitted_beyond_a_stop_string() -> None:
     e = output(stop=("bc",))
     e.add(Output(0, 0, infos("abcd"), FinishReason.LENGTH))
@@ -114,13 +103,6 @@ async def test_held_text_is_told_at_the_end() -> None:
     e.add(Output(0, 2, infos("b"), FinishReason.LENGTH))
     delta = await only(e)
     assert (delta.text, delta.finish, delta.stop_string) == ("bb", FinishReason.LENGTH, None)
-
-
-async def test_stop_strings_wait_for_min_tokens() -> None:
-    e = output(stop=("a",), min_tokens=2)
-    e.add(Output(0, 0, infos("aaab")))
-    delta = await only(e)
-    assert (delta.text, len(delta.tokens), delta.stop_string) == ("aa", 3, "a")
 
 
 @pytest.mark.parametrize(("min_tokens", "text"), [(0, "ab"), (3, "ab"), (7, "ab"), (8, "ab\n\nUser: x")])

@@ -37,15 +37,6 @@ def test_equal_to_searching_the_whole_text(stops: list[str], pieces: list[str], 
         assert (shown, watched.found) == (before + (stop if include else ""), stop)
 
 
-@given(stops=STOPS, pieces=st.lists(st.text("abc", max_size=4), max_size=8), ignored=st.integers(0, 8))
-def test_matches_that_end_in_ignored_pieces_do_not_count(stops: list[str], pieces: list[str], ignored: int) -> None:
-    watched = matcher(stops)
-    shown = "".join(watched.push(piece, counts=at >= ignored) for at, piece in enumerate(pieces)) + watched.flush()
-    text = "".join(pieces)
-    found = expected(text, stops, len("".join(pieces[:ignored])))
-    assert (shown, watched.found) == (found or (text, None))
-
-
 @given(stops=STOPS, pieces=st.lists(st.text("abc", max_size=4), max_size=8))
 def test_holds_back_exactly_what_could_begin_a_stop_string(stops: list[str], pieces: list[str]) -> None:
     watched = matcher(stops)
@@ -56,21 +47,6 @@ def test_holds_back_exactly_what_could_begin_a_stop_string(stops: list[str], pie
             return
         prefixes = {stop[:n] for stop, n in itertools.product(stops, range(1, 4)) if n < len(stop)}
         assert len(seen) - len(shown) == max((len(p) for p in prefixes if seen.endswith(p)), default=0)
-
-
-@pytest.mark.parametrize(("include", "text"), [(False, "one "), (True, "one END")])
-def test_a_stop_string_over_three_pieces(include: bool, text: str) -> None:
-    watched = matcher(["END"], include_stop=include)
-    pieces = [watched.push(piece) for piece in ("one E", "N", "D two")]
-    assert ("".join(pieces), watched.found) == (text, "END")
-    assert pieces[0] == "one "
-    assert watched.push("more") == ""
-    assert watched.flush() == ""
-
-
-def test_false_alarm_is_shown() -> None:
-    watched = matcher(["END"])
-    assert [watched.push("E"), watched.push("N"), watched.push("!")] == ["", "", "EN!"]
 
 
 def test_the_work_per_character_does_not_grow_with_the_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,6 @@ WAIT_S = 60.0
 
 
 async def ask(channel: grpc.aio.Channel, **keywords: Any) -> None:
-    """One call on a new channel; closes it."""
     async with channel:
         await inference_pb2_grpc.InferenceStub(channel).Tokenize(pb.TokenizeRequest(text="x"), timeout=60, **keywords)
 

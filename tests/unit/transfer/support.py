@@ -120,7 +120,6 @@ WHOLE = Shard("", range(LAYERS), range(HEADS))
 
 
 def whole(tokens: int) -> Box:
-    """All of an export."""
     return Box(range(tokens), range(LAYERS), range(HEADS))
 
 
@@ -130,7 +129,6 @@ def contents(engine: Engine, handle: KvHandle, box: Box) -> list[list[bytes]]:
 
 
 async def collect(export: Export, box: Box) -> list[bytes]:
-    """All frames of a stream."""
     async with aclosing(export.frames(box)) as frames:
         return [frame async for frame in frames]
 
@@ -160,10 +158,8 @@ class MemorySource:
 
 
 def unchanged(stream: int, frames: list[bytes]) -> list[bytes]:
-    """The mangling of an honest source."""
     return frames
 
 
 def faults(kind: str) -> float:
-    """Transfers that failed so in this process so far."""
     return count(TRANSFER_FAULTS, kind)

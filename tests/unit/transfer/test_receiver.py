@@ -106,14 +106,6 @@ async def test_a_bad_commit_is_fetched_again_alone(pair: Pair) -> None:
     assert pair.source.boxes[1].tokens == range(TOKENS, TOKENS)
 
 
-async def test_many_bad_frames_are_fetched_again(pair: Pair) -> None:
-    assert await pair.pull(first_stream(lambda f: [flip(frame, 0) for frame in f])) == handoff(TOKENS)
-    assert pair.correct
-    assert pair.source.boxes[1:] == [
-        Box(range(TOKENS), range(layer, layer + 1), range(HEADS)) for layer in range(LAYERS)
-    ]
-
-
 async def test_a_frame_that_is_bad_again_ends_the_transfer(pair: Pair) -> None:
     before = faults("corrupt_frame")
     with pytest.raises(CorruptFrame, match="bad a second time"):

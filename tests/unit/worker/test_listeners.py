@@ -28,17 +28,14 @@ def nothing(server: grpc.aio.Server) -> None:
 
 
 async def no_ledger() -> Ledger:
-    """Nobody holds anything."""
     return Ledger("w", "decode")
 
 
 async def nothing_cached(shared: bool = False) -> list[CacheTier]:
-    """No tiers."""
     return []
 
 
 async def ops_status(address: str, path: str) -> int:
-    """The status of a GET."""
     host, port = address.split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(f"GET {path} HTTP/1.0\r\n\r\n".encode())

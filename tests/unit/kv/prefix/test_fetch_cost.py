@@ -24,20 +24,8 @@ def blocks(hits: Hits, rates: Mapping[str, FetchRate], prefill_rate: float) -> i
     return FetchCostModel(BYTES, TOKENS).decide(hits, rates, prefill_rate, 0.0).blocks
 
 
-def test_a_nearer_run_is_fetched_alone_if_the_farther_one_loses() -> None:
-    hits = Hits((("host", 10), ("redis", 200)))
-    assert blocks(hits, {"host": QUICK, "redis": SLOW}, 10_000.0) == 10
-    assert blocks(hits, {"redis": SLOW}, 10_000.0) == 10, "what host takes is not known"
-
-
 def test_a_tie_is_fetched() -> None:
     assert blocks(Hits((("redis", 8),)), {"redis": FetchRate(0.5, 400_000 * 16.0)}, 128.0) == 8
-
-
-def test_latency_counts_once_for_a_run() -> None:
-    far = {"redis": FetchRate(0.1, 1e12)}
-    assert blocks(Hits((("redis", 2),)), far, 500.0) == 0, "64 ms to compute"
-    assert blocks(Hits((("redis", 4),)), far, 500.0) == 4, "128 ms to compute"
 
 
 @pytest.mark.parametrize("prefill_rate", [0.0, 1e9])

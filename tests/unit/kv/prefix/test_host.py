@@ -48,13 +48,6 @@ async def test_a_block_larger_than_the_bound_is_not_kept() -> None:
     assert (await cache.lookup(LONG)).blocks == 1
 
 
-async def test_no_memory_keeps_nothing() -> None:
-    cache = HostPrefixCache(0)
-    assert not cache.enabled
-    assert await cache.select_writes(LONG) == [False] * 8
-    assert not cache.put(LONG[0], b"x")
-
-
 async def test_many_look_ups_leave_no_trace() -> None:
     cache = HostPrefixCache(8 * SIZE)
     await write(cache, LONG)

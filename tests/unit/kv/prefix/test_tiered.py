@@ -119,17 +119,6 @@ async def test_runs_alternate_and_every_block_comes_from_where_it_is(store: Stor
     assert (shared.name, shared.hits, shared.misses) == (TIER, 4, 2)
 
 
-async def test_what_was_fetched_stays_in_host_memory(store: Store) -> None:
-    cache = tiered(store)
-    await only_stored(store, *range(5))
-    assert (await cache.lookup(DIGESTS)).blocks == 5
-    assert len(await cache.fetch(DIGESTS[:2])) == 2
-    assert len(await cache.fetch(DIGESTS[2:5])) == 3
-    store.blocks.clear()
-    assert (await cache.lookup(DIGESTS)).runs == (("host", 5),)
-    assert await cache.fetch(DIGESTS) == [BLOCKS[digest] for digest in DIGESTS[:5]]
-
-
 async def test_a_fetch_longer_than_host_memory_leaves_its_beginning_there(store: Store) -> None:
     cache = tiered(store, blocks=3)
     await only_stored(store, *range(10))
@@ -203,17 +192,6 @@ async def test_what_the_store_was_found_to_have_is_not_written(store: Store) -> 
     await cache.lookup(DIGESTS)
     store.blocks.clear()
     assert await request(cache, DIGESTS) == DIGESTS[5:], "nobody has missed the first five yet"
-
-
-async def test_what_the_store_lost_is_written_again_once_it_is_missed(store: Store) -> None:
-    cache = tiered(store)
-    await request(cache, DIGESTS)
-    await cache.clear(shared=False)
-    store.blocks.clear()
-    store.puts.clear()
-    assert (await cache.lookup(DIGESTS)).blocks == 0
-    assert await request(cache, DIGESTS) == DIGESTS
-    assert store.puts == DIGESTS
 
 
 async def test_what_a_full_store_dropped_is_offered_again_from_host_memory(store: Store) -> None:
@@ -296,10 +274,6 @@ async def test_only_a_sample_is_touched(store: Store) -> None:
     for _ in range(8000):
         cache.touch(DIGESTS[:1])
     assert 700 < len(store.touched) < 1300, "six standard deviations are 177"
-
-
-async def test_rates_of_both(store: Store) -> None:
-    assert tiered(store).fetch_rates() == store.fetch_rates()
 
 
 steps = st.tuples(

@@ -53,7 +53,6 @@ async def test_updates_come_until_the_last_and_the_deadline_goes_with_the_reques
             tokens += [token.token_id for delta in update.deltas.values() for token in delta.tokens]
             request_runner.last.set()
     assert tokens == [7, 8]
-    assert request_runner.request is not None
     assert (request_runner.request.id, request_runner.request.tenant, request_runner.request.deadline) == (
         request_id,
         "t",
