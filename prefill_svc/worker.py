@@ -372,7 +372,7 @@ class PrefillWorker:
             return error
         _log.error("%s: a chunk failed", job.task.name, exc_info=error)
         if isinstance(error, NoToken) and job.handle is not None:
-            self._engine.retract(job.handle)
+            self._engine.uncache(job.handle)
             self._faults.record_failure(job.task.request_id)
             job.error = error
             if self._faults.suspected:
