@@ -229,9 +229,12 @@ class Handoff:
     first_tokens: tuple[FirstToken, ...]
 
 
-def join_ids(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Sequence[int]:
-    """All token ids of a sequence, in an array: a list of a million numbers would be freed one by one."""
-    if not output_ids:
+def join_ids(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> array[int]:
+    """All token ids of a sequence; a list of a million numbers would be freed one by one.
+
+    It is `prompt_ids` itself if that is an array, and there is no output.
+    """
+    if isinstance(prompt_ids, array) and not output_ids:
         return prompt_ids
     ids = array("I", prompt_ids)
     ids.extend(output_ids)

@@ -97,7 +97,7 @@ def measure(page_size: int, kind: str, rounds: int) -> dict[str, float]:
         measured.call("free a long prompt, cached", pool.free, handle, digests)
         measured.serve("a short prompt", block_digests(bytes(32), measured.ids(SHORT), BLOCK))
     handle = measured.reserve("a long prompt, cached", LONG, digests)
-    measured.call("retract", pool.retract, handle)
+    measured.call("uncache", pool.uncache, handle)
     measured.call("drop_cached", pool.drop_cached)
     return measured.holds
 

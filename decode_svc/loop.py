@@ -296,7 +296,7 @@ class DecodeLoop:
         ours = self._scheduler.running_one(found)
         if ours is None:
             return
-        self._engine.retract(ours.handle)
+        self._engine.uncache(ours.handle)
         self._fail_sequence(ours, error, report)
         if counts:
             self._faults.record_failure(ours.request_id)

@@ -116,7 +116,8 @@ class PrefillJob:
     to_save         of a long prompt that is saved while it is computed: which blocks the shared store should get
     saved           leading blocks that need no more saving
     saving          the task that saves
-    wakeup          what the job waits for: its pages, or the end of its next chunk
+    allocated       done when it has its pages
+    next_chunk      done when it has the engine, with the end of the chunk to compute
     started         whether its coroutine runs
     finished        whether its stream has had its last event
     """
@@ -140,7 +141,8 @@ class PrefillJob:
     error: BatonError | None = None
     started: bool = False
     finished: bool = False
-    wakeup: asyncio.Future[int] | None = None
+    allocated: asyncio.Future[None] | None = None
+    next_chunk: asyncio.Future[int] | None = None
     runner: asyncio.Task[None] | None = None
     export_closed: asyncio.Event = field(default_factory=asyncio.Event)
     _estimate: PrefillEstimate | None = None

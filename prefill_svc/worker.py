@@ -223,9 +223,9 @@ class PrefillWorker:
 
     async def _allocate(self, job: PrefillJob) -> None:
         """Wait for all pages of the job, then open its export."""
-        job.wakeup = self._loop.create_future()
+        job.allocated = self._loop.create_future()
         self._allocate_pages()
-        await job.wakeup
+        await job.allocated
         if job.task.transfer_id:
             job.export = self._exports.open(
                 job.task.transfer_id, job.pages, len(job.ids), on_closed=job.export_closed.set
@@ -326,7 +326,7 @@ class PrefillWorker:
             if prompt is None:
                 return
             job = self._open_jobs[prompt]
-            if job.wakeup is None or job.wakeup.done():
+            if job.allocated is None or job.allocated.done():
                 # It was cancelled, but its coroutine has not run since.
                 self._scheduler.remove(prompt)
             elif self._prefix.evict(job):
@@ -337,7 +337,7 @@ class PrefillWorker:
                 self._prefix.plan_load(job)
                 in_host = job.handle is not None and job.handle.in_host
                 self._scheduler.allocate(prompt, self._prefix.planned_tokens(job), in_host=in_host)
-                job.wakeup.set_result(0)
+                job.allocated.set_result(None)
             else:
                 refused.add(prompt)
                 self._scheduler.mark_refused(prompt, now)
@@ -372,7 +372,7 @@ class PrefillWorker:
             return error
         _log.error("%s: a chunk failed", job.task.name, exc_info=error)
         if isinstance(error, NoToken) and job.handle is not None:
-            self._engine.retract(job.handle)
+            self._engine.uncache(job.handle)
             self._faults.record_failure(job.task.request_id)
             job.error = error
             if self._faults.suspected:
@@ -443,10 +443,10 @@ class ChunkRunner:
     async def acquire_engine(self, job: PrefillJob) -> AsyncIterator[int]:
         """Wait for the engine; yields the end of the chunk that the job must compute now."""
         self._scheduler.make_ready(job.prompt, job.computed)
-        job.wakeup = self._loop.create_future()
+        job.next_chunk = self._loop.create_future()
         self._assign_engine()
         try:
-            yield await job.wakeup
+            yield await job.next_chunk
         finally:
             if job in self._running:
                 self._running.remove(job)
@@ -487,13 +487,13 @@ class ChunkRunner:
                 break
             prompt, end = choice
             job = self._jobs[prompt]
-            if job.wakeup is None or job.wakeup.done():
+            if job.next_chunk is None or job.next_chunk.done():
                 # It was cancelled, but its coroutine has not run since.
                 self._scheduler.remove(prompt)
                 continue
             self._running.append(job)
             self._scheduler.start_chunk(prompt)
-            job.wakeup.set_result(end)
+            job.next_chunk.set_result(end)
         if not self._running:
             self._progress.set_idle()
 

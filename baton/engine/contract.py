@@ -242,7 +242,7 @@ class Engine(Protocol):
         Pages that handles use return with these, unless they are published again.
         """
 
-    def retract(self, handle: KvHandle) -> None:
+    def uncache(self, handle: KvHandle) -> None:
         """Forget the cached blocks in the handle's pages, and all that follow them; a dead handle is ignored.
 
         For a sequence that got no token: the cause may be KV in pages that other sequences would share.

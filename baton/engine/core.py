@@ -83,8 +83,8 @@ class EngineCore:
     def drop_cached(self) -> int:
         return self._kv.pool.drop_cached()
 
-    def retract(self, handle: KvHandle) -> None:
-        self._kv.pool.retract(_page_handle(handle))
+    def uncache(self, handle: KvHandle) -> None:
+        self._kv.pool.uncache(_page_handle(handle))
 
     def extend(self, handle: KvHandle, tokens: int) -> None:
         self._kv.pool.extend(_page_handle(handle), tokens)

@@ -1,7 +1,7 @@
 """KV as memory and as bytes: pages of one worker, the format that all workers share, and names of prefix blocks.
 
 format    the parts, layers and blocks of KV on the wire and in caches; read it first
-pool      who owns which page; `page_allocator` has the free ones, `cached_blocks` finds pages by their content
+pool      owners of pages, and free pages; `cached_blocks` finds pages by their content
 hashing   digests of prefix blocks
 prefix/   the prefix cache beyond the pages: host memory, Redis
 embedded  the Valkey that `baton up` starts

@@ -43,7 +43,7 @@ Pages: TypeAlias = NDArray[np.int64]
 Counts: TypeAlias = NDArray[np.int32]
 
 NO_PAGES: Pages = np.empty(0, np.int64)
-_ROOT, _REMOVED, _HEADS, _FIRST = 0, 1, (2, 3), 4
+_ROOT, _UNCACHED, _HEADS, _FIRST = 0, 1, (2, 3), 4
 SLICE_NODES, SLICE_PAGES = 32, 1 << 14
 """The most that is evicted, removed or checked at once, which takes about a millisecond."""
 
@@ -51,8 +51,8 @@ _SHARDS = 256
 """A large dict takes many milliseconds to grow, so names are in several, by the last byte of a digest."""
 
 
-class PrefixMatch(NamedTuple):
-    """Where the leading cached `tokens` of a chain are: whole runs in the pages `shared`, the rest in `cut`.
+class PrefixPages(NamedTuple):
+    """Pages of the leading cached `tokens` of a chain: whole runs in the pages `shared`, the rest in `cut`.
 
     `cut` are the first pages of `run`.
     """
@@ -64,7 +64,7 @@ class PrefixMatch(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """Where a chain ends in the tree: `runs` of `node` match, `whole` with those of the nodes before it.
+    """End of a chain in the tree: `runs` of `node` match, `whole` with those of the nodes before it.
 
     The next run of `begun`, which is `node` or a child of it, begins with the next `blocks`; 0: there is none.
     """
@@ -94,8 +94,8 @@ class CachedBlockIndex:
         self.cached_pages = 0
         """Pages in all nodes, with or without an owner."""
         self._node_of = np.zeros(len(owners), np.int32)
-        # By node. The first numbers are no nodes: the root of the tree, the root of what was taken out of it, and the
-        # heads of two rings, which have the idle nodes of either home in the order of their use.
+        # By node. The first numbers are no nodes: the root of the tree, the root of the uncached nodes, and the heads
+        # of two rings, which have the idle nodes of either home in the order of their use.
         self._blocks = [bytearray() for _ in range(_FIRST)]
         self._pages = [NO_PAGES] * _FIRST
         self._numbers = [array("i", [0] * _FIRST) for _ in range(7)]
@@ -132,7 +132,7 @@ class CachedBlockIndex:
         found = self._find(digests, len(digests))
         return found.whole * self.run_tokens + found.blocks * self._block_size
 
-    def match_prefix(self, digests: Sequence[bytes], max_tokens: int) -> PrefixMatch:
+    def match_prefix(self, digests: Sequence[bytes], max_tokens: int) -> PrefixPages:
         """The pages of the chain's leading cached tokens, up to `max_tokens`."""
         found = self._find(digests, -(-max_tokens // self.run_tokens) * self._size)
         width, pieces = self._width, [self._pages[found.node][: found.runs * self._width]]
@@ -146,15 +146,15 @@ class CachedBlockIndex:
         elif rest:
             first = found.runs * width if found.begun == found.node else 0
             run = self._pages[found.begun][first : first + width]
-        return PrefixMatch(pages[: whole * width], run[: -(-rest // self._page_size)], run, tokens)
+        return PrefixPages(pages[: whole * width], run[: -(-rest // self._page_size)], run, tokens)
 
     def insert(self, pages: Pages, digests: Sequence[bytes], *, ends: bool = False) -> None:
         """Cache the runs of a sequence that owns `pages`; runs that are already cached stay in their pages.
 
         Only whole runs, unless the sequence `ends`: then nothing is written after its last block any more. None while
-        nodes that were taken out are still there: their blocks would be reported as dropped later.
+        there are uncached nodes: their blocks would be reported as dropped later.
         """
-        if self._child[_REMOVED]:
+        if self._child[_UNCACHED]:
             return
         size, width = self._size, self._width
         found = self._find(digests, len(digests))
@@ -218,19 +218,19 @@ class CachedBlockIndex:
             first = int(np.flatnonzero(self._owners[pages] == 0)[first])
         return self._cut(node, first // self._width)
 
-    def take_out(self, pages: Pages) -> None:
-        """Take the nodes in `pages`, and all after them, out of the tree; `clear` removes them."""
+    def uncache(self, pages: Pages) -> None:
+        """Take the nodes in `pages`, and all after them, out of the tree; `remove_uncached` removes them."""
         if len(cached := np.flatnonzero(self._node_of[pages])):
             node, run = self._locate(pages[cached[0]])
             if run:
                 self._split(node, run)
             self._detach(node)
-            self._attach(node, _REMOVED)
+            self._attach(node, _UNCACHED)
 
-    def clear(self) -> tuple[Pages, bool]:
-        """Remove a slice of the nodes that were taken out; their pages without owner, and whether some are left."""
-        freed = self._remove_below(_REMOVED, SLICE_NODES)
-        return freed, bool(self._child[_REMOVED])
+    def remove_uncached(self) -> tuple[Pages, bool]:
+        """Remove a slice of the uncached nodes; returns its pages that have no owner, and whether nodes are left."""
+        freed = self._remove_below(_UNCACHED, SLICE_NODES)
+        return freed, bool(self._child[_UNCACHED])
 
     def emptied(self) -> CachedBlockIndex:
         """A new index of the same pages without cached blocks, which has the watcher from now on."""
@@ -423,8 +423,8 @@ class CachedBlockIndex:
     def _join(self, node: int) -> None:
         """Make a node one with its parent, and with those before, as far as each has no other child."""
         nodes = [node]
-        # The blocks of a first run that a node which was taken out begins with too must stay named.
-        if self._is_whole(node) and not self._child[_REMOVED]:
+        # An uncached node may begin with the same blocks, which must stay named.
+        if self._is_whole(node) and not self._child[_UNCACHED]:
             for parent in self._nodes_before(node):
                 last = nodes[-1]
                 if self._next[last] or self._previous[last] or self._in_host(parent) != self._in_host(node):

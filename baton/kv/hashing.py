@@ -74,6 +74,9 @@ class PackedDigests(Sequence[bytes]):
     def __eq__(self, other: object) -> bool:
         return self._data == other._data if isinstance(other, PackedDigests) else NotImplemented
 
+    def __hash__(self) -> int:
+        return hash(self._data)
+
     def __add__(self, other: PackedDigests) -> PackedDigests:
         return PackedDigests(self._data + other._data)
 

@@ -17,7 +17,7 @@ import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from baton.errors import CorruptFrame, InvalidRequest
 from baton.kv.format import KvFormat, KvPart, Shard
@@ -70,7 +70,11 @@ _CACHE_FROM_PROTO: dict[int, CachePolicy] = {
 _CACHED = tuple(field.name for field in fields(CachedTokens))
 
 _MAY_BE_ABSENT = {field.name for field in inference_pb2.SamplingParams.DESCRIPTOR.fields if field.has_presence}
-_HANDED_IDS = ("prompt_token_ids", "output_token_ids")
+_HANDED_IDS = {
+    "prompt_token_ids": kv_pb2.Handoff.PROMPT_TOKEN_IDS_FIELD_NUMBER,
+    "output_token_ids": kv_pb2.Handoff.OUTPUT_TOKEN_IDS_FIELD_NUMBER,
+}
+"""Numbers of the fields of `Handoff` with token ids."""
 
 MAX_ESTIMATE_S = 1e9
 """A longer time left is a fault of who says it."""
@@ -228,8 +232,8 @@ def handoff_to_wire(handoff: Handoff) -> Iterator[bytes]:
         first_tokens=[first_token_to_proto(first) for first in handoff.first_tokens],
     )
     yield message.SerializeToString(deterministic=True)
-    for name, ids in zip(_HANDED_IDS, (handoff.prompt_ids, handoff.output_ids), strict=True):
-        yield from pack_ids(kv_pb2.Handoff.DESCRIPTOR.fields_by_name[name].number, ids)
+    for number, ids in zip(_HANDED_IDS.values(), (handoff.prompt_ids, handoff.output_ids), strict=True):
+        yield from pack_ids(number, ids)
 
 
 def handoff_from_wire(data: bytes | memoryview, vocab_size: int) -> Handoff:
@@ -238,12 +242,11 @@ def handoff_from_wire(data: bytes | memoryview, vocab_size: int) -> Handoff:
     Raises CorruptFrame or DecodeError for what is no such message. On a thread it lets other threads run between
     pieces.
     """
-    numbers = [kv_pb2.Handoff.DESCRIPTOR.fields_by_name[name].number for name in _HANDED_IDS]
-    rest, packed = split(memoryview(data), *numbers)
+    rest, packed = split(memoryview(data), *_HANDED_IDS.values())
     message = kv_pb2.Handoff.FromString(rest)
     prompt_ids, output_ids = (
         token_array_from_wire(name, packed.get(number, memoryview(b"")), vocab_size)
-        for name, number in zip(_HANDED_IDS, numbers, strict=True)
+        for name, number in _HANDED_IDS.items()
     )
     return Handoff(
         request_id=message.request_id,
@@ -377,7 +380,9 @@ def timings_from_proto(message: inference_pb2.Timings) -> Timings:
     )
 
 
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_VARINT, _BYTES = 0, 2
+_FIXED_BYTES = {1: 8, 5: 4}
+"""Sizes of fields by wire type."""
 _MAX_VARINT_BYTES = 10
 _ID_BYTES = 4
 _WIRE_PIECE = 16_384
@@ -428,36 +433,54 @@ def unpack_ids(data: memoryview) -> Iterator[array[int]]:
         yield _swapped(array("I", data[start : start + _ID_BYTES * _WIRE_PIECE].tobytes()))
 
 
-def split(data: memoryview, *numbers: int) -> tuple[bytes, dict[int, memoryview]]:
-    """A message without the fields of some numbers, and what these hold.
+class Field(NamedTuple):
+    """A field of a message, in its bytes `begin` to `end`; fields of fixed size are read as unsigned numbers."""
 
-    Raises CorruptFrame where one of them comes twice or is no field of bytes, for more than 1,024 fields, and for what
-    is no message.
-    """
-    rest, found, at, kept, fields = [], dict[int, memoryview](), 0, 0, 0
+    number: int
+    value: int | memoryview
+    begin: int
+    end: int
+
+
+def read_fields(data: memoryview) -> Iterator[Field]:
+    """Fields of a message in their order; raises CorruptFrame for bytes that are no message."""
+    at = 0
     while at < len(data):
-        begin, fields = at, fields + 1
-        if fields > _MAX_FIELDS:
-            raise CorruptFrame(f"a message of more than {_MAX_FIELDS} fields")
+        begin = at
         tag, at = read_varint(data, at)
         number, kind = tag >> 3, tag & 7
         if kind == _VARINT:
-            size = read_varint(data, at)[1] - at
-        elif kind == _BYTES:
+            value, at = read_varint(data, at)
+            yield Field(number, value, begin, at)
+            continue
+        if kind == _BYTES:
             size, at = read_varint(data, at)
-        elif kind in (_FIXED64, _FIXED32):
-            size = 8 if kind == _FIXED64 else 4
+        elif kind in _FIXED_BYTES:
+            size = _FIXED_BYTES[kind]
         else:
             raise CorruptFrame(f"field {number} has wire type {kind}")
         if size > len(data) - at:
             raise CorruptFrame(f"field {number} has {len(data) - at} of {size} bytes")
-        if number in numbers:
-            if kind != _BYTES or number in found:
-                raise CorruptFrame(f"field {number} comes twice, or with wire type {kind}")
-            found[number] = data[at : at + size]
-            rest.append(data[kept:begin])
-            kept = at + size
-        at += size
+        piece, at = data[at : at + size], at + size
+        yield Field(number, piece if kind == _BYTES else int.from_bytes(piece, "little"), begin, at)
+
+
+def split(data: memoryview, *numbers: int) -> tuple[bytes, dict[int, memoryview]]:
+    """A message without the fields of some numbers, and the contents of these fields.
+
+    Raises CorruptFrame if one of them comes twice or is no field of bytes, for more than 1,024 fields, and for bytes
+    that are no message.
+    """
+    rest, found, kept = [], dict[int, memoryview](), 0
+    for count, field in enumerate(read_fields(data), 1):
+        if count > _MAX_FIELDS:
+            raise CorruptFrame(f"a message of more than {_MAX_FIELDS} fields")
+        if field.number in numbers:
+            if isinstance(field.value, int) or field.number in found:
+                raise CorruptFrame(f"field {field.number} comes twice, or is no field of bytes")
+            found[field.number] = field.value
+            rest.append(data[kept : field.begin])
+            kept = field.end
     return b"".join((*rest, data[kept:])), found
 
 

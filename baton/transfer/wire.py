@@ -41,6 +41,7 @@ from baton.rpc.convert import (
     begin_field,
     handoff_from_wire,
     handoff_to_wire,
+    read_fields,
     read_varint,
     shard_from_proto,
     shard_to_proto,
@@ -111,8 +112,7 @@ def _span(span: range) -> str:
 
 HANDOFF_VERSION = 3
 
-_COMMIT, _HANDOFF = 4, 3
-"""Numbers of the fields `KvFrame.commit` and `KvCommit.handoff`."""
+_COMMIT, _HANDOFF = kv_pb2.KvFrame.COMMIT_FIELD_NUMBER, kv_pb2.KvCommit.HANDOFF_FIELD_NUMBER
 
 _COMMIT_TAG = begin_field(_COMMIT, 0)[:1]
 
@@ -310,7 +310,7 @@ def decode(frame: bytes, seed: int = 0) -> KvData | Manifest | Commit:
     """
     if not frame.startswith(_DATA):
         return _decode_closing(frame)
-    fields = list(islice(_fields(memoryview(frame)), _OUTER_FIELDS))
+    fields = [(field.number, field.value) for field in islice(read_fields(memoryview(frame)), _OUTER_FIELDS)]
     match fields:
         case [(1, memoryview() as header), (2, memoryview() as payload)]:
             return _data(header, payload, seed)
@@ -396,34 +396,11 @@ def _collect(body: memoryview, repeated: int = 0) -> tuple[dict[int, int], list[
 
 def _ascending(body: memoryview, repeated: int = 0) -> Iterator[tuple[int, int | memoryview]]:
     last = 0
-    for number, value in _fields(body):
+    for number, value, *_ in read_fields(body):
         if number < last or (number == last and number != repeated):
             raise CorruptFrame(f"field {number} stands after field {last}")
         last = number
         yield number, value
-
-
-def _fields(body: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """(field number, value) of each field: varint, fixed32 or length-delimited."""
-    at = 0
-    while at < len(body):
-        tag, at = read_varint(body, at)
-        kind = tag & 7
-        if kind == _VARINT:
-            value, at = read_varint(body, at)
-            yield tag >> 3, value
-            continue
-        if kind == _BYTES:
-            length, at = read_varint(body, at)
-        elif kind == _FIXED32:
-            length = _FIXED.size
-        else:
-            raise CorruptFrame(f"field {tag >> 3} has wire type {kind}")
-        data = body[at : at + length]
-        if len(data) != length:
-            raise CorruptFrame(f"field {tag >> 3} has {len(data)} of {length} bytes")
-        at += length
-        yield tag >> 3, data if kind == _BYTES else _FIXED.unpack(data)[0]
 
 
 def _varints(body: memoryview) -> Iterator[int]:

@@ -101,7 +101,7 @@ def test_a_prompt_without_a_token_says_so(rig: Rig) -> None:
     assert generate(engine, wanted, 4) == generate(rig.engine(), wanted, 4)
 
 
-def test_what_is_retracted_is_not_found_and_other_prefixes_are(rig: Rig) -> None:
+def test_what_is_uncached_is_not_found_and_other_prefixes_are(rig: Rig) -> None:
     engine = rig.engine()
     names, others = digests(engine, range(48)), digests(engine, range(100, 148))
     for owner, published in (("a/1", names), ("b/1", others)):
@@ -110,10 +110,10 @@ def test_what_is_retracted_is_not_found_and_other_prefixes_are(rig: Rig) -> None
         engine.free(idle)
     bad, mate = engine.reserve("bad/1", 64, names[:2]), engine.reserve("mate/1", 64, names)
     assert (bad.cached, mate.cached) == (32, 48)
-    engine.retract(bad)
-    engine.retract(bad)
+    engine.uncache(bad)
+    engine.uncache(bad)
     assert (engine.match_prefix(names), engine.match_prefix(others)) == (0, 48)
     engine.free(bad)
-    engine.retract(bad)
+    engine.uncache(bad)
     engine.free(mate)
     assert engine.audit() == {}

@@ -224,7 +224,7 @@ REPLACING = [*PROMPT[:32], *PROMPT[:31:-1], *range(90)]
 @contextlib.asynccontextmanager
 async def evicting(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Evicting, Client]]:
     """A worker that evicts two pages at a time, whose pages are full of the cached blocks of two prompts."""
-    monkeypatch.setattr("baton.kv.page_allocator.SLICE_PAGES", 2)
+    monkeypatch.setattr("baton.kv.pool.SLICE_PAGES", 2)
     monkeypatch.setattr("prefill_svc.prefix.SLICE_NODES", 2)
     engine = Evicting()
     async with serving(engine) as client:

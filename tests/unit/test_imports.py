@@ -26,7 +26,6 @@ PURE = (
     "baton.kv.format",
     "baton.kv.hashing",
     "baton.kv.cached_blocks",
-    "baton.kv.page_allocator",
     "baton.kv.pool",
     "baton.kv.prefix.fetch_cost",
     "baton.kv.prefix.tiered",

@@ -123,7 +123,7 @@ class Evicting:
 
 @pytest.fixture
 def evicting(loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch) -> Iterator[Evicting]:
-    monkeypatch.setattr("baton.kv.page_allocator.SLICE_PAGES", 2)
+    monkeypatch.setattr("baton.kv.pool.SLICE_PAGES", 2)
     monkeypatch.setattr("decode_svc.admission.SLICE_NODES", 2)
     made = Evicting(loop)
     yield made

@@ -186,7 +186,7 @@ def test_what_a_sequence_leaves_of_its_last_page_is_copied_and_never_taken_for_a
 
 
 def test_a_slice_is_of_a_few_sequences_if_they_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.kv.page_allocator.SLICE_NODES", 2)
+    monkeypatch.setattr("baton.kv.pool.SLICE_NODES", 2)
     pool = PagePool(6, 4)
     for number in range(6):
         pool.free(published(pool, "a/1", block_digests(bytes(32), range(number, number + 4), 4)))
@@ -195,7 +195,7 @@ def test_a_slice_is_of_a_few_sequences_if_they_are_short(monkeypatch: pytest.Mon
 
 
 def test_slices_spare_a_run_of_several_pages_whose_beginning_is_the_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.kv.page_allocator.SLICE_PAGES", 1)
+    monkeypatch.setattr("baton.kv.pool.SLICE_PAGES", 1)
     # Three pages of two tokens are two blocks of three.
     pool, copied = PagePool(9, 2, 3), list[PageCopy]()
     for owner, chain in (("a/1", CHAIN_A[:2]), ("b/1", CHAIN_B[:4])):
@@ -207,7 +207,7 @@ def test_slices_spare_a_run_of_several_pages_whose_beginning_is_the_prefix(monke
 
 
 def test_slices_are_of_the_home_that_the_pages_will_be_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.kv.page_allocator.SLICE_PAGES", 1)
+    monkeypatch.setattr("baton.kv.pool.SLICE_PAGES", 1)
     pool = PagePool(12, 4, host_pages=6)
     on_device, in_host = published(pool, "a/1", CHAIN_A), published(pool, "b/1", CHAIN_B)
     assert in_host.in_host > on_device.in_host
@@ -233,27 +233,27 @@ def told_by(pool: PagePool) -> set[bytes]:
     return told
 
 
-def test_what_is_published_while_a_retraction_goes_on_is_reported_as_cached() -> None:
+def test_what_is_published_while_others_are_uncached_is_reported_as_cached() -> None:
     pool = PagePool(16, 4)
     told, bad, good = told_by(pool), published(pool, "a/1", CHAIN_A[:4]), pool.reserve("b/1", 16)
-    # `retract` takes the lock several times, here for the first time.
-    pool._block_index.take_out(np.array(bad.pages))
+    # `uncache` takes the lock several times, here for the first time.
+    pool._block_index.uncache(np.array(bad.pages))
     pool.publish(good, CHAIN_A[:4])
-    pool.retract(bad)
+    pool.uncache(bad)
     assert pool.match_prefix(CHAIN_A) == 4 * len(told)
     pool.publish(good, CHAIN_A[:4])
     assert (told, pool.match_prefix(CHAIN_A)) == (set(CHAIN_A[:4]), 16)
 
 
-def test_a_block_with_which_a_retracted_run_begins_too_stays_reported_as_cached() -> None:
+def test_a_block_with_which_an_uncached_run_begins_too_stays_reported_as_cached() -> None:
     pool = PagePool(16, 8, 4)
     told, good, bad = told_by(pool), pool.reserve("a/1", 16), pool.reserve("b/1", 16)
     pool.publish(good, CHAIN_A[:4])
     pool.publish(bad, [*CHAIN_A[:3], CHAIN_B[0]])
-    pool._block_index.take_out(np.array(bad.pages))
+    pool._block_index.uncache(np.array(bad.pages))
     # The end of a sequence makes its nodes one.
     pool.free(good)
-    pool.retract(bad)
+    pool.uncache(bad)
     assert (told, pool.match_prefix(CHAIN_A)) == (set(CHAIN_A[:4]), 16)
 
 

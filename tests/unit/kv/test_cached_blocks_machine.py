@@ -65,7 +65,7 @@ class CachedBlocksMachine(RuleBasedStateMachine):
         pages=st.integers(4, 30), page_size=st.integers(1, 3), block_size=st.integers(1, 4), slice_=st.integers(1, 3)
     )
     def make(self, pages: int, page_size: int, block_size: int, slice_: int) -> None:
-        self.patched = mock.patch("baton.kv.page_allocator.SLICE_NODES", slice_)
+        self.patched = mock.patch("baton.kv.pool.SLICE_NODES", slice_)
         self.patched.start()
         self.pool = PagePool(pages, page_size, block_size)
         self.block = block_size
@@ -224,10 +224,11 @@ class CachedBlocksMachine(RuleBasedStateMachine):
 
     def copy(self, copy: PageCopy) -> None:
         # Nobody can have the source, nor the target, meanwhile.
+        allocator = self.pool._allocator
         assert {copy.source, copy.target}.isdisjoint(
-            np.concatenate(self.pool._allocator.states(self.pool._allocator.new_states()).free).tolist()
+            np.concatenate(allocator.copy_states(*allocator.new_buffers()).free).tolist()
         )
-        assert self.pool._allocator._owners[copy.source] > 0 < self.pool._allocator._owners[copy.target]
+        assert allocator._owners[copy.source] > 0 < allocator._owners[copy.target]
         self.copied.append(copy)
         for offset in range(copy.tokens):
             self.content[copy.target, offset] = self.content[copy.source, offset]
