@@ -42,7 +42,7 @@ class DecodeService:
         self._cache = cache
         self._news = PrefixChangeFeed(engine, cache, lambda: self.status.notify())
         self.status = StatusHub(identity, self._load, self._news)
-        self.progress = Progress(heartbeat=engine.heartbeat)
+        self.progress = Progress(work_counter=engine.work_counter)
         self.cache_tiers = CacheTiers(engine, cache)
         self._audit = IdleAudit(self.ledger, lambda: self._is_idle, lambda error: self.worker.fail_engine(error))
         self.worker = DecodeWorker(

@@ -174,8 +174,8 @@ class EngineCore:
     def stats(self) -> PoolStats:
         return self._kv.pool.stats()
 
-    def heartbeat(self) -> int:
-        return self.executor.heartbeat()
+    def work_counter(self) -> int:
+        return self.executor.work_counter()
 
     def watch_pages(self, returned: abc.Callable[[], object] | None) -> None:
         self._kv.pool.watch(returned)

@@ -32,8 +32,7 @@ from torch import Tensor
 
 from baton.kv.format import PartData
 from baton.model.attention import KvCache, SegmentSource
-from baton.model.dtypes import DTYPES, dtype_name
-from baton.model.upload import upload
+from baton.model.tensors import DTYPES, dtype_name, upload
 
 
 @dataclass(frozen=True, slots=True)
