@@ -15,10 +15,8 @@ from baton.errors import Overloaded
 from baton.request import SamplingParams
 from baton.worker.health import Progress
 from decode_svc.admission import CLAIM_S, KEEP, OFFER_S, SPAN_S, Admission, SlotForecast
-from decode_svc.attempts import Attempts
+from decode_svc.attempts import AttemptKey, Attempts, DecodeAttempt, FailureKind, Reserve
 from decode_svc.loop import DecodeLoop, StepReport
-from decode_svc.messages import AttemptKey, FailureKind, Reserve
-from decode_svc.sequence import LocalAttempt
 from tests.decoding import LoggingEngine, alone, prefill
 
 PAGE = 4
@@ -33,7 +31,7 @@ class Asked:
     number: int = 0
     only: int | None = None
     outputs: list[int] = field(default_factory=list)
-    attempt: LocalAttempt | None = None
+    attempt: DecodeAttempt | None = None
     tokens: dict[int, list[int]] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)
     failed: FailureKind | None = None
@@ -124,7 +122,7 @@ class Worker:
         assert not forked.failed
         self.loop.add(forked.started)
 
-    def fail(self, attempt: LocalAttempt, kind: FailureKind) -> None:
+    def fail(self, attempt: DecodeAttempt, kind: FailureKind) -> None:
         self.asked[attempt.key.request_id].failed = kind
         self.loop.drop(self.attempts.end(attempt, self.now))
 

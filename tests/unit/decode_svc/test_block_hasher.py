@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engine.fake import FakeEngine
-from decode_svc.sequence import RollingBlockHasher
+from decode_svc.scheduler import RollingBlockHasher
 from tests.decoding import digests
 
 ENGINE = FakeEngine(page_size=4, pages=1, block_size=4)

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from decode_svc.admission import CLAIM_S, FORKS, NOBODY, Claimant, Claims
-from decode_svc.messages import AttemptKey
+from decode_svc.attempts import AttemptKey
 
 
 def claimant(session: int, name: str = "large") -> Claimant:

@@ -11,9 +11,9 @@ from baton.engine.contract import Sequence
 from baton.errors import EngineError
 from baton.request import FinishReason, SequenceState
 from baton.worker.health import Progress
+from decode_svc.attempts import FailureKind
 from decode_svc.loop import DecodeLoop, FailedSequence, StepReport
-from decode_svc.messages import FailureKind
-from decode_svc.sequence import DecodeSequence
+from decode_svc.scheduler import DecodeSequence
 from tests.contract.engines import spoil
 from tests.decoding import LoggingEngine, alone, digests, greedy, prefill
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from baton.errors import EngineError
 from baton.request import FinishReason
+from decode_svc.attempts import FailureKind
 from decode_svc.loop import FailedSequence, StepReport
-from decode_svc.messages import FailureKind
 from tests.contract.engines import ExecutorStub
 from tests.decoding import alone, greedy
 from tests.unit.decode_svc.test_loop import Turns

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from baton.engine.contract import EngineSpec
 from baton.kv.format import KvFormat, KvPart
 from baton.request import FinishReason, SamplingParams, SequenceState, TokenInfo
-from decode_svc.scheduler import DecodeScheduler, StepOutput
-from decode_svc.sequence import DecodeSequence
+from decode_svc.scheduler import DecodeScheduler, DecodeSequence, StepOutput
 
 FORMAT = KvFormat((KvPart("k", "float32", (2, 4)),), layers=3, block_size=16)
 SPEC = EngineSpec("print", FORMAT, 100, 64, frozenset({1}), 16, 8, slots=2)
@@ -37,7 +36,7 @@ def ids(sequences: list[DecodeSequence]) -> list[int]:
 def advance(scheduler: DecodeScheduler, one: DecodeSequence, *tokens: int, now: float = 0.0) -> StepOutput | None:
     """A step with these tokens is read: the engine has appended them, and the scheduler takes them over."""
     one.output_ids += tokens
-    return scheduler.advance(one, [TokenInfo(token) for token in tokens], now)
+    return scheduler.record_tokens(one, [TokenInfo(token) for token in tokens], now)
 
 
 def test_slots_go_to_those_that_were_ready_first() -> None:
@@ -78,7 +77,7 @@ def test_steps_that_were_read_together_are_taken_over_one_after_the_other() -> N
     scheduler.add([one])
     scheduler.admit(0.0)
     one.output_ids += [60, 61, 62, 63]
-    outputs = [scheduler.advance(one, [TokenInfo(token)], 0.0) for token in (60, 61, 62, 63)]
+    outputs = [scheduler.record_tokens(one, [TokenInfo(token)], 0.0) for token in (60, 61, 62, 63)]
     assert outputs[3] is None, "it had ended"
     found = [(output.output_index, output.finish) for output in outputs if output is not None]
     assert found == [(1, None), (2, None), (3, FinishReason.LENGTH)]
