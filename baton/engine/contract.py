@@ -120,7 +120,7 @@ class Sequence:
     @property
     def next_positions(self) -> range:
         """Positions at which the next step writes KV: that of the newest token, which may be on the device only."""
-        newest = self.state.length - 1 + self.unread
+        newest = len(self.state.prompt_ids) + len(self.output_ids) - 1 + self.unread
         return range(newest, newest + 1)
 
 

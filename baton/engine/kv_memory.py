@@ -37,6 +37,8 @@ from baton.model.tensors import DTYPES, dtype_name, upload
 
 @dataclass(frozen=True, slots=True)
 class TorchMemory:
+    """KvMemory of pages in host memory."""
+
     kv: KvCache
 
     def copy_page(self, source: int, target: int, tokens: int) -> None:

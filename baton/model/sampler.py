@@ -147,9 +147,8 @@ class SamplerBatch:
     def add_outputs(self, counts: Sequence[int]) -> None:
         """Add a number of outputs to each row; `add_token_ids` takes the ids, for penalties."""
         for row, count in zip(self._rows, counts, strict=True):
-            could_end = row.may_end
             row.outputs += count
-            if row.may_end != could_end:
+            if row.outputs - count < row.params.min_tokens <= row.outputs:
                 self._metadata = None
 
     def add_token_ids(self, tokens: Sequence[tuple[int, int]]) -> None:
