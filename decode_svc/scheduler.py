@@ -1,4 +1,4 @@
-"""The sequences that wait for a slot and those that run, and the end of each. Pure; used by the engine thread alone.
+"""Sequences: those that wait for a slot, those that run, and the end of each. Pure; used by the engine thread alone.
 
     add ──▶ waiting ──admit──▶ running ──record_tokens──▶ ended
                └───────┬──────────┘
