@@ -5,17 +5,11 @@ a sequence has finished, the next one gets its slot before the next step.
 
 Read `worker` first: it has an attempt's life from top to bottom. Then read `loop`, which decodes.
 
-worker       an attempt's life: reserve, fetch, commit, decode, end; sessions
+worker       an attempt's life: reserve, fetch, commit, decode, end; sessions, load, copies to the shared cache
 loop         the engine thread: admit, make room, launch a step, read one, report
 scheduler    pure: which sequences wait for a slot or run, and when one ends
 admission    pure: which reservation or fork gets a place and pages next; claims of large ones
-attempts     pure: the pages and choices of all attempts, from reservation to end
-sequence     pure: an attempt, its choices, and the sequences that decode them
-session      the messages to one router
-messages     what routers and the service send each other, as plain types
-load         the load of the worker, for its status and metrics
-service      the process around the worker: engine thread, status, ledger, drain
-write_backs  copies of ended sequences' blocks to the shared cache
+attempts     pure: attempts from reservation to end, their pages and choices
 servicer     translates the Session stream
-app          starts and stops everything
+app          starts and stops everything; engine thread, status, ledger, drain
 """

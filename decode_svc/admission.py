@@ -4,7 +4,7 @@
        │────── the batch lacks pages, or no place or too few pages are free ─▶ Overloaded: try again
        │                       a claim sets pages aside for a request that needs more (`Claims`)
        │────── it has several choices, and contexts kept for forks have half of the pages ─▶ Overloaded
-       └─────▶ LocalAttempt, which counts as one sequence, however many choices it has
+       └─────▶ DecodeAttempt, which counts as one sequence, however many choices it has
     start_forks ─▶ sequences of further choices; call it whenever a place or pages may have come free
 
 **Places** (`SlotForecast`). If a sequence is prefilled before a slot is free for it, its client waits between the first
@@ -72,9 +72,8 @@ from baton.engine.contract import Engine
 from baton.errors import OutOfPages, Overloaded
 from baton.kv.cached_blocks import SLICE_NODES
 from baton.rates import DecayingAverage, DecayingSum
-from decode_svc.attempts import Attempts
-from decode_svc.messages import AttemptKey, Reserve
-from decode_svc.sequence import DecodeSequence, InvalidReservation, LocalAttempt
+from decode_svc.attempts import AttemptKey, Attempts, DecodeAttempt, InvalidReservation, Reserve
+from decode_svc.scheduler import DecodeSequence
 
 T = TypeVar("T")
 
@@ -282,7 +281,7 @@ class ForkResult:
     """Results of `Admission.start_forks`: sequences for the batch, and attempts whose fork the engine refused."""
 
     started: list[DecodeSequence] = field(default_factory=list)
-    failed: list[tuple[LocalAttempt, Exception]] = field(default_factory=list)
+    failed: list[tuple[DecodeAttempt, Exception]] = field(default_factory=list)
 
 
 class Batch(Protocol):
@@ -328,7 +327,7 @@ class Admission:
             return False
         return self._attempts.evict(request)
 
-    def reserve(self, session: int, request: Reserve, now: float, limit_s: float = math.inf) -> LocalAttempt:
+    def reserve(self, session: int, request: Reserve, now: float, limit_s: float = math.inf) -> DecodeAttempt:
         """Reserve pages for an attempt.
 
         Raises InvalidReservation if it can never be granted, Overloaded or OutOfPages if it can't be granted now.
@@ -405,7 +404,7 @@ class Admission:
     def _may_fork(self, now: float) -> bool:
         return not self._batch.short_of_pages and self.forecast.may_fork(self._attempts.sequences, now)
 
-    def _fork(self, turns: abc.Sequence[LocalAttempt], forked: ForkResult, now: float) -> bool:
+    def _fork(self, turns: abc.Sequence[DecodeAttempt], forked: ForkResult, now: float) -> bool:
         """Fork the first attempt that has the pages. If there is none, claim pages and return False."""
         makes_progress = any(attempt.makes_progress for attempt in self._attempts)
         for attempt in turns:
@@ -423,7 +422,7 @@ class Admission:
         self.claims.add(FORKS, self._fork_claim(turns), now)
         return False
 
-    def _fork_claim(self, turns: abc.Sequence[LocalAttempt]) -> int:
+    def _fork_claim(self, turns: abc.Sequence[DecodeAttempt]) -> int:
         """Pages to claim for a fork: the first fork that fits beside all kept contexts, or the smallest if none
         fits.
         """

@@ -25,29 +25,311 @@ are pending.
 
 from __future__ import annotations
 
+import enum
 import itertools
 import math
 from collections import abc
+from dataclasses import dataclass, field
 
-from baton.engine.contract import Engine, KvHandle
-from baton.errors import EngineError, IncompleteTransfer, OutOfPages
+from baton.engine.contract import Engine, EngineSpec, KvHandle
+from baton.errors import BatonError, EngineError, IncompleteTransfer, InvalidRequest, OutOfPages, SourceUnreachable
+from baton.kv.hashing import DIGEST_BYTES, MAX_SALT_BYTES, PackedDigests
+from baton.ledger import LedgerEntry
 from baton.lifecycle import Lifecycle, State
-from baton.request import FirstToken, Handoff, SequenceState
-from decode_svc.messages import AttemptKey, Reserve
-from decode_svc.sequence import (
-    DecodeSequence,
-    InvalidReservation,
-    LocalAttempt,
-    PendingChoices,
-    Published,
-    ReservationSize,
-    RollingBlockHasher,
-    RunningChoice,
-    check_handoff,
-    context_ids,
-    pinnable_digests,
-    size_reservation,
-)
+from baton.request import MAX_CHOICES, CachePolicy, FirstToken, Handoff, SequenceState, check_token_ids, join_ids
+from decode_svc.scheduler import DecodeSequence, RollingBlockHasher
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptKey:
+    """Names one attempt at a request."""
+
+    request_id: str
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.request_id}/{self.attempt}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Reserve pages for a context of `context_tokens` tokens, and `max_new_tokens` more for each choice.
+
+    The request's deadline is `deadline_s` seconds from now, None without one. `prefix_digests` are the joined digests
+    of the leading full blocks of the context; blocks that this worker has already are not transferred. `cache_salt` is
+    the salt of their chain (`baton.kv.hashing`).
+    """
+
+    key: AttemptKey
+    context_tokens: int
+    max_new_tokens: int
+    choices: int
+    deadline_s: float | None = None
+    prefix_digests: bytes = b""
+    cache_salt: bytes = b""
+    cache: CachePolicy = CachePolicy.READ_WRITE
+
+
+class FailureKind(enum.Enum):
+    """Why an attempt failed."""
+
+    SOURCE_UNREACHABLE = "source unreachable"
+    TRANSFER = "transfer"
+    ENGINE = "engine"
+    DEADLINE = "deadline"
+    DRAINING = "draining"
+    PREEMPTED = "preempted"
+
+    @classmethod
+    def of(cls, error: BatonError) -> FailureKind:
+        """The kind of an error that ended a transfer."""
+        match error:
+            case SourceUnreachable():
+                return cls.SOURCE_UNREACHABLE
+            case EngineError():
+                return cls.ENGINE
+        return cls.TRANSFER
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An attempt has failed."""
+
+    kind: FailureKind
+    message: str
+
+
+class InvalidReservation(InvalidRequest):
+    """A reservation that can never be granted; the message says why, with numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReservationSize:
+    """The size of a reservation: room for `tokens` of one choice, and `spare_tokens` for the page that forks can't
+    share.
+
+    `pages` is the number of all these pages. It includes pages that may turn out to be shared; those need not be free.
+    """
+
+    tokens: int
+    spare_tokens: int
+    pages: int
+
+
+def size_reservation(spec: EngineSpec, request: Reserve, reserve_tokens: int) -> ReservationSize:
+    """Size a reservation that has room for at most `reserve_tokens` outputs.
+
+    Raises InvalidReservation if the request is malformed, or if even one choice could never be generated to its end.
+    """
+    for name, value, limit in (
+        ("context_tokens", request.context_tokens, spec.max_model_len - 1),
+        ("max_new_tokens", request.max_new_tokens, None),
+        ("choices", request.choices, MAX_CHOICES),
+    ):
+        if value < 1 or (limit is not None and value > limit):
+            raise InvalidReservation(name, "must be at least 1" + (f" and at most {limit}" if limit else ""), value)
+    _check_digests(spec, request)
+    longest = request.context_tokens + request.max_new_tokens
+    if longest > spec.max_model_len:
+        # Routers accept what all workers can hold; this one joined later, with a smaller limit.
+        problem = f"with {request.context_tokens} tokens of context it exceeds max_model_len {spec.max_model_len}"
+        raise InvalidReservation("max_new_tokens", problem, request.max_new_tokens)
+    tokens = request.context_tokens + min(request.max_new_tokens, reserve_tokens)
+    pages = spec.pages_for(tokens)
+    whole = spec.pages_for(longest)
+    if whole > spec.pages:
+        raise InvalidReservation(
+            "context_tokens", f"needs {whole} pages, there are {spec.pages}", request.context_tokens
+        )
+    # If the first choice needs all pages, none is left to spare: pending choices are given back at the commit.
+    splits = request.choices > 1 and request.context_tokens % spec.page_size > 0 and pages < spec.pages
+    return ReservationSize(tokens, spec.page_size if splits else 0, pages + splits)
+
+
+def pinnable_digests(request: Reserve) -> PackedDigests:
+    """Digests of the leading blocks to pin; empty if the request does not read the cache."""
+    return PackedDigests(request.prefix_digests if request.cache.reads else b"")
+
+
+def _check_digests(spec: EngineSpec, request: Reserve) -> None:
+    size, most = len(request.prefix_digests), request.context_tokens // spec.kv_format.block_size
+    if size % DIGEST_BYTES:
+        raise InvalidReservation("prefix_digests", f"its length must be a multiple of {DIGEST_BYTES} bytes", size)
+    if size > most * DIGEST_BYTES:
+        problem = f"must name at most the {most} full blocks of the context"
+        raise InvalidReservation("prefix_digests", problem, size // DIGEST_BYTES)
+    if len(request.cache_salt) > MAX_SALT_BYTES:
+        raise InvalidReservation("cache_salt", f"must have at most {MAX_SALT_BYTES} bytes", len(request.cache_salt))
+
+
+def context_ids(handoff: Handoff) -> abc.Sequence[int]:
+    """All tokens whose KV is handed over."""
+    return join_ids(handoff.prompt_ids, handoff.output_ids)
+
+
+def check_handoff(spec: EngineSpec, request: Reserve, handoff: Handoff) -> None:
+    """Raise IncompleteTransfer or InvalidRequest unless the handoff is what the pages were reserved for.
+
+    The token ids of its context were checked when it was read.
+    """
+    choices = {first.choice_index for first in handoff.first_tokens}
+    new_tokens = (handoff.params.max_tokens or 0) - len(handoff.output_ids)
+    for what, seen, expected in (
+        ("attempt", AttemptKey(handoff.request_id, handoff.attempt), request.key),
+        ("context", len(handoff.prompt_ids) + len(handoff.output_ids), request.context_tokens),
+        ("first tokens", len(handoff.first_tokens), request.choices),
+        ("choices", len(choices), request.choices),
+    ):
+        if seen != expected:
+            raise IncompleteTransfer(f"{request.key}: the handoff's {what} is {seen}, reserved was {expected}")
+    if not 1 <= new_tokens <= request.max_new_tokens:
+        raise IncompleteTransfer(
+            f"{request.key}: the handoff allows {new_tokens} new tokens, reserved was {request.max_new_tokens}"
+        )
+    handoff.params.check_vocabulary(spec.vocab_size)
+    firsts = [first.token.token_id for first in handoff.first_tokens]
+    check_token_ids("first_tokens", firsts, spec.vocab_size)
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedBlocks:
+    """Blocks that a sequence has published at its end, by digest; the first `context` of them are its context's."""
+
+    owner: str
+    digests: abc.Sequence[bytes]
+    context: int
+
+    @property
+    def new(self) -> int:
+        """Number of blocks after the context."""
+        return max(len(self.digests) - self.context, 0)
+
+
+@dataclass(slots=True)
+class RunningChoice:
+    """A choice that still decodes: its sequence, its state, and since when; `hasher` hashes the blocks that it may
+    publish.
+    """
+
+    sequence: int
+    handle: KvHandle
+    hasher: RollingBlockHasher | None
+    since: float
+    state: State = State.SLOT_WAIT
+
+
+@dataclass(eq=False, slots=True)
+class PendingChoices:
+    """The choices that are still to be forked: their first tokens by index, and the context that each begins with."""
+
+    context: KvHandle
+    first_tokens: dict[int, FirstToken]
+    handoff: Handoff
+    hasher: RollingBlockHasher | None
+    fetch_ms: float
+    since: float
+
+
+@dataclass(eq=False, slots=True)
+class DecodeAttempt:
+    """One attempt as this worker has it, owned by a session; its pages hold `tokens` tokens of one choice.
+
+    `age` orders attempts, the oldest first. A request that was tried before counts as older than its reservation, so
+    that a request that was preempted once is not the first to be preempted again. `choices` are those that decode, by
+    index; `pending` are those that wait to be forked.
+    """
+
+    session: int
+    age: tuple[int, int]
+    request: Reserve
+    tokens: int
+    handle: KvHandle
+    spare: KvHandle | None
+    life: Lifecycle
+    reserved_at: float
+    cancelled: set[int] = field(default_factory=set)
+    choices: dict[int, RunningChoice] = field(default_factory=dict)
+    pending: PendingChoices | None = None
+    prefix_transfer_id: str = ""
+    """The id under which its pinned prefix is exported, if it is."""
+    has_output: bool = False
+    """Whether the worker has sent a token of it."""
+
+    @property
+    def key(self) -> AttemptKey:
+        """Its name within the session."""
+        return self.request.key
+
+    @property
+    def committed(self) -> bool:
+        """Whether its KV is complete, so that its handles belong to sequences."""
+        return self.life.state in (State.SLOT_WAIT, State.DECODING)
+
+    @property
+    def sequences(self) -> int:
+        """Number of its sequences; 1 before its KV is complete."""
+        return len(self.choices) if self.committed else 1
+
+    @property
+    def pending_choices(self) -> int:
+        """Number of choices that are still to be forked."""
+        return len(self.pending.first_tokens) if self.pending is not None else 0
+
+    @property
+    def makes_progress(self) -> bool:
+        """Whether it can go on by itself: its transfer goes on, or one of its choices is a sequence."""
+        return not self.committed or bool(self.choices)
+
+    @property
+    def handles(self) -> list[KvHandle]:
+        """All handles that it holds."""
+        if not self.committed:
+            return [self.handle] if self.spare is None else [self.handle, self.spare]
+        own = [choice.handle for choice in self.choices.values()]
+        return own if self.pending is None else [*own, self.pending.context]
+
+    def overdue_failure(self) -> Failure:
+        """The failure of an attempt that stayed in its state for too long."""
+        life = self.life
+        if life.is_request_deadline():
+            given = life.deadline - self.reserved_at
+            message = f"{self.key} was {life.state.value} at its deadline, {given:.3g} s after its reservation"
+            return Failure(FailureKind.DEADLINE, message)
+        message = f"{self.key} was still {life.state.value} after {life.deadline - life.since:g} s"
+        if life.state is State.TRANSFERRING:
+            message += ", prefill included (--fetch-timeout-s)"
+        # The request's deadline has not passed, so another attempt may follow.
+        return Failure(FailureKind.TRANSFER, message)
+
+
+def ledger_entries(attempts: abc.Iterable[DecodeAttempt], engine: Engine, now: float) -> list[LedgerEntry]:
+    """One entry for each handle. `now` is on the attempts' clock."""
+    spec = engine.spec
+    page_bytes = spec.page_size * spec.kv_format.token_bytes
+
+    def entry(attempt: DecodeAttempt, handle: KvHandle, state: State, since: float) -> LedgerEntry:
+        pages = spec.pages_for(handle.capacity)
+        deadline = attempt.life.deadline
+        return LedgerEntry(
+            owner=handle.owner,
+            kind="kv",
+            state=state.value,
+            pages=pages,
+            bytes=pages * page_bytes,
+            age_s=now - since,
+            deadline_s=None if math.isinf(deadline) else deadline - now,
+        )
+
+    found = []
+    for attempt in attempts:
+        life = attempt.life
+        if attempt.committed:
+            found += [entry(attempt, each.handle, each.state, each.since) for each in attempt.choices.values()]
+            if attempt.pending is not None:
+                found.append(entry(attempt, attempt.pending.context, State.SLOT_WAIT, attempt.pending.since))
+        else:
+            found += [entry(attempt, each, life.state, life.since) for each in attempt.handles]
+    return found
 
 
 class Attempts:
@@ -60,10 +342,10 @@ class Attempts:
         self._engine = engine
         self._reserve_tokens = reserve_tokens
         self._exact = exact
-        self._live: dict[tuple[int, AttemptKey], LocalAttempt] = {}
-        self._owners: dict[int, tuple[LocalAttempt, int]] = {}
-        self._pending: dict[LocalAttempt, None] = {}
-        self._published: list[Published] = []
+        self._live: dict[tuple[int, AttemptKey], DecodeAttempt] = {}
+        self._owners: dict[int, tuple[DecodeAttempt, int]] = {}
+        self._pending: dict[DecodeAttempt, None] = {}
+        self._published: list[PublishedBlocks] = []
         self._oldest_leads = True
         self._numbers = itertools.count()
         self._ids = itertools.count()
@@ -71,7 +353,7 @@ class Attempts:
     def __len__(self) -> int:
         return len(self._live)
 
-    def __iter__(self) -> abc.Iterator[LocalAttempt]:
+    def __iter__(self) -> abc.Iterator[DecodeAttempt]:
         return iter(list(self._live.values()))
 
     @property
@@ -80,7 +362,7 @@ class Attempts:
         return sum(attempt.sequences for attempt in self._live.values())
 
     @property
-    def pending(self) -> abc.Sequence[LocalAttempt]:
+    def pending(self) -> abc.Sequence[DecodeAttempt]:
         """The attempts with choices that are still to be forked, in the order of their turns.
 
         The oldest attempt and the one with the fewest such choices take turns at the front. So contexts are freed one
@@ -104,20 +386,20 @@ class Attempts:
         """Time when the first attempt will have been in its state for too long; infinite without a limit."""
         return min((attempt.life.deadline for attempt in self._live.values()), default=math.inf)
 
-    def take_published(self) -> list[Published]:
+    def take_published(self) -> list[PublishedBlocks]:
         """The blocks that sequences have published at their ends since the last call."""
         published, self._published = self._published, []
         return published
 
-    def get(self, session: int, key: AttemptKey) -> LocalAttempt | None:
+    def get(self, session: int, key: AttemptKey) -> DecodeAttempt | None:
         """The live attempt with this key."""
         return self._live.get((session, key))
 
-    def in_session(self, session: int) -> list[LocalAttempt]:
+    def in_session(self, session: int) -> list[DecodeAttempt]:
         """The live attempts of a session."""
         return [attempt for attempt in self._live.values() if attempt.session == session]
 
-    def find_owner(self, sequence: int) -> tuple[LocalAttempt, int] | None:
+    def find_owner(self, sequence: int) -> tuple[DecodeAttempt, int] | None:
         """Attempt and choice of a sequence that still decodes."""
         return self._owners.get(sequence)
 
@@ -127,7 +409,7 @@ class Attempts:
             raise InvalidReservation("key", f"attempt {request.key} is {live.life.state.value} already")
         return size_reservation(self._engine.spec, request, self._reserve_tokens)
 
-    def reserve(self, session: int, request: Reserve, now: float, limit_s: float = math.inf) -> LocalAttempt:
+    def reserve(self, session: int, request: Reserve, now: float, limit_s: float = math.inf) -> DecodeAttempt:
         """Reserve all pages of an attempt; it must be started within `limit_s` seconds.
 
         Raises OutOfPages if they are not free now, InvalidReservation if they can never be. Then no page is taken.
@@ -149,7 +431,7 @@ class Attempts:
         life = Lifecycle(State.RESERVED, now, request_deadline=deadline, limit_s=limit_s)
         age = -request.key.attempt, next(self._numbers)
         spare = taken[1] if need.spare_tokens else None
-        attempt = LocalAttempt(session, age, request, need.tokens, taken[0], spare, life, now)
+        attempt = DecodeAttempt(session, age, request, need.tokens, taken[0], spare, life, now)
         self._live[session, request.key] = attempt
         return attempt
 
@@ -159,22 +441,22 @@ class Attempts:
         return self._engine.evict_for(tokens, pinnable_digests(request), request.context_tokens)
 
     def start(
-        self, attempt: LocalAttempt, now: float, limit_s: float = math.inf, deadline_s: float | None = None
+        self, attempt: DecodeAttempt, now: float, limit_s: float = math.inf, deadline_s: float | None = None
     ) -> None:
         """Record that the attempt's KV is being fetched into its first handle, for at most `limit_s` seconds."""
         if deadline_s is not None:
             attempt.life.request_deadline = min(attempt.life.request_deadline, now + deadline_s)
         attempt.life.enter(State.TRANSFERRING, now, limit_s)
 
-    def needs_digests(self, attempt: LocalAttempt) -> bool:
+    def needs_digests(self, attempt: DecodeAttempt) -> bool:
         """Whether the commit needs the digests of the context's blocks, to publish them or to check the pinned ones."""
         return self.may_publish(attempt) or attempt.handle.cached > 0
 
-    def may_publish(self, attempt: LocalAttempt) -> bool:
+    def may_publish(self, attempt: DecodeAttempt) -> bool:
         """Whether other requests may use the KV that the attempt computes and fetches."""
         return self._exact and attempt.request.cache.writes
 
-    def check_handoff(self, attempt: LocalAttempt, handoff: Handoff, digests: abc.Sequence[bytes]) -> None:
+    def check_handoff(self, attempt: DecodeAttempt, handoff: Handoff, digests: abc.Sequence[bytes]) -> None:
         """Raise IncompleteTransfer or InvalidRequest if the handoff does not belong to the reservation."""
         check_handoff(self._engine.spec, attempt.request, handoff)
         pinned = attempt.handle.cached // self._engine.spec.kv_format.block_size
@@ -186,7 +468,7 @@ class Attempts:
 
     def commit(
         self,
-        attempt: LocalAttempt,
+        attempt: DecodeAttempt,
         handoff: Handoff,
         fetch_ms: float,
         now: float,
@@ -220,7 +502,7 @@ class Attempts:
             attempt.pending, self._pending[attempt] = pending, None
         return self._sequence(attempt, going[0], attempt.handle, handoff, hasher, fetch_ms, now)
 
-    def fork_pages(self, attempt: LocalAttempt) -> int:
+    def fork_pages(self, attempt: DecodeAttempt) -> int:
         """Pages that the attempt's next fork needs."""
         spec, context = self._engine.spec, attempt.request.context_tokens
         pending = attempt.pending
@@ -246,7 +528,7 @@ class Attempts:
         """Tokens of the largest context that fits this many pages together with its first outputs."""
         return max(pages * self._engine.spec.page_size - self._reserve_tokens, 0)
 
-    def fork(self, attempt: LocalAttempt) -> DecodeSequence:
+    def fork(self, attempt: DecodeAttempt) -> DecodeSequence:
         """Make a sequence of the attempt's next pending choice; then it is another attempt's turn.
 
         Raises OutOfPages.
@@ -275,7 +557,7 @@ class Attempts:
             attempt.choices[index].state, attempt.choices[index].since = State.DECODING, now
             self._update_state(attempt, now)
 
-    def cancel_choice(self, attempt: LocalAttempt, choice: int, now: float) -> list[int]:
+    def cancel_choice(self, attempt: DecodeAttempt, choice: int, now: float) -> list[int]:
         """End one choice now, or at the commit if there is none yet; returns the sequences to drop."""
         attempt.cancelled.add(choice)
         if attempt.pending is not None and attempt.pending.first_tokens.pop(choice, None) is not None:
@@ -296,13 +578,13 @@ class Attempts:
         self._report_published(attempt, attempt.choices.pop(choice), digests)
         self._update_state(attempt, now)
 
-    def is_finished(self, attempt: LocalAttempt) -> bool:
+    def is_finished(self, attempt: DecodeAttempt) -> bool:
         """Whether no choice of the attempt is left, so that the caller must end it."""
         if attempt.committed:
             return not attempt.choices and attempt.pending is None
         return len(attempt.cancelled) >= attempt.request.choices
 
-    def end(self, attempt: LocalAttempt, now: float, *, publish: bool = True) -> list[int]:
+    def end(self, attempt: DecodeAttempt, now: float, *, publish: bool = True) -> list[int]:
         """End an attempt, once: free all that it holds, and return the sequences to drop.
 
         Its final KV is left to others, unless `publish` is False.
@@ -323,7 +605,7 @@ class Attempts:
         attempt.choices.clear()
         return dropped
 
-    def _update_state(self, attempt: LocalAttempt, now: float) -> None:
+    def _update_state(self, attempt: DecodeAttempt, now: float) -> None:
         """Derive the state of the attempt from the states of its choices."""
         states = {choice.state for choice in attempt.choices.values()}
         if State.DECODING in states:
@@ -337,7 +619,7 @@ class Attempts:
 
     def _sequence(
         self,
-        attempt: LocalAttempt,
+        attempt: DecodeAttempt,
         first: FirstToken,
         handle: KvHandle,
         handoff: Handoff,
@@ -362,25 +644,25 @@ class Attempts:
         self._owners[sequence.id] = (attempt, first.choice_index)
         return sequence
 
-    def _context(self, attempt: LocalAttempt) -> KvHandle:
+    def _context(self, attempt: DecodeAttempt) -> KvHandle:
         """A handle that keeps the pages of the context; nothing is written to them any more."""
         tokens = attempt.request.context_tokens
         return self._engine.fork(attempt.handle, f"{attempt.key}/context", tokens, tokens, attempt.spare)
 
-    def _drop_pending(self, attempt: LocalAttempt) -> None:
+    def _drop_pending(self, attempt: DecodeAttempt) -> None:
         """Free the context when no choice is pending any more."""
         if attempt.pending is not None:
             self._engine.free(attempt.pending.context)
             del self._pending[attempt]
             attempt.pending = None
 
-    def _hasher(self, attempt: LocalAttempt, handoff: Handoff, digests: abc.Sequence[bytes]) -> RollingBlockHasher:
+    def _hasher(self, attempt: DecodeAttempt, handoff: Handoff, digests: abc.Sequence[bytes]) -> RollingBlockHasher:
         """The hasher of the context, whose full blocks have these digests."""
         spec = self._engine.spec
         rest = context_ids(handoff)[len(digests) * spec.kv_format.block_size :]
         return RollingBlockHasher(spec, attempt.request.cache_salt, digests, rest)
 
-    def _release(self, attempt: LocalAttempt, choice: RunningChoice) -> None:
+    def _release(self, attempt: DecodeAttempt, choice: RunningChoice) -> None:
         """Free a sequence, and publish its final blocks; if it has ended, the engine thread has already done that.
 
         Both are one call, because a step in between would write to a page that is already published.
@@ -390,11 +672,11 @@ class Attempts:
         self._engine.free(choice.handle, digests)
         self._report_published(attempt, choice, digests)
 
-    def _report_published(self, attempt: LocalAttempt, choice: RunningChoice, digests: abc.Sequence[bytes]) -> None:
+    def _report_published(self, attempt: DecodeAttempt, choice: RunningChoice, digests: abc.Sequence[bytes]) -> None:
         """Report the blocks that a sequence has published at its end."""
         if digests:
             found = attempt.request.context_tokens // self._engine.spec.kv_format.block_size
-            self._published.append(Published(choice.handle.owner, digests, found))
+            self._published.append(PublishedBlocks(choice.handle.owner, digests, found))
 
     def _free(self, handles: list[KvHandle]) -> None:
         for handle in handles:

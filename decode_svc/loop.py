@@ -34,9 +34,8 @@ from dataclasses import dataclass, field
 from baton.engine.contract import Engine, ForwardPass, Sequence
 from baton.errors import NoToken, OutOfPages
 from baton.worker.health import FaultCounter, Progress
-from decode_svc.messages import FailureKind
-from decode_svc.scheduler import DecodeScheduler, StepOutput
-from decode_svc.sequence import DecodeSequence
+from decode_svc.attempts import FailureKind
+from decode_svc.scheduler import DecodeScheduler, DecodeSequence, StepOutput
 
 _log = logging.getLogger(__name__)
 
@@ -263,7 +262,7 @@ class DecodeLoop:
         for sequence, tokens in results:
             if isinstance(tokens, NoToken):
                 continue
-            output = self._scheduler.advance(sequence, tokens, now)
+            output = self._scheduler.record_tokens(sequence, tokens, now)
             if output is not None:
                 report.outputs.append(output)
                 if output.finish is not None:

@@ -1,13 +1,13 @@
-"""The sequences that wait for a slot and those that run, and the end of each. Pure; used by the engine thread alone.
+"""Sequences: those that wait for a slot, those that run, and the end of each. Pure; used by the engine thread alone.
 
-    add ──▶ waiting ──admit──▶ running ──advance──▶ ended
+    add ──▶ waiting ──admit──▶ running ──record_tokens──▶ ended
                └───────┬──────────┘
                  drop, preempt
 
 Sequences get slots in the order in which they became ready. A waiting sequence already has its KV in its pages, so
-admitting it costs no transfer. Its pages have room for its first outputs. When it needs more, it gets them before the
-step that needs them. If too few are left, the youngest sequence is preempted: it ends here, and its router replays
-its request, with the tokens that it has, as a new attempt. A request counts as older with each attempt.
+admitting it costs no transfer. Its pages have room for its first outputs. When it needs more, it gets pages before the
+step that needs them. If too few are left, the youngest sequence is preempted: it ends here, and its router replays its
+request, with the tokens that it has, as a new attempt. A request counts as older with each attempt.
 
 Why every request ends.
 
@@ -27,12 +27,85 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass
 
-from baton.engine.contract import EngineSpec, Sequence
-from baton.request import DecodeTimings, FinishReason, TokenInfo, finish_reason
-from decode_svc.sequence import DecodeSequence
+from baton.engine.contract import EngineSpec, KvHandle, Sequence
+from baton.kv.hashing import block_digests, chain_root
+from baton.request import DecodeTimings, FinishReason, SequenceState, TokenInfo, finish_reason
 
 ROOM_TOKENS = 64
 """After a preemption, each sequence of the batch must have room for so many tokens before anything is granted."""
+
+
+class RollingBlockHasher:
+    """Hashes the blocks of a growing sequence. Any thread may read `digests` meanwhile; it only gets longer."""
+
+    def __init__(self, spec: EngineSpec, salt: bytes, digests: abc.Sequence[bytes], rest: abc.Sequence[int]) -> None:
+        """`digests` are those of the full blocks so far (`baton.kv.hashing`); `rest` are the tokens after them that
+        have KV.
+        """
+        self.digests = list(digests)
+        self._size = spec.kv_format.block_size
+        self._parent = self.digests[-1] if digests else chain_root(spec.fingerprint, spec.kv_format.digest, salt)
+        self._rest = list(rest)
+
+    def fork(self, token_id: int) -> RollingBlockHasher:
+        """A copy of the hasher for a choice that continues with this token."""
+        hasher = RollingBlockHasher.__new__(RollingBlockHasher)
+        hasher.digests, hasher._size, hasher._parent = list(self.digests), self._size, self._parent
+        hasher._rest = list(self._rest)
+        hasher.extend([token_id])
+        return hasher
+
+    def extend(self, token_ids: abc.Iterable[int]) -> None:
+        """Append tokens. The KV of the last one is not written yet: the next step writes it."""
+        for token_id in token_ids:
+            self._rest.append(token_id)
+            if len(self._rest) > self._size:
+                (self._parent,) = block_digests(self._parent, self._rest[: self._size], self._size)
+                del self._rest[: self._size]
+                self.digests.append(self._parent)
+
+
+class DecodeSequence(Sequence):
+    """One choice whose KV is in place; times are in seconds.
+
+    `age` is that of its attempt; a smaller one is older. `hasher` hashes its blocks, if they may be published.
+    `reported` counts the outputs that were reported: the first one by prefill.
+    """
+
+    __slots__ = ("age", "fetch_ms", "hasher", "id", "inserted_at", "ready_at", "reported", "request_id", "timings")
+
+    def __init__(
+        self,
+        number: int,
+        handle: KvHandle,
+        state: SequenceState,
+        *,
+        fetch_ms: float = 0.0,
+        ready_at: float = 0.0,
+        age: tuple[int, int] = (0, 0),
+        hasher: RollingBlockHasher | None = None,
+        request_id: str = "",
+    ) -> None:
+        """`number` identifies it."""
+        super().__init__(handle, state)
+        self.id = number
+        self.fetch_ms, self.ready_at = fetch_ms, ready_at
+        self.age = age
+        self.hasher = hasher
+        self.request_id = request_id
+        self.inserted_at = 0.0
+        self.reported = len(state.output_ids)
+        self.timings: DecodeTimings | None = None
+
+    @property
+    def digests(self) -> abc.Sequence[bytes]:
+        """Digests of its blocks whose KV is final; empty if they must not be published."""
+        return self.hasher.digests if self.hasher is not None else ()
+
+    @property
+    def rank(self) -> tuple[tuple[int, int], int]:
+        """Sort key, from the oldest sequence to the youngest."""
+        return self.age, self.id
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +190,7 @@ class DecodeScheduler:
         has = self._spec.pages_for
         return sum(max(self._target_pages(each) - has(each.handle.capacity), 0) for each in self._running.values())
 
-    def advance(self, found: Sequence, tokens: abc.Sequence[TokenInfo], now: float) -> StepOutput | None:
+    def record_tokens(self, found: Sequence, tokens: abc.Sequence[TokenInfo], now: float) -> StepOutput | None:
         """Report on a sequence that got these tokens in a step: the tokens up to the one that ends it.
 
         None if there is nothing to report. A sequence that ended has lost its slot; the caller must free its handle.
@@ -159,7 +232,7 @@ class DecodeScheduler:
         return self._spec.pages_for(min(ours.length + ROOM_TOKENS, most))
 
     def _finish(self, ours: DecodeSequence, first: int, count: int) -> tuple[int, FinishReason | None]:
-        """How many of its `count` outputs from `first` on are its own, and why it ends with the last, if it does."""
+        """Number of its `count` outputs from `first` on up to the one that ends it; and why it ends, if it does."""
         outputs, prompt = ours.output_ids, len(ours.state.prompt_ids)
         for taken in range(1, count + 1):
             end = first + taken

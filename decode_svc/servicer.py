@@ -18,19 +18,8 @@ from baton.request import CachePolicy, DecodeTimings, Output, ReserveResult, che
 from baton.rpc.channel import SILENCE_S, SilenceTimer
 from baton.rpc.convert import add_token, cache_policy_from_proto, export_from_proto, finish_to_proto
 from baton.worker.status import WIRE_VERSION
-from decode_svc.messages import (
-    AttemptKey,
-    Cancel,
-    Command,
-    Failure,
-    FailureKind,
-    Heartbeat,
-    Reserve,
-    SessionDown,
-    Start,
-)
-from decode_svc.session import RouterSession
-from decode_svc.worker import DecodeWorker
+from decode_svc.attempts import AttemptKey, Failure, FailureKind, Reserve
+from decode_svc.worker import Cancel, Command, DecodeWorker, Heartbeat, RouterSession, SessionDown, Start
 
 HELLO_TIMEOUT_S = 10.0
 

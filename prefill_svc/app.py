@@ -79,7 +79,7 @@ async def run(config: PrefillConfig, *, engine: Engine | None = None) -> AsyncIt
         await cache.check()
         exports = ExportRegistry(base.engine, incarnation, lease_s=config.lease_s, shards=base.identity.shards)
         peers = PeerFetcher(base.engine, base.tls, base.identity.consumer, config.cache_budget_s)
-        progress = Progress(heartbeat=base.engine.heartbeat)
+        progress = Progress(work_counter=base.engine.work_counter)
         news = PrefixChangeFeed(base.engine, cache, lambda: status.notify())
         stack.callback(news.close)
         status = StatusHub(base.identity, lambda: worker.load(), news)

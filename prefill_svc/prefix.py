@@ -193,7 +193,7 @@ class PrefixLoader:
         """Tell the export that the first `tokens` are final, except the last one, which is computed again."""
         if job.export is not None:
             for layer in range(self._layers):
-                job.export.advance(layer, min(tokens, len(job.ids) - 1))
+                job.export.mark_final(layer, min(tokens, len(job.ids) - 1))
 
     def should_defer(self, job: PrefillJob, other: PrefillJob, behind: float) -> bool:
         """Whether `other` is about to compute and publish at least half of the tokens that `job` still needs.

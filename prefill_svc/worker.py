@@ -506,7 +506,7 @@ class ChunkRunner:
             self._progress.record()
             job.check()
             if job.export is not None:
-                job.export.advance(layer, chunk.end)
+                job.export.mark_final(layer, chunk.end)
             if not chunk.preempts:
                 paused = time.monotonic()
                 self._thread.preemption_point()

@@ -53,7 +53,7 @@ class Exporter:
                 ids,
                 0,
                 len(ids),
-                on_layer=lambda layer: export.advance(layer, len(ids)),
+                on_layer=lambda layer: export.mark_final(layer, len(ids)),
                 sample=states,
             )
             eos = self.engine.spec.eos_token_ids

@@ -100,7 +100,7 @@ class LoggingEngine(FakeEngine):
         self.broken = False
         self.count_work: Callable[[], int] = lambda: 0
 
-    def heartbeat(self) -> int:
+    def work_counter(self) -> int:
         return self.count_work()
 
     def launch(self, chunks: Sequence[PromptChunk] = (), *, batch: bool = True) -> LaunchedPass:

@@ -108,7 +108,7 @@ class Sequence:
         """Tokens that are sampled for it by passes in flight."""
         self.slot = -1
         self.planned_pages: int | None = None
-        """How many of its pages plans have sent; None before its Join."""
+        """Number of its pages that plans have sent; None before its Join."""
         self.failed = False
         """Whether it got no token in a pass: it has left, and its tokens of later passes mean nothing."""
 
@@ -120,7 +120,7 @@ class Sequence:
     @property
     def next_positions(self) -> range:
         """Positions at which the next step writes KV: that of the newest token, which may be on the device only."""
-        newest = self.state.length - 1 + self.unread
+        newest = len(self.state.prompt_ids) + len(self.output_ids) - 1 + self.unread
         return range(newest, newest + 1)
 
 
@@ -265,8 +265,8 @@ class Engine(Protocol):
         """Launch one forward pass: over `chunks` of prompts, and with `batch` a step of the generation batch.
 
         A step samples the next tokens of all sequences that have slots. The handle of each must have room for its
-        `next_positions` (`extend` first). When the pass is read, the sampled
-        tokens are appended to the sequences; the caller ends a sequence (`free`).
+        `next_positions` (`extend` first). When the pass is read, the sampled tokens are appended to the sequences; the
+        caller ends a sequence (`free`).
 
         Errors of the pass are raised here or by its `result`; without steps ahead, here. If a pass before this one
         fails when it is read here, its error is raised, and nothing is launched. A chunk that can't be computed, since
@@ -309,10 +309,10 @@ class Engine(Protocol):
     def stats(self) -> PoolStats:
         """Count pages."""
 
-    def heartbeat(self) -> int:
+    def work_counter(self) -> int:
         """A number that changes while the engine computes, within a layer too, where the kernels count their work.
 
-        It stays the same while nothing is done: while there is no work, and while a kernel hangs.
+        It stays the same while there is no work, and while a kernel hangs.
         """
 
     def watch_pages(self, returned: abc.Callable[[], object] | None) -> None:

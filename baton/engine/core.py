@@ -174,8 +174,8 @@ class EngineCore:
     def stats(self) -> PoolStats:
         return self._kv.pool.stats()
 
-    def heartbeat(self) -> int:
-        return self.executor.heartbeat()
+    def work_counter(self) -> int:
+        return self.executor.work_counter()
 
     def watch_pages(self, returned: abc.Callable[[], object] | None) -> None:
         self._kv.pool.watch(returned)
@@ -328,8 +328,8 @@ class KvManager:
         Raises EngineError naming one that has no room for the step's tokens, or reached the model's length.
         """
         while True:
-            steps = {each: _step_row(each) for each in self._running}
-            writes = [row.positions for row in steps.values()]
+            writes = [each.next_positions for each in self._running]
+            steps = dict(zip(self._running, map(_step_row, self._running, writes), strict=True))
             with self.pool.pin_batch(list(self._running.values()), writes) as dead:
                 if not dead:
                     for each in steps:
@@ -380,10 +380,10 @@ class KvManager:
             raise EngineError(f"{sequence.handle.owner}: has {sequence.length} tokens, max_model_len is {most}")
 
 
-def _step_row(sequence: Sequence) -> Row:
+def _step_row(sequence: Sequence, positions: range) -> Row:
     """The row of a sequence in the next step; a token is sampled after each new one."""
-    positions = sequence.next_positions
-    return Row(sequence.slot, positions.start, len(positions), tuple(range(len(positions))))
+    count = len(positions)
+    return Row(sequence.slot, positions.start, count, tuple(range(count)))
 
 
 class PassChunks:

@@ -1,9 +1,9 @@
 """Decode steps as CUDA graphs: one launch instead of some hundred, so that small batches do not wait for Python.
 
 A graph is captured for a number of rows and a width of the page tables, each a power of two, when a step first needs
-them; a step runs in the smallest that holds it. All graphs read the same tensors (those of `run`), which
-steps and joining rows keep up to date, so nothing is copied in. Rows after the batch compute a token that is not read,
-on the null page. The width bounds how far flash-attn spreads a context over the device: it divides the widest context
+them; a step runs in the smallest that holds it. All graphs read the same tensors (those of `run`), which steps and
+joining rows keep up to date, so nothing is copied in. Rows after the batch compute a token that is not read, on the
+null page. The width bounds how far flash-attn spreads a context over the device: it divides the widest context
 that the tables could hold, so with wide tables few blocks would work on a short context.
 
 A step that makes the host wait can't be captured (flash-attn after 2.8.3 asks for the longest context in every layer);

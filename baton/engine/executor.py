@@ -53,7 +53,7 @@ class Runner(Protocol):
     def memory(self) -> KvMemory:
         """The pages."""
 
-    def heartbeat(self) -> int: ...
+    def work_counter(self) -> int: ...
 
     def forward(self, plan: ForwardPlan, on_layer: OnLayer | None) -> Any:
         """Take the plan's changes, then its tokens through all layers; what comes back is for `sample` alone.
@@ -72,7 +72,7 @@ class Executor(Protocol):
     def memory(self) -> KvMemory:
         """The pages of this process's rank."""
 
-    def heartbeat(self) -> int: ...
+    def work_counter(self) -> int: ...
 
     def launch(self, plan: ForwardPlan, on_layer: OnLayer | None = None) -> Callable[[], PlanResult]:
         """Begin the plan; what is returned waits for its result.
@@ -91,8 +91,8 @@ class InProcessExecutor:
     def memory(self) -> KvMemory:
         return self.runner.memory
 
-    def heartbeat(self) -> int:
-        return self.runner.heartbeat()
+    def work_counter(self) -> int:
+        return self.runner.work_counter()
 
     def launch(self, plan: ForwardPlan, on_layer: OnLayer | None = None) -> Callable[[], PlanResult]:
         with _as_engine_errors():

@@ -21,7 +21,7 @@ from baton.kv.format import KvFormat, attention_parts
 from baton.model.attention import KvCache, SegmentRing, SegmentSource, SegmentViews
 from baton.model.checkpoint import resolve
 from baton.model.config import ModelConfig
-from baton.model.dtypes import DTYPES, dtype_name
+from baton.model.tensors import DTYPES, dtype_name
 from baton.model.zeros import RegistrationError
 from baton.native.decoder import NativeDecoder, unsupported
 from baton.native.library import Kernels, select_kernels

@@ -215,7 +215,7 @@ class FakeRunner:
         self._slots: dict[int, _FakeSlot] = {}
         self._step_time, self._chunk_time, self._delay = step_time, chunk_time, delay
 
-    def heartbeat(self) -> int:
+    def work_counter(self) -> int:
         """Nothing is counted within a layer."""
         return 0
 

@@ -32,12 +32,13 @@ from torch import Tensor
 
 from baton.kv.format import PartData
 from baton.model.attention import KvCache, SegmentSource
-from baton.model.dtypes import DTYPES, dtype_name
-from baton.model.upload import upload
+from baton.model.tensors import DTYPES, dtype_name, upload
 
 
 @dataclass(frozen=True, slots=True)
 class TorchMemory:
+    """KvMemory of pages in host memory."""
+
     kv: KvCache
 
     def copy_page(self, source: int, target: int, tokens: int) -> None:

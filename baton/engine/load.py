@@ -15,10 +15,10 @@ from baton.model.attention import KvCache
 from baton.model.checkpoint import resolve
 from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
-from baton.model.dtypes import dtype_name
 from baton.model.fingerprint import model_fingerprint, weights_digest
 from baton.model.layers import TensorParallel
 from baton.model.linear import TensorOptions
+from baton.model.tensors import dtype_name
 from baton.model.weights import load_weights
 from baton.native import build as native_build
 from baton.native.decoder import NativeDecoder

@@ -30,9 +30,8 @@ from baton.model.attention import AttentionBatch, HostKv, KvCache, SegmentSource
 from baton.model.attention.flash_backend import FlashAttention
 from baton.model.attention.torch_backend import TorchAttention
 from baton.model.gumbel import lowest_noise
-from baton.model.sampler import SamplerBatch
-from baton.model.sampler_output import SamplerOutput, token_infos
-from baton.model.upload import upload
+from baton.model.sampler import SamplerBatch, SamplerOutput, token_infos
+from baton.model.tensors import upload
 from baton.native.decoder import NativeDecoder, NativeOutput
 from baton.request import TokenInfo
 
@@ -112,8 +111,8 @@ class ModelRunner:
     def memory(self) -> KvMemory:
         return self._memory
 
-    def heartbeat(self) -> int:
-        return TorchAttention.blocks if self._native is None else self._native.heartbeat()
+    def work_counter(self) -> int:
+        return TorchAttention.blocks if self._native is None else self._native.work_counter()
 
     def forward(self, plan: ForwardPlan, on_layer: OnLayer | None = None) -> _Forwarded:
         with self._drained_on_error():
@@ -301,15 +300,18 @@ class ModelRunner:
         sampler = self._sampler
         with torch.inference_mode():
             self._inputs.append(sampled.tokens)
-        sampler.advance()
+        counts = [0] * len(steps)
+        for row, step in zip(rows, steps, strict=True):
+            counts[row] = len(step.sampled)
+        sampler.add_outputs(counts)
 
         def wait() -> list[RowResult]:
             infos = sampled.read()
             found = [infos[row] for row in rows]
-            if sampler.counts:
+            if sampler.penalizes:
                 # Penalties count tokens, on tables that the host lays out. A slot may have moved or left meanwhile.
                 tokens = [(slot.row, info) for slot, info in zip(slots, found, strict=True) if slot.row >= 0]
-                sampler.count([(row, info.token_id) for row, info in tokens if isinstance(info, TokenInfo)])
+                sampler.add_token_ids([(row, info.token_id) for row, info in tokens if isinstance(info, TokenInfo)])
             return [RowResult(problem=str(each)) if isinstance(each, NoToken) else RowResult((each,)) for each in found]
 
         return wait

@@ -585,9 +585,13 @@ class PagePool:
         """The same for the writes of each; in one look, because every step does it."""
         size, pages, beyond = self.page_size, list[int](), False
         for lease, tokens in zip(leases, writes, strict=False):
-            last = tokens[-1] // size
-            beyond = beyond or last >= len(lease.pages)
-            pages += lease.pages[tokens[0] // size : last + 1]
+            first, last, held = tokens.start // size, (tokens.stop - 1) // size, lease.pages
+            if last >= len(held):
+                beyond = True
+            elif first == last:
+                pages.append(held[first])
+            else:
+                pages += held[first : last + 1]
         if beyond or not self._allocator.are_writable(np.array(pages, np.int64)):
             for lease, tokens in zip(leases, writes, strict=True):
                 self._check_writable(lease, tokens)

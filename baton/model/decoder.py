@@ -34,7 +34,7 @@ from baton.model.layers import (
     VocabParallelEmbedding,
 )
 from baton.model.linear import TensorOptions
-from baton.model.upload import upload
+from baton.model.tensors import upload
 
 OnLayer = Callable[[int], None]
 """Called with a layer's index once its K and V are in the pages; what it raises ends the pass."""
@@ -177,7 +177,7 @@ class DecoderLayer(nn.Module):
         places = upload(sampled, torch.int64, x.device)
         if context.batch.host is None:
             return self._attend(x[places], q[places], replace(context, batch=context.batch.select(sampled)))
-        # What is fetched from host memory was planned for whole sequences.
+        # Segments of host memory are fetched for whole sequences.
         return self._add_mlp((x + self.attention.attend(q, context))[places])
 
     def _attend(self, x: Tensor, q: Tensor, context: ForwardContext) -> Tensor:

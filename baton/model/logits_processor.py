@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton.model.upload import upload
+from baton.model.tensors import upload
 from baton.request import SamplingParams
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton.model.upload import upload
+from baton.model.tensors import upload
 from baton.request import SequenceState
 
 _MIN_WIDTH = 256

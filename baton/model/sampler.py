@@ -13,6 +13,8 @@ the SequenceState; what is kept between steps (penalty counts, the metadata) equ
 A step does for each row only what that row's parameters ask for. State that a row needs from step to step
 (`baton.model.logits_processor`, `baton.model.penalties`) is built when it joins. State that is rebuilt when others join
 or leave (`_SamplingMetadata`) is a few numbers a row.
+
+The copy of sampled tokens from the device to the host is queued at once; `SamplerOutput.read` waits for it.
 """
 
 from __future__ import annotations
@@ -26,14 +28,12 @@ import torch
 from torch import Tensor
 
 from baton.errors import NoToken
-from baton.model.gumbel import Draws, GumbelArgmax, LowestNoise, lowest_noise
+from baton.model.gumbel import Draws, GumbelArgmax, LowestNoise, lowest_noise, noise_key
 from baton.model.logit_tiles import LogitTiles
 from baton.model.logits_processor import LogitsProcessor, RowProcessor, row_processor
-from baton.model.noise import noise_key
 from baton.model.penalties import PenalizedRows, PenaltyEntry, PenaltyTable, apply_penalties
-from baton.model.sampler_output import SamplerOutput
+from baton.model.tensors import download, upload
 from baton.model.truncation import WINDOW, Limits, draw_limited
-from baton.model.upload import upload
 from baton.request import SamplingParams, SequenceState, TokenInfo
 
 _MIN_TEMPERATURE = torch.finfo(torch.float32).tiny
@@ -106,8 +106,8 @@ class SamplerBatch:
         self._metadata = None
 
     @property
-    def counts(self) -> bool:
-        """Whether some row's next token depends on which tokens came before, so that `count` must know them all."""
+    def penalizes(self) -> bool:
+        """Whether some row's next token depends on all tokens before it, so that `add_token_ids` must know them."""
         return any(row.penalties is not None for row in self._rows)
 
     @property
@@ -118,12 +118,12 @@ class SamplerBatch:
         return not (changed or metadata.reported or len(metadata.drawn))
 
     def sample(self, logits: Tensor, mask: Tensor | None = None) -> list[TokenInfo | NoToken]:
-        """The next token of each row, waiting for the device; call `advance` with the tokens that were taken."""
+        """The next token of each row, waiting for the device; call `add_outputs` when they are taken."""
         return self.launch(logits, mask).read()
 
     @torch.inference_mode()
     def launch(self, logits: Tensor, mask: Tensor | None = None) -> SamplerOutput:
-        """Choose the next token of each row on the device; call `advance` when they are taken.
+        """Choose the next token of each row on the device; call `add_outputs` when they are taken.
 
         `logits`: float32 `[B, vocab]`, overwritten. `mask`: bool `[B, vocab]`, true where a token is allowed.
         A row whose logits are not finite, or without an allowed token, gets an error in place of a token.
@@ -144,15 +144,15 @@ class SamplerBatch:
             sampled.report(metadata.reported, raw, wanted)
         return sampled
 
-    def advance(self) -> None:
-        """Each row's sequence has grown by a token; which one, `count` is told."""
-        for row in self._rows:
-            row.outputs += 1
-            if row.outputs == row.params.min_tokens:
+    def add_outputs(self, counts: Sequence[int]) -> None:
+        """Add a number of outputs to each row; `add_token_ids` takes the ids, for penalties."""
+        for row, count in zip(self._rows, counts, strict=True):
+            row.outputs += count
+            if row.outputs - count < row.params.min_tokens <= row.outputs:
                 self._metadata = None
 
-    def count(self, tokens: Sequence[tuple[int, int]]) -> None:
-        """Rows, each at most once, and the tokens by which their sequences have grown."""
+    def add_token_ids(self, tokens: Sequence[tuple[int, int]]) -> None:
+        """Count the token id of a new output for the penalties of its row; `tokens` has each row at most once."""
         counted = [(self._rows[index].penalties, token) for index, token in tokens]
         entries = [(entry, token) for entry, token in counted if entry is not None]
         if entries and self._table.append(*zip(*entries, strict=True)):
@@ -167,12 +167,12 @@ class SamplerBatch:
         tokens = tiles.argmax()
         if not len(metadata.drawn):
             return tokens
-        words = [
+        pairs = [
             noise_key(row.params.seed or 0, row.state.choice_index, row.outputs)
             for row in self._rows
             if not row.params.greedy
         ]
-        keys = upload(words, torch.int64, tokens.device).to(torch.int32)
+        keys = upload(pairs, torch.int64, tokens.device).to(torch.int32)
         top = tiles.maxima[metadata.drawn].amax(-1, keepdim=True)
         draws = Draws(metadata.drawn, top, metadata.temperature, keys)
         if len(metadata.free):
@@ -205,17 +205,17 @@ class SamplerBatch:
         )
 
     def _is_limited(self, params: SamplingParams) -> bool:
-        return self._counts(params) or params.top_p < 1.0 or params.min_p > 0.0
+        return self._has_top_k(params) or params.top_p < 1.0 or params.min_p > 0.0
 
-    def _counts(self, params: SamplingParams) -> bool:
+    def _has_top_k(self, params: SamplingParams) -> bool:
         return 0 < params.top_k < self._vocab_size
 
     def _limits(self, rows: Sequence[SamplingParams]) -> Limits:
         return Limits(
-            top_k=self._index([p.top_k if self._counts(p) else self._vocab_size for p in rows])[:, None],
+            top_k=self._index([p.top_k if self._has_top_k(p) else self._vocab_size for p in rows])[:, None],
             top_p=self._floats([p.top_p if p.top_p < 1.0 else math.inf for p in rows], torch.float64)[:, None],
             log_min_p=self._floats([math.log(p.min_p) if p.min_p else -math.inf for p in rows])[:, None],
-            deep=[(j, p.top_k) for j, p in enumerate(rows) if self._counts(p) and p.top_k > WINDOW],
+            deep=[(j, p.top_k) for j, p in enumerate(rows) if self._has_top_k(p) and p.top_k > WINDOW],
         )
 
     def _index(self, values: Sequence[int]) -> Tensor:
@@ -223,3 +223,106 @@ class SamplerBatch:
 
     def _floats(self, values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
         return upload(values, dtype, self._device)
+
+
+_PROBLEMS = ("logits are not finite", "no token is allowed")
+
+
+class SamplerOutput:
+    """A token for each row of a batch. `tokens`: int64 `[B]`, on the device; 0 where a check failed.
+
+    On CUDA tokens and checks travel in one copy, log-probabilities in a second where some are asked for.
+    """
+
+    def __init__(self, tokens: Tensor, checks: Sequence[Tensor]) -> None:
+        """`checks`: bool `[B]` each, where False means: not finite, and no token allowed."""
+        good = checks[0] if len(checks) == 1 else torch.stack(list(checks)).all(0)
+        # The next step looks it up, before it is known here that the row has failed.
+        self.tokens = tokens * good
+        self._found = download(torch.stack([self.tokens, *checks]))
+        self._rows: Sequence[int] = ()
+        self._logprobs: Logprobs | None = None
+        self._there = _mark(tokens.device)
+
+    def report(self, rows: Sequence[int], logits: Tensor, tops: Sequence[int]) -> None:
+        """Add log-probabilities for some rows, from their raw `logits`; `tops` as in `Logprobs.of`."""
+        self._rows = rows
+        chosen = self.tokens[upload(rows, torch.int64, self.tokens.device)]
+        self._logprobs = Logprobs.of(logits, chosen, tops)
+        self._there = _mark(self.tokens.device)
+
+    def read(self) -> list[TokenInfo | NoToken]:
+        """Wait for the device; an error in the place of each row whose checks failed."""
+        if self._there is not None:
+            self._there.synchronize()
+        tokens, *checks = self._found.tolist()
+        infos: list[TokenInfo | NoToken] = [TokenInfo(token) for token in tokens]
+        if self._logprobs is not None:
+            for row, info in zip(self._rows, self._logprobs.infos([tokens[row] for row in self._rows]), strict=True):
+                infos[row] = info
+        # The first problem of a row last, as it is the cause of the others.
+        for problem, check in reversed(list(zip(_PROBLEMS, checks, strict=False))):
+            for row, good in enumerate(check):
+                if not good:
+                    infos[row] = NoToken(problem)
+        return infos
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log-probabilities of one token a row, beside its normaliser (`[n, 2]`), and of the likeliest with their ids
+    (`[m, k]` each) of the rows that ask for some; in host memory."""
+
+    chosen: Tensor
+    values: Tensor
+    ids: Tensor
+    tops: Sequence[int]
+
+    @classmethod
+    def of(cls, logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> Logprobs:
+        """From raw float32 `[n, vocab]` logits, of `tokens` (int64 `[n]`) and the `tops[i]` likeliest of each row.
+
+        Rows whose entry of `tops` is 0 are the last.
+        """
+        norms = logits.logsumexp(-1, keepdim=True)
+        chosen = torch.cat([logits.gather(1, tokens[:, None]) - norms, norms], 1)
+        # A row that asks for alternatives must not make others pay for the search.
+        asked = sum(top > 0 for top in tops)
+        values, ids = logits[:0].topk(0)
+        if asked:
+            rows, count = torch.arange(asked, device=logits.device), min(max(tops), logits.shape[1])
+            values, ids = LogitTiles(logits[:asked]).top(rows, count)
+        return cls(download(chosen), download(values - norms[:asked]), download(ids), tops)
+
+    def infos(self, token_ids: Sequence[int]) -> list[TokenInfo]:
+        """One entry a row, with as many alternatives as it asked for; call it after the device is done."""
+        alternatives = zip(self.ids.tolist(), self.values.tolist(), strict=True)
+        infos = []
+        for token, (logprob, _), top in zip(token_ids, self.chosen.tolist(), self.tops, strict=True):
+            likeliest = tuple(zip(*next(alternatives), strict=True))[:top] if top else ()
+            infos.append(TokenInfo(token, logprob, likeliest))
+        return infos
+
+
+@torch.inference_mode()
+def token_infos(logits: Tensor, token_ids: Sequence[int], top: Sequence[int]) -> list[TokenInfo]:
+    """Log-probabilities of one token a row, with its `top[i]` alternatives: from raw float32 `[n, vocab]` logits.
+
+    Raises NoToken for logits that are not finite.
+    """
+    scores = Logprobs.of(logits, upload(token_ids, torch.int64, logits.device), top)
+    if (there := _mark(logits.device)) is not None:
+        there.synchronize()
+    if not scores.chosen[:, 1].isfinite().all():
+        raise NoToken(_PROBLEMS[0])
+    return scores.infos(token_ids)
+
+
+def _mark(device: torch.device) -> torch.cuda.Event | None:
+    """An event that is reached when all work queued until now is done; None without CUDA."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    # Not the stream of the current device, which may be another one.
+    event.record(torch.cuda.current_stream(device))
+    return event

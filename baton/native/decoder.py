@@ -148,7 +148,7 @@ class NativeDecoder:
             call.sampled = None
             self._check(self._library.baton_native_head(byref(self._model), rows, byref(call), self._workspace))
 
-    def heartbeat(self) -> int:
+    def work_counter(self) -> int:
         """Tasks that the threads of this process have taken."""
         return int(self._library.baton_native_tasks())
 

@@ -1,6 +1,6 @@
 """Exports: KV that this worker lets others fetch, from its first chunk until it is released.
 
-    announce ──▶ open ── advance × n ── commit ── lease ──▶ ended ── on_closed
+    announce ──▶ open ── mark_final × n ── commit ── lease ──▶ ended ── on_closed
        │           └──────── fail, close, release ────────────▲
        └── withdraw ──────────────────────────────────────────┘   (never opened: no on_closed)
 
@@ -23,7 +23,7 @@ late message of a dead attempt can't open them again: the last `MAX_REMEMBERED` 
 characters of why it ended. The RPCs accept ids of at most `MAX_ID_LENGTH` characters, so this takes about 35 MB at
 most.
 
-Everything runs on one asyncio loop, except `Export.advance`, which any thread may call.
+Everything runs on one asyncio loop, except `Export.mark_final`, which any thread may call.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Export:
         """Seconds until the lease ends; infinite before the commit."""
         return math.inf if self._timer is None else max(0.0, self._lease_until - self._loop.time())
 
-    def advance(self, layer: int, token_end: int) -> None:
+    def mark_final(self, layer: int, token_end: int) -> None:
         """Record that tokens `[0, token_end)` of the layer are final.
 
         May be called from any thread; ignored after the end.
@@ -140,7 +140,7 @@ class Export:
     def commit(self, handoff: Handoff) -> None:
         """Record that all KV is final, with its handoff; the lease begins. Ignored after the end.
 
-        Raises IncompleteTransfer if a layer has not advanced to the last token, InvalidRequest if it was committed
+        Raises IncompleteTransfer if KV of a layer is not final up to the last token, InvalidRequest if it was committed
         before.
         """
         self._commit_with(handoff)
@@ -152,7 +152,7 @@ class Export:
         """
         self._prefix_digest = digest
         for layer in range(len(self._final)):
-            self.advance(layer, self.tokens)
+            self.mark_final(layer, self.tokens)
         self._commit_with(None)
 
     def _commit_with(self, handoff: Handoff | None) -> None:

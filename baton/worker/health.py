@@ -46,12 +46,14 @@ HANG_CHECKS = 2 * _CHECKS_PER_LIMIT
 class Progress:
     """Time of the engine's last progress; the engine thread records it after each layer and each step.
 
-    In between, another number of `heartbeat` (`Engine.heartbeat`) than at the last look counts as progress.
+    In between, another number of `work_counter` (`Engine.work_counter`) than at the last look counts as progress.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, heartbeat: Callable[[], int] = lambda: 0) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, work_counter: Callable[[], int] = lambda: 0
+    ) -> None:
         self._clock = clock
-        self._heartbeat = heartbeat
+        self._work_counter = work_counter
         self._recorded_at: float | None = None
         self._seen, self._seen_at = 0, -math.inf
 
@@ -68,7 +70,7 @@ class Progress:
         recorded_at = self._recorded_at
         if recorded_at is None:
             return 0.0
-        now, number = self._clock(), self._heartbeat()
+        now, number = self._clock(), self._work_counter()
         if number != self._seen:
             self._seen, self._seen_at = number, now
         return now - max(recorded_at, self._seen_at)

@@ -62,7 +62,7 @@ class Streams:
             prefill_chunk(engine, handle, ids, 0, TOKENS, on_layer=lambda layer: None)
             export = exports.open(transfer_id, handle, TOKENS, on_closed=lambda: None)
             for layer in range(LAYERS):
-                export.advance(layer, TOKENS)
+                export.mark_final(layer, TOKENS)
             export.commit(of)
             frames, truth = await collect(export, BOX), contents(engine, handle, BOX)
             if transfer_id == "t":

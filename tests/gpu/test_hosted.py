@@ -21,7 +21,7 @@ from baton.model.attention import (
     SegmentRing,
     select,
 )
-from baton.model.dtypes import dtype_name
+from baton.model.tensors import dtype_name
 from tests.checkpoints import make_checkpoint
 from tests.contract.conftest import make_torch
 from tests.contract.engines import MIXED, chunks, copy_kv, generate, ignore, prefill, start, state, whole_kv

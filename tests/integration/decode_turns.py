@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from baton.request import SamplingParams
 from baton.telemetry import metrics
-from decode_svc.sequence import LocalAttempt
+from decode_svc.attempts import DecodeAttempt
 from tests.decode_rig import Rig, SessionRouter
 from tests.decoding import alone, digests
 from tests.metrics import count
@@ -30,7 +30,7 @@ async def turn(all_: Rig, router: SessionRouter, name: str, prompt: Sequence[int
     return [*prompt, *router.tokens[name, 0]]
 
 
-def attempt_of(all_: Rig, name: str) -> LocalAttempt:
+def attempt_of(all_: Rig, name: str) -> DecodeAttempt:
     """The live attempt of that name."""
     (attempt,) = (each for each in all_.app.service.worker.attempts if each.key.request_id == name)
     return attempt

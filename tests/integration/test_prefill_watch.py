@@ -76,7 +76,7 @@ async def test_an_engine_that_counts_work_is_wedged_when_its_count_stands(monkey
     gate, looks = Gate(), itertools.count(1)
     engine, stuck, looked = FakeEngine(chunk_time=1.0, delay=gate), asyncio.Event(), asyncio.Event()
 
-    def heartbeat() -> int:
+    def work_counter() -> int:
         if stuck.is_set():
             return -1
         number = next(looks)
@@ -85,7 +85,7 @@ async def test_an_engine_that_counts_work_is_wedged_when_its_count_stands(monkey
             looked.set()
         return number
 
-    monkeypatch.setattr(engine, "heartbeat", heartbeat)
+    monkeypatch.setattr(engine, "work_counter", work_counter)
     async with serving(engine, stall_s=0.2) as client:
         running = asyncio.create_task(read(client.call()))
         await gate.reached()

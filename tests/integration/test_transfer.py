@@ -91,7 +91,7 @@ async def test_frames_move_while_prefill_runs(pair: Pair) -> None:
                 prompt(TOKENS),
                 start,
                 end,
-                on_layer=lambda layer, end=end: export.advance(layer, end),
+                on_layer=lambda layer, end=end: export.mark_final(layer, end),
             )
             assert arrived.wait(60)
 

@@ -46,7 +46,7 @@ async def test_another_incarnation_is_told_apart(pair: Pair) -> None:
 async def test_a_failing_exporter_ends_the_stream(pair: Pair) -> None:
     handle = prefilled(pair.exporter, TOKENS)
     export = pair.exports.open("t", handle, TOKENS, on_closed=lambda: pair.exporter.free(handle))
-    export.advance(0, TOKENS)
+    export.mark_final(0, TOKENS)
     written = threading.Event()
     pair.engine.before_write = written.set
     fetching = asyncio.create_task(pair.fetch())
@@ -59,7 +59,7 @@ async def test_a_failing_exporter_ends_the_stream(pair: Pair) -> None:
 @pytest.mark.parametrize("final", [0, 10])
 async def test_a_stalled_exporter_is_left(pair: Pair, final: int) -> None:
     export = pair.exports.open("t", prefilled(pair.exporter, TOKENS), TOKENS, on_closed=lambda: None)
-    export.advance(0, final)
+    export.mark_final(0, final)
     before = faults("source_unreachable")
     with pytest.raises(SourceUnreachable, match=r"nothing for 0\.1 s"):
         await pair.fetch(stall_timeout_s=0.1)
@@ -89,7 +89,7 @@ async def test_the_whole_is_bounded(pair: Pair) -> None:
 
 async def test_a_cut_connection_is_noticed_at_both_ends(pair: Pair) -> None:
     export = pair.exports.open("t", prefilled(pair.exporter, TOKENS), TOKENS, on_closed=lambda: None)
-    export.advance(0, 10)
+    export.mark_final(0, 10)
     written = threading.Event()
     pair.engine.before_write = written.set
     async with Cable(pair.address) as cable, kv_channel(cable.address) as pair.channel:
@@ -111,7 +111,7 @@ async def test_a_closed_channel_is_an_error_not_a_cancellation(pair: Pair, opene
         written = threading.Event()
         pair.engine.before_write = written.set
         export = pair.exports.open("t", prefilled(pair.exporter, TOKENS), TOKENS, on_closed=lambda: None)
-        export.advance(0, 10)
+        export.mark_final(0, 10)
         await asyncio.to_thread(written.wait, 60)
     await pair.channel.close()
     with pytest.raises(SourceUnreachable):

@@ -13,8 +13,8 @@ from baton.request import CachePolicy, FinishReason
 from baton.transfer import wire
 from baton.transfer.export import ExportRegistry
 from baton.transfer.wire import Box, Commit, Manifest
-from decode_svc.messages import AttemptKey, FailureKind, SessionDown
-from decode_svc.session import RouterSession
+from decode_svc.attempts import AttemptKey, FailureKind
+from decode_svc.worker import RouterSession, SessionDown
 from tests.decoding import Prefilled, alone, digests, prefill
 from tests.engine_calls import prefill_chunk
 from tests.prefix_cache import MemoryPrefixCache

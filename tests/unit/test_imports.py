@@ -36,7 +36,6 @@ PURE = (
     "decode_svc.admission",
     "decode_svc.attempts",
     "decode_svc.scheduler",
-    "decode_svc.sequence",
     "prefill_svc.scheduler",
     "router.placement.prefix_directory",
     "router.placement.policy",

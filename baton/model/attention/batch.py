@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from baton.model.attention.segments import SegmentSource
-from baton.model.upload import upload
+from baton.model.tensors import upload
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -114,7 +114,7 @@ class AttentionBatch:
         return sum(self.query_lens)
 
     def tokens_of(self, row: int) -> range:
-        """Where the new tokens of sequence `row` are among those of all."""
+        """Places of the new tokens of sequence `row` among those of all."""
         begin = self._starts[row]
         return range(begin, begin + self.query_lens[row])
 

@@ -63,8 +63,8 @@ class FlashAttention:
     """Attention backend on flash-attn.
 
     A step's call waits for nothing and reads no length on the host, so it can be captured in a CUDA graph: as of
-    flash-attn 2.8.3; later sources check the longest context on the host. How far it splits a context over the device
-    follows from the width of the page tables.
+    flash-attn 2.8.3; later sources check the longest context on the host. The number of parts into which it splits a
+    context follows from the width of the page tables.
     """
 
     name = "flash"

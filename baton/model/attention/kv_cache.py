@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baton.kv.format import KvPart
-from baton.model.dtypes import DTYPES
+from baton.model.tensors import DTYPES
 from baton.model.zeros import host_zeros
 
 

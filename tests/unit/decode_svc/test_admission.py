@@ -1,8 +1,12 @@
-"""Places and pages in turn: forks of many choices beside reservations, on few slots and in a small pool."""
+"""Places and pages in turn: forks of many choices beside reservations, on few slots and in a small pool.
+
+Claims of large reservations and the number of sequences that are admitted are computed by hand.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import abc
 from dataclasses import dataclass, field
@@ -14,11 +18,23 @@ from hypothesis import strategies as st
 from baton.errors import Overloaded
 from baton.request import SamplingParams
 from baton.worker.health import Progress
-from decode_svc.admission import CLAIM_S, KEEP, OFFER_S, SPAN_S, Admission, SlotForecast
-from decode_svc.attempts import Attempts
+from decode_svc.admission import (
+    CLAIM_S,
+    FORKS,
+    KEEP,
+    MAX_RETRY_S,
+    MIN_RETRY_S,
+    NOBODY,
+    OFFER_S,
+    SPAN_S,
+    USUAL_RETRY_S,
+    Admission,
+    Claimant,
+    Claims,
+    SlotForecast,
+)
+from decode_svc.attempts import AttemptKey, Attempts, DecodeAttempt, FailureKind, Reserve
 from decode_svc.loop import DecodeLoop, StepReport
-from decode_svc.messages import AttemptKey, FailureKind, Reserve
-from decode_svc.sequence import LocalAttempt
 from tests.decoding import LoggingEngine, alone, prefill
 
 PAGE = 4
@@ -33,7 +49,7 @@ class Asked:
     number: int = 0
     only: int | None = None
     outputs: list[int] = field(default_factory=list)
-    attempt: LocalAttempt | None = None
+    attempt: DecodeAttempt | None = None
     tokens: dict[int, list[int]] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)
     failed: FailureKind | None = None
@@ -124,7 +140,7 @@ class Worker:
         assert not forked.failed
         self.loop.add(forked.started)
 
-    def fail(self, attempt: LocalAttempt, kind: FailureKind) -> None:
+    def fail(self, attempt: DecodeAttempt, kind: FailureKind) -> None:
         self.asked[attempt.key.request_id].failed = kind
         self.loop.drop(self.attempts.end(attempt, self.now))
 
@@ -337,3 +353,244 @@ def test_any_mix_of_requests_ends_in_any_pool_that_holds_each_alone_and_every_at
         if all(asked.over for asked in worker.asked.values()) or dice.random() < 0.1:
             worker.finish_with_replays()
     worker.finish_with_replays()
+
+
+def claimant(session: int, name: str = "large") -> Claimant:
+    return session, AttemptKey(name, 0)
+
+
+def generations(pages: int, need: int) -> list[int]:
+    """A full pool in which others take all that they may: what they get in each generation until the claim is met."""
+    claims, large = Claims(), claimant(0)
+    free, others, got = 0, pages, []
+    claims.add(large, need, 0.0)
+    assert claims.pages_set_aside(NOBODY, free, 0.0) == 0
+    while free < need:
+        # All that runs ends, page by page, and each time others come.
+        ending, others = others, 0
+        for _ in range(ending):
+            free += 1
+            claims.renew(large, 0.0)
+            took = max(free - claims.pages_set_aside(NOBODY, free, 0.0), 0)
+            free, others = free - took, others + took
+            claims.settle(NOBODY, free)
+        got.append(others)
+        assert len(got) < 100
+    assert claims.pages_set_aside(large, free, 0.0) == 0
+    return got
+
+
+@pytest.mark.parametrize("pages", [1, 2, 10, 1000])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.75, 0.9, 1.0])
+def test_a_claim_of_a_share_of_all_pages_waits_for_a_bounded_number_of_generations(pages: int, share: float) -> None:
+    need = max(int(pages * share), 1)
+    got = generations(pages, need)
+    rest = (pages - need) / pages
+    assert len(got) <= 1 + math.ceil(min(-math.log2(rest) if rest else math.inf, math.log2(pages)))
+    # Of what came free, others got half at least, and all that the claim does not need.
+    for before, now in zip([pages, *got], got, strict=False):
+        assert now >= before // 2
+
+
+def test_growth_takes_from_both_halves_and_what_it_gives_back_counts_once() -> None:
+    claims = Claims()
+    claims.add(claimant(0), 50, 0.0)
+    assert claims.pages_set_aside(NOBODY, 20, 0.0) == 10
+    assert claims.pages_set_aside(NOBODY, 10, 0.0) == 5
+    assert claims.pages_set_aside(NOBODY, 20, 0.0) == 10
+    assert claims.pages_set_aside(NOBODY, 0, 0.0) == 0
+    assert claims.pages_set_aside(NOBODY, 200, 0.0) == 50
+
+
+def test_a_claim_that_nobody_renews_lapses() -> None:
+    claims = Claims()
+    claims.add(claimant(0), 50, 0.0)
+    assert claims.pages_set_aside(NOBODY, 20, 0.0) == 10
+    claims.renew(claimant(0), CLAIM_S / 2)
+    claims.renew(claimant(0, "another"), CLAIM_S)
+    assert claims.pages_set_aside(NOBODY, 20, CLAIM_S) == 10
+    assert claims.pages_set_aside(NOBODY, 20, 1.5 * CLAIM_S) == 0
+    claims.renew(claimant(0), 1.6 * CLAIM_S)
+    assert claims.pages_set_aside(NOBODY, 20, 1.6 * CLAIM_S) == 0
+
+
+def test_sessions_and_forks_have_one_claim_each_and_the_oldest_is_met_first() -> None:
+    claims, now = Claims(), 0.0
+    for each in (claimant(1, "a"), claimant(1, "b"), claimant(2, "c"), FORKS):
+        claims.add(each, 10, now)
+    met = []
+    for wanted in (claimant(1, "a"), claimant(1, "d"), claimant(2, "c"), FORKS, claimant(1, "d")):
+        assert claims.pages_set_aside(NOBODY, 20, now) == 10
+        if claims.pages_set_aside(wanted, 20, now) == 0:
+            met.append(wanted)
+            claims.settle(wanted, 20)
+        claims.add(claimant(1, "d"), 10, now)
+    # The next one of session 1 is behind those of the others.
+    assert met == [claimant(1, "a"), claimant(2, "c"), FORKS, claimant(1, "d")]
+    claims.drop_session(1)
+    assert claims.pages_set_aside(NOBODY, 20, now) == 0
+
+
+def busy(slots: int, rate: float, lead_s: float, until: float = 10 * SPAN_S) -> SlotForecast:
+    """SlotForecast that has seen `rate` completions a second for long, and readiness `lead_s` after reservation."""
+    admission = SlotForecast(slots, 0.0)
+    admission.record_ready(lead_s)
+    for n in range(int(until * rate)):
+        admission.record_end((n + 1) / rate)
+    return admission
+
+
+def test_without_measurements_the_slots_are_the_limit() -> None:
+    admission = SlotForecast(8, 0.0)
+    admission.check(7, 0.0)
+    with pytest.raises(
+        Overloaded, match=r"8 sequences are held for 8 slots, of which 0 .* one more would wait"
+    ) as refused:
+        admission.check(8, 0.0)
+    assert refused.value.retry_after == USUAL_RETRY_S
+
+
+def test_as_many_more_as_end_while_a_new_one_is_made_ready() -> None:
+    admission, now = busy(32, rate=10.0, lead_s=0.5), 10 * SPAN_S
+    assert admission.rate(now) == pytest.approx(10.0, rel=0.02)
+    assert admission.lookahead(now) == 5
+    admission.check(36, now)
+    with pytest.raises(Overloaded, match="of which 5 will be free in time") as refused:
+        admission.check(38, now)
+    # Two too many, and ten end in a second.
+    assert refused.value.retry_after == pytest.approx(0.2, rel=0.02)
+
+
+def test_no_more_than_a_quarter_of_the_slots_is_ahead_whatever_was_measured() -> None:
+    assert busy(32, rate=10.0, lead_s=60.0).lookahead(10 * SPAN_S) == 8
+    assert busy(3, rate=10.0, lead_s=60.0).lookahead(10 * SPAN_S) == 0
+
+
+def test_a_rate_is_of_late_and_right_from_the_first_second_on() -> None:
+    admission = busy(32, rate=10.0, lead_s=0.5, until=2.0)
+    assert admission.rate(2.0) == pytest.approx(10.0, rel=0.1)
+    assert admission.rate(2.0 + 3 * SPAN_S) < 1.0
+    assert admission.lookahead(2.0 + 3 * SPAN_S) == 0
+    eager = SlotForecast(32, 0.0)
+    eager.record_end(0.001, 4)
+    assert eager.rate(0.001) < 5.0
+
+
+def test_the_lead_follows_what_is_measured() -> None:
+    admission, now = busy(64, rate=10.0, lead_s=0.2), 10 * SPAN_S
+    assert admission.lookahead(now) == 2
+    for _ in range(60):
+        admission.record_ready(1.0)
+    assert admission.lookahead(now) == 10
+
+
+class SlotWorker:
+    """A worker that is never empty of either side: which side gets each place that comes free."""
+
+    def __init__(self, slots: int) -> None:
+        self.admission, self.now, self.held = SlotForecast(slots, 0.0), 0.0, 0
+
+    def fork(self) -> bool:
+        if not self.admission.may_fork(self.held, self.now):
+            return False
+        self.admission.record_fork()
+        self.held += 1
+        return True
+
+    def reserve(self, *, pending: bool = True) -> bool:
+        try:
+            self.admission.check(self.held, self.now)
+        except Overloaded:
+            return False
+        self.admission.record_grant(self.now, pending=pending)
+        self.held += 1
+        return True
+
+
+@pytest.mark.parametrize("slots", [1, 2, 7, 8, 32])
+def test_forks_and_reservations_take_turns_where_both_want_every_place(slots: int) -> None:
+    worker = SlotWorker(slots)
+    while worker.fork() or worker.reserve():
+        pass
+    assert worker.held == slots
+    got = []
+    for _ in range(40):
+        worker.held -= 1
+        # Forks are always there first; a router comes when it hears of the place.
+        got.append("fork" if worker.fork() else "other" if worker.reserve() else "nobody")
+        assert not worker.fork()
+        assert not worker.reserve()
+    assert got in (["fork", "other"] * 20, ["other", "fork"] * 20)
+
+
+@pytest.mark.parametrize("slots", [8, 32])
+def test_forks_leave_a_share_of_the_places_to_a_request_that_comes_now(slots: int) -> None:
+    worker = SlotWorker(slots)
+    while worker.fork():
+        pass
+    assert worker.held == slots - slots // KEEP
+    assert worker.reserve()
+
+
+@pytest.mark.parametrize(("rate", "kept"), [(0.5, 4), (12.0, 5), (1000.0, 16)])
+def test_forks_leave_more_places_where_reservations_come_often(rate: float, kept: int) -> None:
+    worker = SlotWorker(32)
+    worker.now = 10 * SPAN_S
+    for n in range(int(4 * SPAN_S * rate)):
+        worker.admission.record_grant(6 * SPAN_S + n / rate, pending=False)
+    assert worker.admission.fork_headroom(worker.now) == kept
+    while worker.fork():
+        pass
+    assert worker.held == 32 - kept
+    while kept > 32 // KEEP and (at := worker.admission.wake_at(worker.held, worker.now)) < math.inf:
+        assert at > worker.now, "they are tried again"
+        worker.now = at
+        while worker.fork():
+            pass
+    assert worker.held == 32 - 32 // KEEP
+
+
+def test_places_are_left_only_for_whoever_was_refused_and_only_for_a_while() -> None:
+    worker = SlotWorker(7)
+    while worker.fork():
+        pass
+    assert worker.held == 7
+    assert not worker.reserve()
+    worker.held = 0
+    assert not worker.fork()
+    worker.now = OFFER_S
+    assert worker.fork()
+
+
+@pytest.mark.parametrize("slots", [2, 7, 32])
+def test_places_that_come_free_all_at_once_are_shared_as_well(slots: int) -> None:
+    worker = SlotWorker(slots)
+    while worker.fork() or worker.reserve():
+        pass
+    for _ in range(2):
+        worker.held, got = 0, []
+        while len(got) < slots:
+            got.append("fork" if worker.fork() else "other" if worker.reserve() else "nobody")
+        assert abs(got.count("fork") - got.count("other")) <= 1
+        assert not worker.reserve()
+    # Nobody comes behind the last one.
+    worker.held = 1
+    while worker.fork():
+        pass
+    assert worker.held == 1 + worker.admission._fork_owed
+    worker.now += OFFER_S
+    assert worker.fork() or slots == 2
+
+
+def test_a_fork_that_cant_take_its_turn_keeps_nobody_from_the_place() -> None:
+    worker = SlotWorker(1)
+    assert worker.reserve()
+    worker.held -= 1
+    assert not worker.reserve()
+    worker.admission.record_fork()
+    assert worker.reserve(pending=False)
+
+
+def test_the_time_to_retry_is_bounded() -> None:
+    assert busy(32, rate=1000.0, lead_s=0.1, until=20.0).retry_after(20.0) == MIN_RETRY_S
+    assert busy(32, rate=10.0, lead_s=0.1).retry_after(20 * SPAN_S, 9) == MAX_RETRY_S

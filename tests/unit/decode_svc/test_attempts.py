@@ -8,9 +8,16 @@ from baton.engine.fake import FakeEngine
 from baton.errors import BatonError, IncompleteTransfer, InvalidRequest, OutOfPages
 from baton.lifecycle import State
 from baton.request import FinishReason, Handoff, SamplingParams
-from decode_svc.attempts import Attempts
-from decode_svc.messages import AttemptKey, Reserve
-from decode_svc.sequence import DecodeSequence, InvalidReservation, LocalAttempt, ledger_entries, size_reservation
+from decode_svc.attempts import (
+    AttemptKey,
+    Attempts,
+    DecodeAttempt,
+    InvalidReservation,
+    Reserve,
+    ledger_entries,
+    size_reservation,
+)
+from decode_svc.scheduler import DecodeSequence
 from tests.decoding import greedy, prefill
 
 KEY = AttemptKey("r", 0)
@@ -24,13 +31,13 @@ def of(fake: FakeEngine, reserve_tokens: int = 100) -> Attempts:
     return Attempts(fake, reserve_tokens)
 
 
-def committed(attempts: Attempts, ours: LocalAttempt, **handoff: object) -> int:
+def committed(attempts: Attempts, ours: DecodeAttempt, **handoff: object) -> int:
     ready = replace(prefill([1, 2, 3, 4, 5]).handoff, **handoff)
     first = attempts.commit(ours, ready, 0.0, 0.0)
     return (first is not None) + attempts.pending_choices
 
 
-def forked(attempts: Attempts, ours: LocalAttempt, ready: Handoff, now: float = 0.0) -> list[DecodeSequence]:
+def forked(attempts: Attempts, ours: DecodeAttempt, ready: Handoff, now: float = 0.0) -> list[DecodeSequence]:
     """All sequences of an attempt, begun at once."""
     first = attempts.commit(ours, ready, 1.0, now)
     return [] if first is None else [first, *(attempts.fork(ours) for _ in range(attempts.pending_choices))]

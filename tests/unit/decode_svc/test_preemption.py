@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from baton.engine.contract import KvHandle
 from baton.request import SamplingParams, SequenceState
 from baton.worker.health import Progress
+from decode_svc.attempts import FailureKind
 from decode_svc.loop import DecodeLoop, StepReport
-from decode_svc.messages import FailureKind
-from decode_svc.sequence import DecodeSequence, RollingBlockHasher
+from decode_svc.scheduler import DecodeSequence, RollingBlockHasher
 from tests.decoding import LoggingEngine, alone, digests, prefill
 
 PAGE = 4

@@ -10,9 +10,7 @@ from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine
 from baton.errors import IncompleteTransfer
 from baton.request import CachePolicy, SamplingParams
-from decode_svc.attempts import Attempts
-from decode_svc.messages import AttemptKey, Reserve
-from decode_svc.sequence import InvalidReservation, LocalAttempt
+from decode_svc.attempts import AttemptKey, Attempts, DecodeAttempt, InvalidReservation, Reserve
 from tests.decoding import alone, digests, greedy, prefill
 from tests.property.attempts import check_pool, held_payloads, payloads
 
@@ -32,13 +30,13 @@ class Worker:
         self.engine = engine(**settings)
         self.attempts = Attempts(self.engine, 100)
 
-    def reserve(self, name: str, prompt: Sequence[int] = PROMPT, **change: Any) -> LocalAttempt:
+    def reserve(self, name: str, prompt: Sequence[int] = PROMPT, **change: Any) -> DecodeAttempt:
         names = b"".join(digests(self.engine, prompt, SALT))
         request = Reserve(AttemptKey(name, 0), len(prompt), 8, 1, prefix_digests=names, cache_salt=SALT)
         return self.attempts.reserve(1, replace(request, **change), 0.0)
 
     def commit(
-        self, attempt: LocalAttempt, prompt: Sequence[int] = PROMPT, params: SamplingParams = PARAMS
+        self, attempt: DecodeAttempt, prompt: Sequence[int] = PROMPT, params: SamplingParams = PARAMS
     ) -> list[Any]:
         ready = prefill(prompt, params, request_id=attempt.key.request_id, choices=range(params.n))
         self.attempts.start(attempt, 0.0)

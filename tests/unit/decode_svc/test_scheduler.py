@@ -1,12 +1,19 @@
-"""Slots: who gets one, when it comes back, and what a step's tokens mean."""
+"""Slots: who gets one, when it comes back, and what a step's tokens mean; names of a sequence's blocks."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from baton.engine.contract import EngineSpec
+from baton.engine.fake import FakeEngine
 from baton.kv.format import KvFormat, KvPart
 from baton.request import FinishReason, SamplingParams, SequenceState, TokenInfo
-from decode_svc.scheduler import DecodeScheduler, StepOutput
-from decode_svc.sequence import DecodeSequence
+from decode_svc.scheduler import DecodeScheduler, DecodeSequence, RollingBlockHasher, StepOutput
+from tests.decoding import digests
 
 FORMAT = KvFormat((KvPart("k", "float32", (2, 4)),), layers=3, block_size=16)
 SPEC = EngineSpec("print", FORMAT, 100, 64, frozenset({1}), 16, 8, slots=2)
@@ -32,10 +39,10 @@ def ids(sequences: list[DecodeSequence]) -> list[int]:
     return [each.id for each in sequences]
 
 
-def advance(scheduler: DecodeScheduler, one: DecodeSequence, *tokens: int, now: float = 0.0) -> StepOutput | None:
+def record(scheduler: DecodeScheduler, one: DecodeSequence, *tokens: int, now: float = 0.0) -> StepOutput | None:
     """A step with these tokens is read: the engine has appended them, and the scheduler takes them over."""
     one.output_ids += tokens
-    return scheduler.advance(one, [TokenInfo(token) for token in tokens], now)
+    return scheduler.record_tokens(one, [TokenInfo(token) for token in tokens], now)
 
 
 def test_slots_go_to_those_that_were_ready_first() -> None:
@@ -52,7 +59,8 @@ def test_a_slot_is_free_for_the_next_as_soon_as_a_sequence_ends() -> None:
     last = sequence(1, max_tokens=2)
     scheduler.add([last, sequence(2), sequence(3)])
     scheduler.admit(0.0)
-    output = advance(scheduler, last, 60)
+    output = record(scheduler, last, 60)
+    assert output is not None
     assert (output.output_index, output.finish) == (1, FinishReason.LENGTH)
     assert ids(scheduler.admit(0.0)) == [3]
 
@@ -62,7 +70,8 @@ def test_tokens_after_the_one_that_ends_a_sequence_are_left_out() -> None:
     one = sequence(1, max_tokens=9)
     scheduler.add([one])
     scheduler.admit(0.0)
-    output = advance(scheduler, one, 60, 1, 61)
+    output = record(scheduler, one, 60, 1, 61)
+    assert output is not None
     assert [token.token_id for token in output.tokens] == [60, 1]
     assert output.finish is FinishReason.STOP
     assert scheduler.running == 0
@@ -74,7 +83,7 @@ def test_steps_that_were_read_together_are_taken_over_one_after_the_other() -> N
     scheduler.add([one])
     scheduler.admit(0.0)
     one.output_ids += [60, 61, 62, 63]
-    outputs = [scheduler.advance(one, [TokenInfo(token)], 0.0) for token in (60, 61, 62, 63)]
+    outputs = [scheduler.record_tokens(one, [TokenInfo(token)], 0.0) for token in (60, 61, 62, 63)]
     assert outputs[3] is None, "it had ended"
     found = [(output.output_index, output.finish) for output in outputs if output is not None]
     assert found == [(1, None), (2, None), (3, FinishReason.LENGTH)]
@@ -85,8 +94,10 @@ def test_a_sequence_ends_at_the_models_length_whatever_it_may_generate() -> None
     one = sequence(1, max_tokens=50)
     scheduler.add([one])
     scheduler.admit(0.0)
-    first = advance(scheduler, one, 60)
-    second = advance(scheduler, one, 61)
+    first = record(scheduler, one, 60)
+    second = record(scheduler, one, 61)
+    assert first is not None
+    assert second is not None
     assert (first.finish, second.finish) == (None, FinishReason.LENGTH)
 
 
@@ -95,8 +106,11 @@ def test_timings_come_once_and_are_durations() -> None:
     one = sequence(1, ready_at=100.0)
     scheduler.add([one])
     scheduler.admit(100.25)
-    first = advance(scheduler, one, 60, now=100.75)
-    second = advance(scheduler, one, 61, now=101.0)
+    first = record(scheduler, one, 60, now=100.75)
+    second = record(scheduler, one, 61, now=101.0)
+    assert first is not None
+    assert second is not None
+    assert first.timings is not None
     assert (first.timings.fetch_ms, first.timings.slot_wait_ms) == (7, 250)
     assert second.timings is None
     assert second.output_index == 2
@@ -110,7 +124,7 @@ def test_dropping_takes_a_sequence_out_wherever_it_is_and_only_once() -> None:
     assert ids(scheduler.drop([3, 1, 77])) == [3, 1]
     assert scheduler.drop([3, 1]) == []
     assert (scheduler.running, scheduler.waiting) == (1, 0)
-    assert advance(scheduler, running, 60) is None
+    assert record(scheduler, running, 60) is None
 
 
 def test_no_tokens_are_nothing_to_tell() -> None:
@@ -118,7 +132,7 @@ def test_no_tokens_are_nothing_to_tell() -> None:
     one = sequence(1)
     scheduler.add([one])
     scheduler.admit(0.0)
-    assert advance(scheduler, one) is None
+    assert record(scheduler, one) is None
     assert scheduler.running == 1
 
 
@@ -159,3 +173,34 @@ def test_missing_pages_are_what_the_batch_needs_to_go_on_for_a_while_or_to_its_e
     short.add([sequence(1, max_tokens=500, capacity=16)])
     short.admit(0.0)
     assert short.missing_pages() == 1
+
+
+HASHED = FakeEngine(page_size=4, pages=1, block_size=4)
+
+
+@given(st.integers(0, 21), st.lists(st.integers(1, 9), max_size=6), st.binary(max_size=3))
+def test_it_names_all_blocks_but_that_of_the_last_token(context: int, steps: list[int], salt: bytes) -> None:
+    ids = list(range(7, 7 + context))
+    names = digests(HASHED, ids, salt)
+    first = RollingBlockHasher(HASHED.spec, salt, names, ids[len(names) * 4 :])
+    hasher = first.fork(1)
+    ids.append(1)
+    for step in steps:
+        tokens = list(range(100, 100 + step))
+        hasher.extend(tokens)
+        ids += tokens
+        assert hasher.digests == digests(HASHED, ids[:-1], salt)
+    assert first.digests == names
+
+
+@pytest.mark.parametrize("context", [3, 4])
+def test_choices_go_different_ways(context: int) -> None:
+    ids = list(range(context))
+    names = digests(HASHED, ids)
+    hasher = RollingBlockHasher(HASHED.spec, b"", names, ids[len(names) * 4 :])
+    one, two = hasher.fork(50), hasher.fork(60)
+    one.extend(range(8))
+    two.extend(range(8))
+    assert one.digests == digests(HASHED, [*ids, 50, *range(7)])
+    assert two.digests == digests(HASHED, [*ids, 60, *range(7)])
+    assert one.digests[: len(names)] == two.digests[: len(names)] == names

@@ -16,10 +16,9 @@ from baton.engine.fake import FakeEngine
 from baton.request import CachePolicy, Handoff, RemoteExport, SamplingParams
 from baton.transfer.export import ExportRegistry
 from baton.worker.status import WorkerRole, new_identity
-from decode_svc.messages import AttemptKey, FailureKind, Reserve, Start
-from decode_svc.service import DecodeService
-from decode_svc.session import RouterSession
-from decode_svc.worker import DecodeWorker, FetchKv
+from decode_svc.app import DecodeService
+from decode_svc.attempts import AttemptKey, FailureKind, Reserve
+from decode_svc.worker import DecodeWorker, FetchKv, RouterSession, Start
 from tests.decoding import GREEDY, digests, prefill
 from tests.prefix_cache import MemoryPrefixCache
 from tests.property.virtual import VirtualLoop

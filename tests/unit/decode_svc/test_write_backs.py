@@ -11,8 +11,8 @@ from baton.engine.fake import FakeEngine
 from baton.errors import OutOfPages
 from baton.telemetry import metrics
 from baton.worker.prefix_cache import MAX_WRITE_BACKS, BlockCopier
-from decode_svc.sequence import Published
-from decode_svc.write_backs import MAX_WAITING, WriteBacks
+from decode_svc.attempts import PublishedBlocks
+from decode_svc.worker import MAX_WAITING_COPIES, WriteBacks
 from tests.decoding import digests
 from tests.engine_calls import prefill_chunk
 from tests.metrics import count
@@ -84,7 +84,7 @@ def dropped() -> float:
 
 async def test_the_new_blocks_of_a_sequence_are_copied_and_nothing_stays_pinned(rig: Rig) -> None:
     names = rig.engine.published()
-    rig.backs.add(Published("r/0", names, 1))
+    rig.backs.add(PublishedBlocks("r/0", names, 1))
     assert rig.engine.stats().used == 4
     (entry,) = rig.backs.entries(0.0)
     assert (entry.owner, entry.kind, entry.state, entry.pages) == ("r/0/write_back", "write_back", "ended", 4)
@@ -97,7 +97,7 @@ async def test_the_new_blocks_of_a_sequence_are_copied_and_nothing_stays_pinned(
 
 @pytest.mark.parametrize("first", [4, 9])
 async def test_without_a_new_block_nothing_is_pinned(rig: Rig, first: int) -> None:
-    rig.backs.add(Published("r/0", rig.engine.published(), first))
+    rig.backs.add(PublishedBlocks("r/0", rig.engine.published(), first))
     assert len(rig.backs) == 0
 
 
@@ -105,10 +105,10 @@ async def test_what_was_evicted_meanwhile_is_not_copied(rig: Rig) -> None:
     names = rig.engine.published()
     thief = rig.engine.reserve("thief", (PAGES - 2) * 4)
     before = dropped()
-    rig.backs.add(Published("short", names, 0))
+    rig.backs.add(PublishedBlocks("short", names, 0))
     await rig.backs.wait_finished()
     assert list(rig.cache.blocks) == names[:2]
-    rig.backs.add(Published("gone", names, 2))
+    rig.backs.add(PublishedBlocks("gone", names, 2))
     assert len(rig.backs) == 0
     assert dropped() == before + 2
     rig.engine.free(thief)
@@ -117,7 +117,7 @@ async def test_what_was_evicted_meanwhile_is_not_copied(rig: Rig) -> None:
 async def test_whoever_wants_pages_gets_those_of_copies_and_the_copies_end(rig: Rig) -> None:
     names = rig.engine.published()
     rig.engine.gate.clear()
-    rig.backs.add(Published("r/0", names, 0))
+    rig.backs.add(PublishedBlocks("r/0", names, 0))
     await rig.reading()
     with pytest.raises(OutOfPages):
         rig.engine.reserve("wants", PAGES * 4)
@@ -131,7 +131,7 @@ async def test_whoever_wants_pages_gets_those_of_copies_and_the_copies_end(rig: 
 
 async def test_nothing_is_pinned_while_the_batch_lacks_pages(rig: Rig) -> None:
     rig.short_of_pages, before = True, dropped()
-    rig.backs.add(Published("r/0", rig.engine.published(), 0))
+    rig.backs.add(PublishedBlocks("r/0", rig.engine.published(), 0))
     assert len(rig.backs) == 0
     assert dropped() == before + 4
 
@@ -140,10 +140,10 @@ async def test_a_few_are_copied_at_a_time_some_wait_and_the_rest_is_dropped(rig:
     names = rig.engine.published()
     rig.engine.gate.clear()
     before = dropped()
-    for number in range(MAX_WRITE_BACKS + MAX_WAITING + 3):
-        rig.backs.add(Published(f"r{number}/0", names, 0))
+    for number in range(MAX_WRITE_BACKS + MAX_WAITING_COPIES + 3):
+        rig.backs.add(PublishedBlocks(f"r{number}/0", names, 0))
     assert len(rig.backs.entries(0.0)) == MAX_WRITE_BACKS
-    assert len(rig.backs) == MAX_WRITE_BACKS + MAX_WAITING
+    assert len(rig.backs) == MAX_WRITE_BACKS + MAX_WAITING_COPIES
     assert dropped() == before + 3 * 4
     assert rig.engine.stats().used == 4
     rig.engine.gate.set()
@@ -160,10 +160,10 @@ async def test_a_copy_that_fails_holds_nothing_and_the_next_goes_on(rig: Rig, ca
         raise RuntimeError("told so by the test")
 
     rig.cache.put = failing  # type: ignore[method-assign]
-    rig.backs.add(Published("r/0", names, 0))
+    rig.backs.add(PublishedBlocks("r/0", names, 0))
     await rig.backs.wait_finished()
     assert "r/0/write_back failed" in caplog.text
-    rig.backs.add(Published("s/0", names, 0))
+    rig.backs.add(PublishedBlocks("s/0", names, 0))
     await rig.backs.wait_finished()
     assert list(rig.cache.blocks) == names
 
@@ -172,7 +172,7 @@ async def test_closing_waits_for_the_read_in_progress_and_for_nothing_else(rig: 
     names = rig.engine.published()
     rig.engine.gate.clear()
     for number in range(MAX_WRITE_BACKS + 2):
-        rig.backs.add(Published(f"r{number}/0", names, 0))
+        rig.backs.add(PublishedBlocks(f"r{number}/0", names, 0))
     await rig.reading()
     closing = asyncio.create_task(rig.backs.close())
     await asyncio.sleep(0)
@@ -180,5 +180,5 @@ async def test_closing_waits_for_the_read_in_progress_and_for_nothing_else(rig: 
     rig.engine.gate.set()
     await closing
     assert rig.cache.blocks == {}
-    rig.backs.add(Published("late/0", names, 0))
+    rig.backs.add(PublishedBlocks("late/0", names, 0))
     assert len(rig.backs) == 0

@@ -1,14 +1,16 @@
-"""Slots, and what plans tell of them; no tensor anywhere."""
+"""Slots, plans of them, and passes over them; no tensor anywhere."""
+
+from collections.abc import Callable
 
 import pytest
 
 from baton.engine.contract import EngineSpec, Sequence
-from baton.engine.core import KvManager
-from baton.engine.plan import ForwardPlan, Growth, Row
+from baton.engine.core import EngineCore, KvManager
+from baton.engine.plan import ForwardPlan, Growth, PlanResult, Row, RowResult
 from baton.errors import EngineError, Overloaded
 from baton.kv.format import KvFormat, KvPart
 from baton.kv.pool import PageHandle
-from baton.request import SamplingParams, SequenceState
+from baton.request import SamplingParams, SequenceState, TokenInfo
 
 KV_FORMAT = KvFormat((KvPart("k", "float32", (1, 2)),), layers=1, block_size=4)
 GREEDY = SamplingParams(temperature=0.0)
@@ -117,3 +119,39 @@ def test_slots_and_lengths_are_checked_before_anything_changes(kv: KvManager) ->
             sequence.output_ids.append(7)
     with pytest.raises(EngineError, match="lies beyond"), kv.pin_batch():
         pytest.fail("it has no room")
+
+
+class Wide(Sequence):
+    """A sequence whose steps have three new tokens."""
+
+    @property
+    def next_positions(self) -> range:
+        begin = super().next_positions.start
+        return range(begin, begin + 3)
+
+
+class TwoTokens:
+    """An executor that finds two tokens for each row."""
+
+    memory = None
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    def launch(self, plan: ForwardPlan, on_layer: object) -> Callable[[], PlanResult]:
+        self.rows += plan.rows
+        return lambda: PlanResult((RowResult((TokenInfo(5), TokenInfo(6))),) * len(plan.rows))
+
+
+def test_a_step_may_write_several_tokens_and_yield_another_number() -> None:
+    executor = TwoTokens()
+    engine = EngineCore(EngineSpec("f", KV_FORMAT, 100, 32, frozenset(), page_size=4, pages=4, slots=1), executor)
+    sequence = Wide(engine.reserve("a", 4), SequenceState(GREEDY, [1, 2, 3]))
+    engine.insert(sequence)
+    with pytest.raises(EngineError, match="token 4 lies beyond"):
+        engine.launch()
+    engine.extend(sequence.handle, 8)
+    for length in (5, 7):
+        ((found, tokens),) = engine.launch().result().steps
+        assert (found, len(tokens), sequence.length, sequence.unread) == (sequence, 2, length, 0)
+    assert executor.rows == [Row(0, 2, 3, (0, 1, 2)), Row(0, 4, 3, (0, 1, 2))]

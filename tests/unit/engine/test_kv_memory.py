@@ -13,7 +13,7 @@ import torch
 from baton.engine.kv_memory import LAYERS_AHEAD, CudaMemory, TorchMemory
 from baton.kv.format import KvPart, PartData, attention_parts
 from baton.model.attention import KvCache
-from baton.model.dtypes import DTYPES, dtype_name
+from baton.model.tensors import DTYPES, dtype_name
 from tests.unit.engine.cuda_standin import Cuda, Event, Stream, cuda
 
 __all__ = ["cuda"]

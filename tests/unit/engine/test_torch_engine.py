@@ -232,7 +232,9 @@ def test_work_within_a_layer_is_counted_while_it_is_done(checkpoint: Path, tmp_p
     handle, ended, seen = engine.reserve("a/1", end), list[int](), set[int]()
 
     def compute() -> None:
-        prefill_chunk(engine, handle, [1] * end, end - tokens, end, on_layer=lambda _: ended.append(engine.heartbeat()))
+        prefill_chunk(
+            engine, handle, [1] * end, end - tokens, end, on_layer=lambda _: ended.append(engine.work_counter())
+        )
 
     with ThreadPoolExecutor(1) as thread:
         # A busy machine may look too seldom.
@@ -241,7 +243,7 @@ def test_work_within_a_layer_is_counted_while_it_is_done(checkpoint: Path, tmp_p
             seen.clear()
             call = thread.submit(compute)
             while not call.done():
-                seen.add(engine.heartbeat())
+                seen.add(engine.work_counter())
             call.result()
             first, second, _ = ended
             if any(first < number < second for number in seen):

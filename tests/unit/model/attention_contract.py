@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baton.kv.format import attention_parts
 from baton.model.attention import AttentionBackend, AttentionBatch, KvCache
-from baton.model.dtypes import dtype_name
+from baton.model.tensors import dtype_name
 
 MIXED = ((1, 1), (1, 17), (7, 7), (1, 300), (16, 40), (33, 289), (1, 90), (5, 260), (1, 16))
 """(query length, context length) of each sequence."""

@@ -3,7 +3,7 @@
 import math
 from functools import lru_cache
 
-from baton.model.noise import noise_key
+from baton.model.gumbel import noise_key
 
 _WORD = 2**32
 

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from baton.model import gumbel as noise
-from baton.model.gumbel import Draws, GumbelArgmax, _bits, lowest_noise, scores_of
+from baton.model.gumbel import Draws, GumbelArgmax, _bits, lowest_noise, noise_key, philox, scores_of
 from baton.model.logit_tiles import WIDTH, LogitTiles
-from baton.model.noise import noise_key
 from tests.unit.model.plain_noise import bits, fmix32, gumbel
 
 
@@ -141,3 +140,41 @@ def test_the_last_bits_of_logits_hardly_ever_matter() -> None:
     uniforms = torch.rand(rounds, 1, generator=generator, dtype=torch.float64)
     inverse = [torch.searchsorted(x.double().softmax(-1).cumsum(-1), uniforms) for x in (scaled, noisy)]
     assert int((inverse[0] != inverse[1]).sum()) >= 2
+
+
+FULL = 0xFFFFFFFF
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        # Random123 1.14, kat_vectors: philox4x32 10.
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((FULL,) * 4, (FULL,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_published_vectors(
+    counter: tuple[int, int, int, int], key: tuple[int, int], expected: tuple[int, int, int, int]
+) -> None:
+    assert philox(counter, key) == expected
+
+
+def test_keys_are_fixed_for_ever() -> None:
+    """A stream that is replayed by a later release must continue with the same noise."""
+    assert noise_key(0, 0, 0) == (0x6627E8D5, 0xE169C58D)
+    assert noise_key(0x299F31D0A4093822, 0x13198A2E, 0x85A308D3243F6A88) == (0xAE120E9D, 0xA08A4CAB)
+
+
+def test_keys_differ_by_seed_choice_and_index() -> None:
+    keys = {
+        noise_key(seed, choice, index)
+        for seed in (0, 1, 2**32, 2**64 - 1)
+        for choice in range(4)
+        for index in (*range(50), 2**32, 2**33)
+    }
+    assert len(keys) == 4 * 4 * 52

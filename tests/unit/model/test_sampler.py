@@ -14,8 +14,7 @@ from baton.model import truncation
 from baton.model.gumbel import Draws
 from baton.model.logit_tiles import LogitTiles
 from baton.model.penalties import PenaltyTable
-from baton.model.sampler import SamplerBatch
-from baton.model.sampler_output import token_infos
+from baton.model.sampler import SamplerBatch, token_infos
 from baton.model.truncation import WINDOW
 from baton.request import MIN_REPETITION_PENALTY, SamplingParams, SequenceState, TokenInfo
 from tests.unit.model.plain_noise import gumbel
@@ -170,8 +169,8 @@ def test_running_state_equals_the_rebuilt_one_while_rows_come_and_go() -> None:
         logits = some_logits(len(running), vocab, round_)
         tokens = ids(batch, logits)
         assert tokens == ids(batch_of(running, vocab), logits)
-        batch.advance()
-        batch.count(list(enumerate(tokens)))
+        batch.add_outputs([1] * len(tokens))
+        batch.add_token_ids(list(enumerate(tokens)))
         for state, token in zip(running, tokens, strict=True):
             state.output_ids.append(token)  # type: ignore[attr-defined]
 

@@ -15,9 +15,7 @@ from baton.errors import OutOfPages, Overloaded
 from baton.lifecycle import Lifecycle, State
 from baton.request import ReserveResult
 from decode_svc.admission import Admission, SlotForecast
-from decode_svc.attempts import Attempts
-from decode_svc.messages import AttemptKey, Reserve
-from decode_svc.sequence import LocalAttempt
+from decode_svc.attempts import AttemptKey, Attempts, DecodeAttempt, Reserve
 from router.dispatcher import Dispatcher
 from router.placement.policy import PlacementQuery
 from router.placement.scheduler import PlacementRequest
@@ -43,7 +41,7 @@ class SharedWorker:
         self.routers: list[RouterPool] = []
         self.asked = 0
 
-    def reserve(self, session: int, request: Reserve) -> LocalAttempt | ReserveResult:
+    def reserve(self, session: int, request: Reserve) -> DecodeAttempt | ReserveResult:
         self.asked += 1
         try:
             return self.admission.reserve(session, request, self.loop.time())
@@ -54,7 +52,7 @@ class SharedWorker:
         except Overloaded as error:
             return ReserveResult(False, str(error), False, 1.0)
 
-    def end(self, attempt: LocalAttempt) -> None:
+    def end(self, attempt: DecodeAttempt) -> None:
         self.attempts.end(attempt, self.loop.time())
         for router in self.routers:
             self.loop.call_later(LATENCY_S, router.notify)
@@ -75,7 +73,7 @@ class RouterPool(FakePool):
         await asyncio.sleep(LATENCY_S)
         request = Reserve(AttemptKey(attempt.request_id, 0), asked["context_tokens"], asked["max_new_tokens"], 1)
         answer = self.worker.reserve(self.number, request)
-        if isinstance(answer, LocalAttempt):
+        if isinstance(answer, DecodeAttempt):
             attempt.held, answer = answer, ReserveResult(True, "", False)
         return answer
 

@@ -94,10 +94,10 @@ def prefilled(engine: Engine, tokens: int, *, until: int | None = None) -> KvHan
     return handle
 
 
-def advance_all(export: Export, token_end: int) -> None:
+def mark_all_final(export: Export, token_end: int) -> None:
     """Every layer is final up to `token_end`."""
     for layer in range(LAYERS):
-        export.advance(layer, token_end)
+        export.mark_final(layer, token_end)
 
 
 def ready(exports: ExportRegistry, engine: Engine, transfer_id: str, tokens: int) -> tuple[Export, list[str]]:
@@ -110,7 +110,7 @@ def ready(exports: ExportRegistry, engine: Engine, transfer_id: str, tokens: int
         engine.free(handle)
 
     export = exports.open(transfer_id, handle, tokens, on_closed=on_closed)
-    advance_all(export, tokens)
+    mark_all_final(export, tokens)
     export.commit(handoff(tokens))
     return export, ends
 

@@ -20,11 +20,11 @@ from tests.unit.transfer.support import (
     WHOLE,
     Engine,
     Gate,
-    advance_all,
     collect,
     contents,
     decoded,
     handoff,
+    mark_all_final,
     prefilled,
     prompt,
     ready,
@@ -53,7 +53,7 @@ async def test_frames_follow_production(exports: ExportRegistry, engine: Engine)
     async with aclosing(export.frames(whole(TOKENS))) as frames:
         for chunk_end in (5, 12):
             for layer in range(LAYERS):
-                export.advance(layer, chunk_end)
+                export.mark_final(layer, chunk_end)
                 while not seen or seen[-1].layer != layer or seen[-1].tokens.stop != chunk_end:
                     seen.append(decoded(await anext(frames)))
         manifest = decoded(await anext(frames))
@@ -70,10 +70,10 @@ async def test_frames_follow_production(exports: ExportRegistry, engine: Engine)
 
 async def test_progress_made_while_a_frame_is_being_sent_is_seen(exports: ExportRegistry, engine: Engine) -> None:
     export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=nothing)
-    export.advance(0, 4)
+    export.mark_final(0, 4)
     async with aclosing(export.frames(whole(TOKENS))) as frames:
         await anext(frames)
-        export.advance(1, 4)
+        export.mark_final(1, 4)
         for _ in range(3):
             await asyncio.sleep(0)
         async with asyncio.timeout(60):
@@ -102,7 +102,7 @@ async def test_a_frame_has_at_least_one_token(engine: Engine) -> None:
     exports.close()
 
 
-async def test_advance_from_a_thread_wakes_the_loop_once_at_a_time(
+async def test_marking_from_a_thread_wakes_the_loop_once_at_a_time(
     exports: ExportRegistry, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wakes = []
@@ -116,15 +116,15 @@ async def test_advance_from_a_thread_wakes_the_loop_once_at_a_time(
     export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=nothing)
     monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
 
-    def advance() -> None:
+    def mark() -> None:
         for token in range(1, TOKENS + 1):
-            advance_all(export, token)
+            mark_all_final(export, token)
 
     stream = asyncio.create_task(collect(export, whole(TOKENS)))
     await asyncio.sleep(0)
-    advance()
+    mark()
     assert wakes == ["_wake"]
-    await asyncio.to_thread(advance)
+    await asyncio.to_thread(mark)
     export.commit(handoff(TOKENS))
     assert len(await stream) == 3 * LAYERS + 2
 
@@ -132,17 +132,17 @@ async def test_advance_from_a_thread_wakes_the_loop_once_at_a_time(
 async def test_progress_outside_the_export_is_refused(exports: ExportRegistry, engine: Engine) -> None:
     export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=nothing)
     with pytest.raises(InvalidRequest, match="layer"):
-        export.advance(LAYERS, 1)
+        export.mark_final(LAYERS, 1)
     with pytest.raises(InvalidRequest, match="token_end"):
-        export.advance(0, TOKENS + 1)
+        export.mark_final(0, TOKENS + 1)
 
 
 async def test_a_commit_needs_every_layer_and_happens_once(exports: ExportRegistry, engine: Engine) -> None:
     export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=nothing)
-    advance_all(export, TOKENS - 1)
+    mark_all_final(export, TOKENS - 1)
     with pytest.raises(IncompleteTransfer, match="11 of 12 tokens of layer 0"):
         export.commit(handoff(TOKENS))
-    advance_all(export, TOKENS)
+    mark_all_final(export, TOKENS)
     export.commit(handoff(TOKENS))
     with pytest.raises(InvalidRequest, match="committed already"):
         export.commit(handoff(TOKENS))
@@ -183,7 +183,7 @@ async def test_a_read_that_fails_ends_the_stream(exports: ExportRegistry, engine
     handle = engine.reserve("prefill", TOKENS)
     prefill_chunk(engine, handle, prompt(TOKENS), 0, TOKENS, on_layer=nothing_for)
     export = exports.open("t", handle, TOKENS, on_closed=nothing)
-    advance_all(export, TOKENS)
+    mark_all_final(export, TOKENS)
     engine.free(handle)
     with pytest.raises(EngineError):
         await collect(export, whole(TOKENS))

@@ -21,10 +21,10 @@ from tests.unit.transfer.support import (
     Engine,
     Gate,
     MemorySource,
-    advance_all,
     collect,
     decoded,
     handoff,
+    mark_all_final,
     prefilled,
     ready,
     unchanged,
@@ -101,9 +101,9 @@ def test_a_consumer_of_the_end_hears_that_the_beginning_is_being_computed(box: B
         listening = asyncio.create_task(listen())
         for token in range(1, 8):
             await asyncio.sleep(0.4)
-            advance_all(export, token)
+            mark_all_final(export, token)
         await asyncio.sleep(5 * PROGRESS_S)
-        advance_all(export, TOKENS)
+        mark_all_final(export, TOKENS)
         export.commit(handoff(TOKENS))
         await listening
         exports.close()

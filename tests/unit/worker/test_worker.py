@@ -189,7 +189,7 @@ def test_progress_stalls_only_while_there_is_work() -> None:
     assert progress.stalled_s() == 0
 
 
-def test_a_heartbeat_within_a_layer_is_progress_and_its_end_is_a_stall() -> None:
+def test_work_counted_within_a_layer_is_progress_and_its_end_is_a_stall() -> None:
     now, number = 0.0, 7
     progress = Progress(lambda: now, lambda: number)
     progress.record()

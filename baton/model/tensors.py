@@ -1,12 +1,27 @@
-"""Small host values to a device without waiting for what is queued there."""
+"""Tensors: element types by name, and small values on their way between host and device."""
 
 from __future__ import annotations
 
+import warnings
 from array import array
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype's name, as in `KvPart`."""
+    return str(dtype).removeprefix("torch.")
+
+
+with warnings.catch_warnings():
+    # Torch warns once a process of a buffer that must not be written to. Received buffers are only read.
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"\0", dtype=torch.uint8)
+
 
 _TYPES = {"I": torch.uint32, "q": torch.int64}
 """By the type code of an array."""

@@ -5,7 +5,7 @@ from array import array
 import pytest
 import torch
 
-from baton.model.upload import upload
+from baton.model.tensors import upload
 
 
 @pytest.mark.parametrize("code", "Iq")
