@@ -50,8 +50,7 @@ from router.output import OutputProcessor
 from router.placement.policy import PlacementQuery
 from router.placement.prefix_directory import BlockHasher
 from router.placement.scheduler import PlacementRequest
-from router.serving.tenants import Threads
-from router.serving.validator import Request
+from router.serving.validator import Request, Threads
 from router.workers.calls import (
     LARGE_REQUEST,
     LOSS_GRACE_S,
@@ -62,7 +61,7 @@ from router.workers.calls import (
     call_prefill,
     prefill_message,
 )
-from router.workers.failures import AvoidedWorker, Blame, Cause, Failed, RetryHistory, RetryBudget
+from router.workers.failures import AvoidedWorker, Blame, Cause, Failed, RetryBudget, RetryHistory
 from router.workers.pool import Pool
 
 DEATH_WAIT_S = 15.0

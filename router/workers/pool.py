@@ -119,6 +119,9 @@ class Pool:
         signer: TicketSigner | None = None,
     ) -> None:
         self._model_name = config.model_name
+        self._max_model_len = config.max_model_len
+        self._lengths: list[int] = []
+        """Lengths of the model at the workers that were there last."""
         self._tokenizer_digest = tokenizer_digest
         self._router_id = router_id
         self._tls = tls
@@ -183,7 +186,13 @@ class Pool:
         """Identities of the accepted workers."""
         return [link.status.identity for link in self._accepted.values() if link.status]
 
-    @property
+    def max_model_len(self, longest: int) -> int:
+        """Most tokens of prompt and output together; `longest` is the checkpoint's own limit."""
+        # While all workers are gone, what they could hold counts: requests wait for others like them.
+        self._lengths = [identity.max_model_len for identity in self.identities] or self._lengths
+        least = min(self._lengths or [longest])
+        return min(least, self._max_model_len or least)
+
     def capacity(self) -> int:
         """Most tokens of one request that the KV memory of a decode worker can hold; 0 while none is there."""
         loads = [

@@ -31,9 +31,8 @@ from router.serving.servicer import (
     sized_prompt,
     tokenize_prompt,
 )
-from router.serving.tenants import Threads
 from router.serving.tokenizer_processes import LONG_TEXT, TokenizerProcesses
-from router.serving.validator import MAX_CHAT_MESSAGES, RequestValidator, ServedModel, TokenPrompt
+from router.serving.validator import MAX_CHAT_MESSAGES, RequestValidator, ServedModel, Threads, TokenPrompt
 from tests.integration.router_rig import router_rig
 from tests.unread import COUNT, WithUnread
 
