@@ -96,7 +96,7 @@ SAME_EVENT_S = 0.1
 """Faults closer than this are one event: a failing step fails each sequence in it."""
 
 
-class AttemptHealth:
+class AttemptBreakers:
     """One attempt's part in the breakers of its workers and their pair, from its placement to its end."""
 
     def __init__(self, breakers: Breakers, prefill: str, decode: str | None) -> None:
@@ -152,9 +152,9 @@ class Breakers:
         workers = sum(len(key) == 1 for key in keys)
         return workers, len(keys) - workers
 
-    def begin(self, prefill: str, decode: str | None) -> AttemptHealth:
+    def begin_attempt(self, prefill: str, decode: str | None) -> AttemptBreakers:
         """An attempt is placed; it is the trial of each half-open breaker on its way."""
-        return AttemptHealth(self, prefill, decode)
+        return AttemptBreakers(self, prefill, decode)
 
     def start_trial(self, key: Key) -> Permit | None:
         """The permit of the trial of what `key` names, if the caller is now the trial."""
