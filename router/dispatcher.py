@@ -1,7 +1,10 @@
-"""From the queue to a placement: a prefill worker's assignment, and pages reserved on a decode worker.
+"""From a request of an attempt to its placement: an assignment at a prefill worker, and pages at a decode worker.
 
-    queue ── turn: some prefill worker has room ── reserve ── granted ── placement
-      ▲                                               └─ refused by all: back to the head of the queue
+    place           PlacementRequest   waits in the queue as a Waiter (`PlacementScheduler.push`)
+    _give_turns     Turn               its turn, once a prefill worker has room: `next_turn` and `select_workers`
+    _wait_for_turn  PrefillAssignment  the prompt counts at the selected prefill worker
+    _reserve        Placement          a selected decode worker has granted pages (`grant`)
+                    Refusal            all have refused: the Waiter is in the queue again (`refuse`)
 
 `placement/scheduler.py` decides whose turn it is and where; here its decisions are carried out. Changes of workers,
 released places and timers wake it.
@@ -149,7 +152,7 @@ class Dispatcher:
         return placed and replace(placed[0], isolation=placed[1])
 
     async def _wait_in_queue(self, request: PlacementRequest, deliver: Deliver) -> Placement:
-        """From the queue to a placement, in as many turns as it takes."""
+        """Wait in the queue and use turns until one brings a placement."""
         now = self._loop.time()
         waiter = Waiter(request, now)
         if not request.is_retry:
@@ -188,7 +191,7 @@ class Dispatcher:
     async def _reserve(
         self, waiter: Waiter, assignment: PrefillAssignment, selection: Selection, deliver: Deliver
     ) -> Placement | None:
-        """Use a turn; None when the waiter is back in the queue."""
+        """Ask decode workers in a turn; None when all refuse and the waiter is back in the queue."""
         answer = None
         try:
             too_small = waiter.refusal.too_small

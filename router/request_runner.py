@@ -13,7 +13,7 @@ the first token an attempt serves all choices together; after it, each choice go
 Events come from the prefill call and from the decode session, and each is handled at once, where it arrives: a token
 costs no turn of the attempt's task, which waits only for the end. However it ends (served, failed, cancelled, too
 late), `Attempt.run` gives back all of it in one place: the prefill call and its assignment, the decode attempt, and the
-exported KV that nobody has fetched.
+exported KV that was not fetched.
 
 """
 
@@ -372,7 +372,7 @@ class Attempt:
         """The order to the prefill worker.
 
         It is made before there is a placement: the tenant's work may keep its threads busy for long, and a worker that
-        waits for them serves nobody.
+        waits for them serves no request.
         """
         request = self._request
         make = partial(

@@ -1,4 +1,4 @@
-"""From what a client asks for to a request that can be served, or to the reason why it can't.
+"""From a client's request to one that can be served, or to the reason why it can't.
 
 Checks go from cheap to costly, and every refusal names the field and the value seen. The number of elements of a
 field is checked before any of them is read. Small requests are converted and tokenized at once; larger ones on a
@@ -86,7 +86,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """A prompt as text in UTF-8, which nobody has read yet: of a long one that takes milliseconds."""
+    """A prompt as text in UTF-8. It is not read yet, which takes milliseconds for a long one."""
 
     read: Callable[[], bytes]
     add_special_tokens: bool = True
@@ -94,7 +94,7 @@ class TextPrompt:
 
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
-    """A prompt as token ids, which nobody has looked at yet."""
+    """A prompt as token ids, not checked yet."""
 
     token_ids: Sequence[int]
 
@@ -108,7 +108,7 @@ class ChatMessage(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A prompt as a chat, for the model's template; nobody has looked at its messages yet."""
+    """A prompt as a chat, for the model's template; its messages are not checked yet."""
 
     messages: Sequence[ChatMessage]
     add_generation_prompt: bool = True
@@ -157,7 +157,7 @@ class Request:
 
     @property
     def reads_cache(self) -> bool:
-        """Whether cached KV may be used; what is asked of every position of a prompt needs all of it computed."""
+        """Whether cached KV may be used; log-probabilities of a prompt need all of it computed."""
         return self.cache.reads and self.params.prompt_logprobs is None
 
 
@@ -452,7 +452,7 @@ class RequestValidator:
         return await self._threads.run(tenant, function, size)
 
     def _check_fits(self, field: str, count: int) -> None:
-        """Refuse what is longer than the model's length before a pass over it holds up the event loop."""
+        """Refuse more than the model's length, before a pass over it holds up the event loop."""
         if count > (limit := self.max_model_len()):
             raise InvalidRequest(field, f"at most {limit} fit the model's length", count)
 

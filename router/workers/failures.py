@@ -2,7 +2,7 @@
 
 There is a breaker (`baton.breaker`) for each worker and each (prefill, decode) pair, shared by all requests of a
 router. A request avoids what failed *it*; breakers make all requests avoid what fails them one after another. They
-advise only: placement uses what is left out here when nothing else is there. A worker's death is no fault of this kind,
+advise only: placement uses excluded workers when no others are there. A worker's death is no fault of this kind,
 since a dead worker is not placed on anyway; nor is a drain or a refusal.
 
     the connection is lost: presumed a death ──┬─ the same incarnation is heard again ──▶ no death, counts for nothing
@@ -23,8 +23,7 @@ Failures and the attempts that follow them:
 
 All together are bounded by MAX_IN_A_ROW in a row that brought no token, and by as many deaths of workers without a
 token from decode. The budget is the router's: retries of faults may be a share of the requests that were accepted, and
-a few more each second, so that a fleet in which everything fails is not asked the same again and again by everybody at
-once.
+a few more each second, so that requests do not all load a fleet in which everything fails again and again.
 """
 
 from __future__ import annotations
@@ -271,7 +270,7 @@ class WorkerLosses:
         return loss
 
     def record_status(self, worker: str, incarnation: str) -> None:
-        """The worker has sent a status, and said who it is."""
+        """The worker has sent a status with its incarnation."""
         if not self._unsettled:
             return
         same = [loss for loss in self._unsettled if loss.incarnation == incarnation]
