@@ -7,7 +7,7 @@ import contextlib
 import logging
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,11 +27,10 @@ from baton.tokenizer import Tokenizer
 from baton.transfer.tickets import TicketSigner
 from router.dispatcher import Dispatcher
 from router.request_runner import RequestRunner
-from router.serving.front_door import FrontDoor, StallGuard
+from router.serving.front_door import FrontDoor, StallGuard, Tenants
 from router.serving.servicer import SERVICE, ApiKeyGuard, InferenceServicer
-from router.serving.tenants import Tenants, Threads
 from router.serving.tokenizer_processes import TokenizerProcesses
-from router.serving.validator import RequestValidator, ServedModel, largest_message
+from router.serving.validator import RequestValidator, ServedModel, Threads, largest_message
 from router.workers.pool import Pool
 
 _FINAL_READ_S = 2.0
@@ -91,7 +90,7 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
 
     threads = Threads(config.queue_capacity)
     salt = partial(request_salt, config.fleet_secret)
-    validator = RequestValidator(model, _length_limit(config, pool, longest), threads, salt, lambda: pool.capacity)
+    validator = RequestValidator(model, partial(pool.max_model_len, longest), threads, salt, pool.capacity)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(threads.close)
         await stack.enter_async_context(pool.run())
@@ -128,18 +127,6 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
         stack.callback(failed.cancel)
         stack.push_async_callback(_stop, request_runner, door, model.processes)
         yield RouterApp(listener.address, ops.address, pool, door, health, config.drain_s, failed)
-
-
-def _length_limit(config: RouterConfig, pool: Pool, longest: int) -> Callable[[], int]:
-    """Makes the function that returns the most tokens of a request; `longest` while no worker was there yet."""
-    lengths = [longest]
-
-    def max_model_len() -> int:
-        # While all workers are gone, what they could hold counts: requests wait for others like them.
-        lengths[:] = [identity.max_model_len for identity in pool.identities] or lengths
-        return min([*lengths, config.max_model_len or max(lengths)])
-
-    return max_model_len
 
 
 async def _stop(request_runner: RequestRunner, door: FrontDoor, processes: TokenizerProcesses | None) -> None:

@@ -1,10 +1,13 @@
-"""From the queue to a placement: a prefill worker's assignment, and pages reserved on a decode worker.
+"""From a request of an attempt to its placement: an assignment at a prefill worker, and pages at a decode worker.
 
-    queue ── turn: some prefill worker has room ── reserve ── granted ── placement
-      ▲                                               └─ refused by all: back to the head of the queue
+    place           PlacementRequest   waits in the queue as a Waiter (`PlacementScheduler.push`)
+    _give_turns     Turn               its turn, once a prefill worker has room: `next_turn` and `select_workers`
+    _wait_for_turn  PrefillAssignment  the prompt counts at the selected prefill worker
+    _reserve        Placement          a selected decode worker has granted pages (`grant`)
+                    Refusal            all have refused: the Waiter is in the queue again (`refuse`)
 
-`placement/scheduler.py` decides whose turn it is and where; here its decisions are carried out. News of workers, places
-that are given back and timers wake it.
+`placement/scheduler.py` decides whose turn it is and where; here its decisions are carried out. Changes of workers,
+released places and timers wake it.
 
 When no worker of a role is there, requests wait in the queue too, each for `worker_wait_s`, and go on in order.
 
@@ -30,7 +33,7 @@ from router.isolation import Isolation, IsolationGrant
 from router.placement.policy import PlacementQuery, Selection, can_serve
 from router.placement.scheduler import PlacementRequest, PlacementScheduler, Refusal, Waiter, make_query
 from router.workers.calls import DecodeAttempt, Deliver, PrefillAssignment, complete_shards
-from router.workers.failures import AttemptHealth, Breakers, Suspicion
+from router.workers.failures import AttemptBreakers, Breakers, Suspicion
 from router.workers.pool import Pool, WorkerLink
 
 _logger = logging.getLogger(__name__)
@@ -60,7 +63,7 @@ class Dispatcher:
         self._breakers = Breakers(self._loop.time)
         self._changed = asyncio.Event()
         self._retry_timer: asyncio.TimerHandle | None = None
-        self._giving_up: asyncio.TimerHandle | None = None
+        self._give_up_timer: asyncio.TimerHandle | None = None
         self._reserver = Reserver(pool, self._breakers, config.reserve_timeout_s)
         self._isolation = Isolation(
             pool,
@@ -73,9 +76,9 @@ class Dispatcher:
         pool.subscribe(self._on_update)
 
     def check(self, tenant: str, *, decodes: bool) -> None:
-        """Refuse now what a full queue would refuse, and, if nobody is to wait for a worker, an absent fleet.
+        """Raise Overloaded if the queue is full for the tenant.
 
-        Raises Overloaded or Unavailable.
+        Raises Unavailable if no worker can serve the request and requests are not to wait for workers.
         """
         if not self._config.worker_wait_s and not can_serve(self._pool.fleet, decodes=decodes):
             raise Unavailable(self._pool.describe_missing())
@@ -102,13 +105,13 @@ class Dispatcher:
         try:
             placement = await self._isolate(request, deliver, suspicion) if suspicion() else None
             if placement is None:
-                placement = await self._wait(request, deliver)
+                placement = await self._wait_in_queue(request, deliver)
         finally:
             self._reserver.withdraw(request)
         try:
             yield placement
         finally:
-            placement.health.end()
+            placement.breakers.end()
             self.release(placement.prefill)
             if placement.decode is not None:
                 placement.decode.close()
@@ -148,8 +151,8 @@ class Dispatcher:
         placed = await self._isolation.place(request, reserve, suspicion)
         return placed and replace(placed[0], isolation=placed[1])
 
-    async def _wait(self, request: PlacementRequest, deliver: Deliver) -> Placement:
-        """From the queue to a placement, in as many turns as it takes."""
+    async def _wait_in_queue(self, request: PlacementRequest, deliver: Deliver) -> Placement:
+        """Wait in the queue and use turns until one brings a placement."""
         now = self._loop.time()
         waiter = Waiter(request, now)
         if not request.is_retry:
@@ -160,7 +163,7 @@ class Dispatcher:
         try:
             while True:
                 try:
-                    assignment, selection = await self._turn(waiter)
+                    assignment, selection = await self._wait_for_turn(waiter)
                 except _TooLarge:
                     await self._wait_for_larger_worker(waiter)
                 else:
@@ -172,7 +175,7 @@ class Dispatcher:
             del self._turns[waiter]
             self.scheduler.forget(waiter)
 
-    async def _turn(self, waiter: Waiter) -> tuple[PrefillAssignment, Selection]:
+    async def _wait_for_turn(self, waiter: Waiter) -> tuple[PrefillAssignment, Selection]:
         """Wait in the queue for a turn."""
         turn = self._turns[waiter]
         try:
@@ -188,7 +191,7 @@ class Dispatcher:
     async def _reserve(
         self, waiter: Waiter, assignment: PrefillAssignment, selection: Selection, deliver: Deliver
     ) -> Placement | None:
-        """Use a turn; None when the waiter is back in the queue."""
+        """Ask decode workers in a turn; None when all refuse and the waiter is back in the queue."""
         answer = None
         try:
             too_small = waiter.refusal.too_small
@@ -205,22 +208,22 @@ class Dispatcher:
             self._end_turn(waiter, None if isinstance(answer, Placement) else assignment)
 
     def _end_turn(self, waiter: Waiter, unused: PrefillAssignment | None) -> None:
-        """A turn is over, whatever came of it."""
+        """A turn is over, with a placement or without."""
         self.scheduler.end_turn(waiter)
         if unused is not None:
             self._free(unused)
         self._give_turns()
 
     async def _wait_for_larger_worker(self, waiter: Waiter) -> None:
-        """Wait for a decode worker that may hold what those that are there never can, and return to the queue.
+        """Wait for a larger decode worker than those that are there, and return to the queue.
 
-        Only what was accepted before waits: it ran on such a worker. Raises InvalidRequest, or Unavailable after
-        `worker_wait_s`.
+        Only requests that were accepted before wait: they ran on such a worker. Raises InvalidRequest for others, and
+        Unavailable after `worker_wait_s`.
         """
-        request, said = waiter.request, "; ".join(waiter.refusal.too_small.values())
+        request, reasons = waiter.request, "; ".join(waiter.refusal.too_small.values())
         problem = (
             f"{request.context_tokens} tokens of context and {request.max_new_tokens} of output need more than any "
-            f"decode worker can hold (--kv-memory, --max-model-len): {said}"
+            f"decode worker can hold (--kv-memory, --max-model-len): {reasons}"
         )
         if not request.is_retry:
             raise InvalidRequest("max_tokens", problem)
@@ -246,7 +249,7 @@ class Dispatcher:
         self._give_turns()
 
     def _retry_refused(self) -> None:
-        """Have those that were refused try again though no worker has changed."""
+        """Let refused entries ask again though no worker has changed."""
         self._retry_timer = None
         self._on_update()
 
@@ -260,7 +263,7 @@ class Dispatcher:
         self._watch_fleet()
 
     def _give_turn(self, without_room: set[Waiter]) -> bool:
-        """Give the next one its turn; False when nobody can use one."""
+        """Give the next entry its turn; False when no entry can use one."""
         excluded = self._breakers.excluded()
         next_ = self.scheduler.next_turn(self._pool.fleet, excluded, self._loop.time(), without_room)
         if next_ is None:
@@ -279,22 +282,22 @@ class Dispatcher:
         return True
 
     def _watch_fleet(self) -> None:
-        """Let each of those who wait for a fleet that is gone do so for a limited time."""
+        """Limit the time for which entries wait for a fleet that is gone."""
         missing = self.scheduler.lacks_fleet(self._pool.fleet, self._loop.time())
-        if missing and self._giving_up is None:
-            self._giving_up = self._loop.call_later(self._config.worker_wait_s, self._give_up)
-        elif not missing and self._giving_up is not None:
-            self._giving_up.cancel()
-            self._giving_up = None
+        if missing and self._give_up_timer is None:
+            self._give_up_timer = self._loop.call_later(self._config.worker_wait_s, self._give_up)
+        elif not missing and self._give_up_timer is not None:
+            self._give_up_timer.cancel()
+            self._give_up_timer = None
 
     def _give_up(self) -> None:
-        """Dismiss those who have waited long enough for a worker."""
-        self._giving_up, wait_s = None, self._config.worker_wait_s
+        """Dismiss entries that have waited long enough for a worker."""
+        self._give_up_timer, wait_s = None, self._config.worker_wait_s
         late, next_at = self.scheduler.overdue(self._pool.fleet, self._loop.time(), wait_s)
         for waiter in late:
             self._dismiss(waiter, Unavailable(self._pool.describe_missing(wait_s)))
         if math.isfinite(next_at):
-            self._giving_up = self._loop.call_at(next_at, self._give_up)
+            self._give_up_timer = self._loop.call_at(next_at, self._give_up)
 
     def _dismiss(self, waiter: Waiter, error: Exception) -> None:
         self.scheduler.remove(waiter)
@@ -314,12 +317,12 @@ class Peer:
 class Placement:
     """The placement of an attempt; `decode` is None when nothing is to be decoded.
 
-    `consumer` is whom a KV ticket is made out to; what the attempt learns of its workers goes to `health`.
+    `consumer` is the audience of KV tickets; faults and successes of the workers go to `breakers`.
     `pinned_tokens` are the leading ones that the decode worker has already, and `peer` is where prefill can fetch them.
     """
 
     prefill: PrefillAssignment
-    health: AttemptHealth
+    breakers: AttemptBreakers
     decode: DecodeAttempt | None = None
     decode_name: str | None = None
     decode_incarnation: str = ""
@@ -362,7 +365,7 @@ class Reserver:
         """Ask the decode workers in turn. The assignment stays the caller's until there is a placement."""
         if not request.query.decodes:
             self._dispatch(request, assignment, selection)
-            return Placement(assignment, self._breakers.begin(selection.prefill, None))
+            return Placement(assignment, self._breakers.begin_attempt(selection.prefill, None))
         names = (*selection.decode, *self._last_resort(request, selection, too_small))
         request.life.enter(State.RESERVING, self._loop.time(), self._timeout_s * len(names))
         answers: dict[str, ReserveResult] = {}
@@ -383,10 +386,10 @@ class Reserver:
             else:
                 refused.pop(name, None)
                 link.subtract_free(request.context_tokens - answer.cached_tokens, len(request.choices))
-                health = self._breakers.begin(selection.prefill, name)
+                breakers = self._breakers.begin_attempt(selection.prefill, name)
                 self._dispatch(request, assignment, selection)
                 peer = self._peer(assignment, link) if answer.cached_tokens else None
-                return Placement(assignment, health, attempt, name, incarnation, consumer, answer.cached_tokens, peer)
+                return Placement(assignment, breakers, attempt, name, incarnation, consumer, answer.cached_tokens, peer)
         request.life.enter(State.QUEUED, self._loop.time())
         return self._refusal(request, selection, answers, too_small)
 
@@ -433,7 +436,7 @@ class Reserver:
         return [view.name for view in fleet.followers(prefill) if view.name in query.avoid and view.name not in closed]
 
     def _dispatch(self, request: PlacementRequest, assignment: PrefillAssignment, selection: Selection) -> None:
-        """The prompt goes to its prefill worker at once."""
+        """Note the blocks that the prefill worker will soon hold: the prompt goes there at once."""
         writes = request.cache.writes
         self._pool.prefixes.dispatch(selection.prefill, request.digests, assignment.cached_tokens, writes=writes)
 

@@ -37,7 +37,7 @@ Reserve: TypeAlias = Callable[[PlacementQuery, Selection, Mapping[str, str]], Aw
 class Isolation:
     """Places requests where nothing else runs; `Pool.isolate` tells others which workers are not for them.
 
-    `changed` is set whenever the answer may be another one; `updates` counts the times that a worker may have room.
+    `changed` is set whenever a worker or the queue has changed; `updates` is the number of changes of workers.
     """
 
     def __init__(

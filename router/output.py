@@ -276,7 +276,7 @@ class Update:
 
 
 class OutputQueue:
-    """Gathers what is new until it is taken; one producer, one consumer."""
+    """Gathers new output until it is taken; one producer, one consumer."""
 
     def __init__(self, report_tokens: int = 0) -> None:
         """The report, log-probabilities of `report_tokens` tokens of the prompt, is taken before all output."""
@@ -488,6 +488,6 @@ class StopMatcher:
         return text[: len(text) - hold]
 
     def flush(self) -> str:
-        """Return what was held back; the text ends here."""
+        """Return the text that was held back; the text ends here."""
         text, self._pending = self._pending, ""
         return text

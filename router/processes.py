@@ -1,4 +1,4 @@
-"""RouterProcesses routers on one port, each a process of its own: for more streams than one core can carry.
+"""Several routers on one port, each a process of its own: for more streams than one core can carry.
 
     parent ── holds the port, serves nobody ── router 0, router 1, …      all listen on the port (SO_REUSEPORT), and the
       │                                                                   kernel spreads connections over them

@@ -13,7 +13,7 @@ the first token an attempt serves all choices together; after it, each choice go
 Events come from the prefill call and from the decode session, and each is handled at once, where it arrives: a token
 costs no turn of the attempt's task, which waits only for the end. However it ends (served, failed, cancelled, too
 late), `Attempt.run` gives back all of it in one place: the prefill call and its assignment, the decode attempt, and the
-exported KV that nobody has fetched.
+exported KV that was not fetched.
 
 """
 
@@ -50,8 +50,7 @@ from router.output import OutputProcessor
 from router.placement.policy import PlacementQuery
 from router.placement.prefix_directory import BlockHasher
 from router.placement.scheduler import PlacementRequest
-from router.serving.tenants import Threads
-from router.serving.validator import Request
+from router.serving.validator import Request, Threads
 from router.workers.calls import (
     LARGE_REQUEST,
     LOSS_GRACE_S,
@@ -109,7 +108,7 @@ class RequestRunner:
         self._stopped = False
 
     async def run(self, request: Request, output: OutputProcessor) -> None:
-        """Serve a request to its end; what it yields goes to the output queue, and so does the error."""
+        """Serve a request to its end; its output and its error go to the output queue."""
         if request.deadline is None:
             request = replace(request, deadline=request.arrived + self._config.request_timeout_s)
         self._budget.record_request()
@@ -120,7 +119,9 @@ class RequestRunner:
                 raise Unavailable(_STOPPED)
             run = self._deps.threads.of(request.tenant)
             hasher = BlockHasher(request.prompt_ids, request.salt, run) if request.reads_cache else None
-            await self._serve(RequestState(request, output, hasher), range(request.params.n), RetryHistory(), 0.0)
+            await self._serve_choices(
+                RequestState(request, output, hasher), range(request.params.n), RetryHistory(), 0.0
+            )
             output.close()
         except BatonError as error:
             output.queue.fail(error)
@@ -137,34 +138,36 @@ class RequestRunner:
         return Ledger(self._router_id, "router", entries=entries)
 
     def stop(self) -> None:
-        """End what still runs, and begin nothing any more; clients are told that the router is gone."""
+        """End all requests and begin none any more; clients are told that the router is gone."""
         self._stopped = True
         for task, output in self._running.items():
             output.queue.fail(Unavailable(_STOPPED))
             task.cancel()
 
     async def finish(self) -> None:
-        """Wait until all that was stopped has given back what it held, and nothing goes on in the background."""
+        """Wait until stopped requests hold nothing, and nothing goes on in the background."""
         await asyncio.gather(*self._running, return_exceptions=True)
         await self._abandon_calls.finish()
 
-    async def _serve(self, state: RequestState, choices: Sequence[int], history: RetryHistory, delay_s: float) -> None:
+    async def _serve_choices(
+        self, state: RequestState, choices: Sequence[int], history: RetryHistory, delay_s: float
+    ) -> None:
         """Make attempts until the choices have ended; raises the last failure when there may be no more."""
         output = state.output
         while choices := output.unserved(choices):
             if len(choices) > 1 and any(output.output_ids(choice) for choice in choices):
-                await _all(self._serve(state, (choice,), history.fork(), delay_s) for choice in choices)
+                await _run_all(self._serve_choices(state, (choice,), history.fork(), delay_s) for choice in choices)
                 return
             before = output.count_emitted(choices)
             try:
-                await self._attempt(Attempt(self._deps, state, choices, history), delay_s)
+                await self._run_attempt(Attempt(self._deps, state, choices, history), delay_s)
             except AttemptFailed as attempt:
                 if (tokens := output.count_emitted(choices) - before) > 0:
                     history.record_progress(tokens // len(choices))
                 await self._check_worker_deaths(state.request, history, attempt)
                 delay_s = self._retry(state.request, history, attempt)
 
-    async def _attempt(self, attempt: Attempt, delay_s: float) -> None:
+    async def _run_attempt(self, attempt: Attempt, delay_s: float) -> None:
         self._attempts[attempt] = None
         try:
             await attempt.run(delay_s)
@@ -172,7 +175,7 @@ class RequestRunner:
             del self._attempts[attempt]
 
     async def _check_worker_deaths(self, request: Request, history: RetryHistory, attempt: AttemptFailed) -> None:
-        """Raise EngineError if the request is what kills workers, once it is seen or must be presumed that one died."""
+        """Raise EngineError if the request kills workers, once a death was seen or must be presumed."""
         loss, losses = attempt.failed.loss, self._deps.pool.losses
         if loss is None:
             return
@@ -228,7 +231,7 @@ def _this_task() -> asyncio.Task[Any]:
     return task
 
 
-async def _all(parts: Iterable[Coroutine[Any, Any, None]]) -> None:
+async def _run_all(parts: Iterable[Coroutine[Any, Any, None]]) -> None:
     """Run all; the first error ends the others and is raised."""
     tasks = [asyncio.create_task(part) for part in parts]
     try:
@@ -244,9 +247,9 @@ _FINAL = (InvalidRequest, NotFound, DeadlineExceeded)
 
 
 class AttemptFailed(Exception):
-    """An attempt failed, and another may succeed; `blamed` names the worker or pair that it lies in.
+    """An attempt failed, and another may succeed; `blamed` names the worker or pair at fault.
 
-    `alone` tells that nothing else ran at the worker that it lies in.
+    `alone`: nothing else ran at the worker.
     """
 
     def __init__(self, failed: Failed, blamed: str, *, alone: bool) -> None:
@@ -278,7 +281,7 @@ class RequestState:
 
 
 class Attempt:
-    """One try; the choices have the same output so far."""
+    """One attempt at choices that have the same output so far."""
 
     def __init__(self, deps: AttemptDeps, state: RequestState, choices: tuple[int, ...], history: RetryHistory) -> None:
         self._deps = deps
@@ -300,7 +303,7 @@ class Attempt:
         self._ended: asyncio.Future[Failed | Exception | None] = self._loop.create_future()
         """The failure that ended it, an error of our own, or None when all choices have ended."""
         self._finished: set[int] = set()
-        """Choices of which the workers will say nothing more."""
+        """Choices of which the workers will send nothing more."""
         self._prefilled = self._fetched = self._prefill_failed = False
 
     async def run(self, delay_s: float) -> None:
@@ -308,7 +311,7 @@ class Attempt:
         self._output.begin(self._choices)
         try:
             async with self._place(delay_s) as (placement, message):
-                await self._serve(placement, message)
+                await self._serve_placed(placement, message)
         finally:
             self._life.end(self._loop.time())
             # It delivers to this attempt: the cycle would keep the prompt until the garbage collector runs.
@@ -329,7 +332,7 @@ class Attempt:
 
     @contextlib.asynccontextmanager
     async def _place(self, delay_s: float) -> AsyncIterator[tuple[Placement, PrefillMessage]]:
-        """A placement, waited for until the deadline, and what its prefill worker is asked for."""
+        """A placement, waited for until the deadline, and the message for its prefill worker."""
         dispatcher, began = self._deps.dispatcher, self._loop.time()
         async with contextlib.AsyncExitStack() as stack:
             try:
@@ -369,7 +372,7 @@ class Attempt:
         """The order to the prefill worker.
 
         It is made before there is a placement: the tenant's work may keep its threads busy for long, and a worker that
-        waits for them serves nobody.
+        waits for them serves no request.
         """
         request = self._request
         make = partial(
@@ -388,7 +391,7 @@ class Attempt:
         sizes = map(len, (request.prompt_ids, self._output_ids, request.params.allowed_token_ids))
         return await self._run_on_thread(make) if sum(sizes) > LARGE_REQUEST else make()
 
-    async def _serve(self, placement: Placement, message: PrefillMessage) -> None:
+    async def _serve_placed(self, placement: Placement, message: PrefillMessage) -> None:
         self._output.account.on_dispatch(self._loop.time())
         self._life.enter(State.PREFILLING, self._loop.time())
         transfer_id = secrets.token_hex(16) if placement.decode else ""
@@ -397,7 +400,7 @@ class Attempt:
         prefilling = asyncio.create_task(self._prefill(placement, message, transfer_id, source))
         try:
             self._start_decode(placement, transfer_id, source)
-            await self._follow(placement)
+            await self._wait_for_end(placement)
         finally:
             self._end(None)
             placement.prefill.detach()
@@ -408,7 +411,7 @@ class Attempt:
             await asyncio.gather(prefilling, return_exceptions=True)
 
     def _source(self, placement: Placement) -> PrefixSource | None:
-        """The decode worker, if it holds a block more than prefill is thought to; prefill weighs what that is worth."""
+        """The decode worker, if it holds a block more than prefill is thought to; prefill may fetch it."""
         peer = placement.peer
         namespace = placement.prefill.link.namespace if peer else None
         if peer is None or namespace is None:
@@ -457,8 +460,8 @@ class Attempt:
             prefix_transfer_id=source.export.transfer_id if source else "",
         )
 
-    async def _follow(self, placement: Placement) -> None:
-        """Wait until all choices have ended; raise what ended the attempt before."""
+    async def _wait_for_end(self, placement: Placement) -> None:
+        """Wait until all choices have ended; raise the failure that ended the attempt before."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(_until(self._life.request_deadline)):
                 await asyncio.shield(self._ended)
@@ -473,10 +476,10 @@ class Attempt:
             case Exception() as error:
                 raise error
         if self._fetched:
-            placement.health.record_success(placement.health.decode)
+            placement.breakers.record_success(placement.breakers.decode)
 
     def _deliver(self, event: Event) -> None:
-        """Handle what happens, at once."""
+        """Handle an event at once."""
         placement = self._placement
         if self._ended.done():
             # Messages after the end come from a failed attempt, or from choices that the router has ended.
@@ -507,7 +510,7 @@ class Attempt:
 
     def _on_prefilled(self, placement: Placement, event: Prefilled) -> None:
         self._prefilled = True
-        placement.health.record_success(placement.health.prefill)
+        placement.breakers.record_success(placement.breakers.prefill)
         self._deps.dispatcher.release(placement.prefill)
         if placement.decode is not None and self._life.state is State.PREFILLING:
             self._life.enter(State.TRANSFERRING, self._loop.time())
@@ -534,8 +537,8 @@ class Attempt:
         placement.prefill.detach()
         if placement.isolation is not None:
             placement.isolation.release()
-        placement.health.record_success(placement.health.pair)
-        placement.health.pass_trial(placement.health.decode)
+        placement.breakers.record_success(placement.breakers.pair)
+        placement.breakers.pass_trial(placement.breakers.decode)
         self._life.enter(State.DECODING, self._loop.time())
 
     def _check_end(self, placement: Placement, *changed: int) -> None:
@@ -568,24 +571,24 @@ class Attempt:
             WASTED_PREFILL_TOKENS.inc(len(self._request.prompt_ids) + len(self._output_ids))
         grant = placement.isolation
         alone = grant is not None and not grant.released and (failed.blame is Blame.PREFILL or grant.of_pair)
-        return AttemptFailed(failed, self._blame(placement, failed), alone=alone)
+        return AttemptFailed(failed, self._record_blame(placement, failed), alone=alone)
 
-    def _blame(self, placement: Placement, failed: Failed) -> str:
-        """Have the next attempts avoid what failed, and say its name."""
-        health, history, decode = placement.health, self._history, placement.decode_name
+    def _record_blame(self, placement: Placement, failed: Failed) -> str:
+        """Have the next attempts avoid the worker or pair that failed; its name."""
+        breakers, history, decode = placement.breakers, self._history, placement.decode_name
         prefill = placement.prefill.link.address
         if failed.blame is Blame.PAIR and decode is not None:
-            key, name = health.pair, f"{prefill} {decode}"
+            key, name = breakers.pair, f"{prefill} {decode}"
             history.avoid_pairs |= {(prefill, decode)}
         else:
             of_decode = failed.blame is Blame.DECODE and decode is not None
-            key, name = (health.decode, decode or "") if of_decode else (health.prefill, prefill)
+            key, name = (breakers.decode, decode or "") if of_decode else (breakers.prefill, prefill)
             if failed.cause is not Cause.PREEMPTED:
                 incarnation = placement.decode_incarnation if of_decode else placement.prefill.incarnation
                 loss = self._deps.pool.losses.latest(incarnation) if failed.cause is Cause.LOST else None
                 history.avoid |= {AvoidedWorker(name, incarnation, loss)}
         if failed.cause is Cause.FAULT:
-            health.record_fault(key)
+            breakers.record_fault(key)
         return name
 
     def _remaining(self) -> float | None:

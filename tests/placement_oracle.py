@@ -22,7 +22,7 @@ def select(
     query: PlacementQuery,
     *,
     prefill_limit: int,
-    usual_rate: float,
+    mean_rate: float,
     excluded: Excluded = NOTHING_EXCLUDED,
     isolated: frozenset[str] = frozenset(),
 ) -> Selection | None:
@@ -39,7 +39,7 @@ def select(
     ]
     if not free:
         return None
-    prefill, follow = min(free, key=lambda pair: _prefill_rank(pair[0], query, usual_rate))
+    prefill, follow = min(free, key=lambda pair: _prefill_rank(pair[0], query, mean_rate))
     best = [decode for decode in follow if penalty.of_pair(prefill.name, decode.name) == least]
     best.sort(key=lambda decode: _decode_rank(decode, query))
     most = MAX_ALL_ASKED if len(best) <= MAX_ALL_ASKED else ASKED_OF_MORE
@@ -67,9 +67,9 @@ def _fault(prefill: PrefillView, follow: list[DecodeView], penalty: Penalty) -> 
     return min(penalty.of_pair(prefill.name, decode.name) for decode in follow)
 
 
-def _prefill_rank(view: PrefillView, query: PlacementQuery, usual_rate: float) -> tuple[float, int, int, str]:
+def _prefill_rank(view: PrefillView, query: PlacementQuery, mean_rate: float) -> tuple[float, int, int, str]:
     rest = max(query.tokens - query.prefill_match.tokens(view.name), 0)
-    return (view.load_tokens + rest) / (view.rate or usual_rate), view.own_requests, view.dispatched, view.name
+    return (view.load_tokens + rest) / (view.rate or mean_rate), view.own_requests, view.dispatched, view.name
 
 
 def _decode_rank(view: DecodeView, query: PlacementQuery) -> tuple[bool, float, int, str]:

@@ -1,5 +1,5 @@
 """The next request and its workers: no sockets, no tasks, and time only as an argument or by a clock that is passed.
 
-In come waiting requests and what is known of workers and of their cached prefixes; out come the request whose turn it
-is, and the prefill and decode workers that it should use. Read `scheduler.py` first, then `policy.py`.
+Waiting requests, views of workers and their cached prefixes enter; the request whose turn it is leaves, with the
+prefill and decode workers that it should use. Read `scheduler.py` first, then `policy.py`.
 """

@@ -26,7 +26,7 @@ from baton.kv.format import KvFormat
 from router.placement.prefix_directory import NO_MATCH, PrefixMatch
 
 MAX_ALL_ASKED, ASKED_OF_MORE = 32, 6
-"""So many decode workers are all asked for a reservation; of more, the best few."""
+"""Numbers of decode workers that are asked for a reservation: all of at most 32, the best 6 of more."""
 
 RECENT_FRACTION = 1 / 10
 """The weight of a token of the recent past against one that waits."""
@@ -111,7 +111,7 @@ class FleetView:
         return name in self.prefill or name in self.decode
 
     @property
-    def usual_rate(self) -> float:
+    def mean_rate(self) -> float:
         """Mean of the known rates of prefill workers, in tokens per second; 1 while there is none."""
         rates = [view.rate for view in self.prefill.values() if view.rate > 0]
         return sum(rates) / len(rates) if rates else 1.0
@@ -274,7 +274,7 @@ def select_workers(
     penalty = Penalty(query, excluded)
     found = [
         (view, decodes)
-        for prefills, decodes in _open_groups(fleet, query, fleet.isolated | query.too_small)
+        for prefills, decodes in _usable_groups(fleet, query, fleet.isolated | query.too_small)
         for view in prefills
     ]
     if penalty:
@@ -282,7 +282,7 @@ def select_workers(
     found = [(view, decodes) for view, decodes in found if view.own_requests < prefill_limit]
     if not found:
         return None
-    seconds = _prefill_seconds([view for view, _ in found], query, fleet.usual_rate)
+    seconds = _prefill_seconds([view for view, _ in found], query, fleet.mean_rate)
     least = min(seconds)
     view, decodes = min(
         (each for each, time in zip(found, seconds, strict=True) if time == least),
@@ -306,7 +306,7 @@ def least_loaded_pair(
     def busy(view: PrefillView | DecodeView) -> tuple[int, int, str]:
         return penalty.of_worker(view.name), view.own_requests, view.name
 
-    groups = list(_open_groups(fleet, query, query.too_small))
+    groups = list(_usable_groups(fleet, query, query.too_small))
     prefills = heapq.nsmallest(MAX_ALL_ASKED, (view for group, _ in groups for view in group), key=busy)
     if not query.decodes:
         return (Selection(prefills[0].name), prefills[0].own_requests == 0) if prefills else None
@@ -329,10 +329,10 @@ def least_loaded_pair(
     return Selection(prefill_name, (decode_name,)), requests == 0
 
 
-def _open_groups(
+def _usable_groups(
     fleet: FleetView, query: PlacementQuery, closed: frozenset[str]
 ) -> Iterator[tuple[Collection[PrefillView], list[DecodeView]]]:
-    """Prefill workers with the decode workers that may follow them, less those that are closed to the request."""
+    """Prefill workers with the decode workers that may follow them, without those that are closed to the request."""
     for group, followers in fleet.pairs:
         prefills = [view for view in group if view.name not in closed] if closed else group
         if not query.decodes:
@@ -354,16 +354,14 @@ def _least_penalty(
     return [each for each, theirs in zip(found, penalties, strict=True) if theirs == least]
 
 
-def _prefill_seconds(views: list[PrefillView], query: PlacementQuery, usual_rate: float) -> list[float]:
+def _prefill_seconds(views: list[PrefillView], query: PlacementQuery, mean_rate: float) -> list[float]:
     """Seconds until the prompt would be computed at each.
 
     Cached tokens and waiting are so weighed in the same unit: a holder of the prefix is preferred by no more than the
     time that it saves.
     """
     tokens, cached = query.tokens, query.prefill_match.by_worker
-    return [
-        (view.load_tokens + max(tokens - cached.get(view.name, 0), 0)) / (view.rate or usual_rate) for view in views
-    ]
+    return [(view.load_tokens + max(tokens - cached.get(view.name, 0), 0)) / (view.rate or mean_rate) for view in views]
 
 
 def _best_decodes(views: list[DecodeView], query: PlacementQuery) -> tuple[str, ...]:

@@ -1,5 +1,5 @@
-"""The front of the router: who calls, what they ask, and how answers reach them.
+"""The front of the router: callers, their requests, and the answers to them.
 
-In come calls, by gRPC today; out go checked `Request`s to the request runner, and its updates to clients. Read
+Calls enter, by gRPC today; checked `Request`s leave to the request runner, and its updates to clients. Read
 `front_door.py` first: it knows no transport, and `servicer.py` only translates for it.
 """

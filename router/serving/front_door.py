@@ -1,6 +1,12 @@
-"""The front door: what every front end does with a request, whatever it came by.
+"""The front door: the path of a request from its caller, whatever the transport.
 
     authenticate ── admit ── validate ── request_runner ── updates ── the client has taken them all, or is gone
+
+    authorization: Bearer KEY ──▶ Caller (tenant, its limit, whether an admin) or Unauthenticated
+
+Without a file of keys everybody is the one tenant "". A tenant has a queue of its own, a salt of the prefix cache, and
+a number of open streams. Tokenize and Detokenize count as streams too. GetModel does not: it takes no longer than a
+refusal.
 
 A front end translates: it takes a key and a request off the wire, iterates over the updates, and sends each. Asking for
 the next update tells that the client has taken the one before. Everything else is here: the tenant's limit of streams,
@@ -16,18 +22,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from baton.errors import BatonError, DeadlineExceeded, Unavailable
+from baton.config.watched import watch_file
+from baton.errors import BatonError, ConfigError, DeadlineExceeded, Overloaded, Unauthenticated, Unavailable
+from baton.keys import MAX_KEY_LENGTH, ApiKey, digest, parse
 from baton.rpc.channel import LATE_S
 from baton.telemetry.metrics import CLIENTS_STALLED, REQUESTS
 from router.dispatcher import Dispatcher
 from router.output import OutputProcessor, Update
 from router.request_runner import RequestRunner
-from router.serving.tenants import Caller, Tenants
 from router.serving.validator import ChatPrompt, GenerateRequest, RequestValidator, ServedModel, TextPrompt
 from router.workers.pool import Pool
 
@@ -35,9 +44,88 @@ DRAIN_LIMIT_S = 5.0
 
 _TICK_S = 1.0
 
+HEADER = "authorization"
+_SCHEME = "bearer"
+_RETRY_S = 1.0
+
 T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The tenant of a call; `max_streams` None means no limit."""
+
+    tenant: str = ""
+    max_streams: int | None = None
+    admin: bool = False
+
+
+ANONYMOUS = Caller(admin=True)
+"""The caller where no keys are asked for."""
+
+
+class Tenants:
+    """Knows callers by their keys, and counts the streams of each tenant; lives on the event loop."""
+
+    def __init__(self, path: str = "", fleet_secret: str = "") -> None:
+        """`path` is the file of keys, empty for none; it is read again when it changes.
+
+        Raises ConfigError naming what is wrong, which is so when there are several tenants and no fleet secret.
+        """
+
+        def keys(data: bytes) -> tuple[ApiKey, ...]:
+            found = parse(data)
+            if len(tenants := {key.tenant for key in found}) > 1 and not fleet_secret:
+                problem = f"BATON_FLEET_SECRET must be set to keep the caches of {len(tenants)} tenants apart"
+                raise ConfigError(problem)
+            return found
+
+        self._keys = watch_file(path, "api_keys", keys) if path else None
+        self._streams: Counter[str] = Counter()
+
+    def caller(self, authorization: Sequence[str]) -> Caller:
+        """The tenant whose key the header's values contain. Raises Unauthenticated."""
+        if self._keys is None:
+            return ANONYMOUS
+        seen = digest(_key(authorization))
+        found: ApiKey | None = None
+        for key in self._keys.value():
+            # All are looked at, so that the time taken does not tell which one it was.
+            if hmac.compare_digest(key.sha256, seen):
+                found = key
+        if found is None:
+            raise Unauthenticated("unknown API key")
+        return Caller(found.tenant, found.max_streams, found.admin)
+
+    @contextlib.contextmanager
+    def stream(self, caller: Caller) -> Iterator[None]:
+        """Count a stream of the caller's tenant until the block ends. Raises Overloaded beyond the tenant's limit.
+
+        A call is a stream before its message is received, and again while it is served: large messages count too.
+        """
+        tenant, limit = caller.tenant, caller.max_streams
+        if limit is not None and self._streams[tenant] >= limit:
+            problem = f"{self._streams[tenant]} streams of tenant {tenant} are open, {limit} may be"
+            raise Overloaded(f"max_streams: {problem}", _RETRY_S)
+        self._streams[tenant] += 1
+        try:
+            yield
+        finally:
+            self._streams[tenant] -= 1
+            if not self._streams[tenant]:
+                del self._streams[tenant]
+
+
+def _key(authorization: Sequence[str]) -> str:
+    if not authorization:
+        raise Unauthenticated(f"an API key is needed, as metadata {HEADER}: Bearer KEY")
+    scheme, _, key = authorization[0].partition(" ")
+    key = key.strip()
+    if len(authorization) > 1 or scheme.lower() != _SCHEME or not 0 < len(key) <= MAX_KEY_LENGTH:
+        raise Unauthenticated(f"the metadata {HEADER} must be one Bearer KEY of at most {MAX_KEY_LENGTH} characters")
+    return key
 
 
 class ClientStream(Generic[T]):

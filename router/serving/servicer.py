@@ -38,8 +38,7 @@ from baton.rpc.convert import (
 )
 from baton.rpc.errors import begin, utf8, write
 from router.output import ChoiceUpdate, Update
-from router.serving.front_door import FrontDoor
-from router.serving.tenants import HEADER, Tenants
+from router.serving.front_door import HEADER, FrontDoor, Tenants
 from router.serving.validator import ChatPrompt, GenerateRequest, Prompt, TextPrompt, TokenPrompt
 
 M = TypeVar("M", bound=Message)

@@ -203,7 +203,7 @@ def _send(process: subprocess.Popen[bytes], data: bytes, deadline: float) -> Non
 
 
 def _receive(process: subprocess.Popen[bytes], size: int, deadline: float) -> bytearray:
-    """So many bytes of what a process writes. Raises TimeoutError, and EOFError if it has ended."""
+    """The next `size` bytes that a process writes. Raises TimeoutError, and EOFError if it has ended."""
     pipe, data = _pipe(process.stdout), bytearray(size)
     rest = memoryview(data)
     while rest:
@@ -215,7 +215,7 @@ def _receive(process: subprocess.Popen[bytes], size: int, deadline: float) -> by
 
 
 def _read(stream: IO[bytes], size: int) -> bytes:
-    """So many bytes. Raises EOFError at the end of the stream."""
+    """The next `size` bytes. Raises EOFError at the end of the stream."""
     if len(data := stream.read(size)) < size:
         raise EOFError
     return data

@@ -1,5 +1,5 @@
-"""The workers as the router meets them: found, watched, called, and judged by their failures.
+"""Workers of a router: found, watched and called; their failures and the retries that follow.
 
-In come addresses, statuses and the requests of attempts; out go a fleet for placement, reservations, and the events of
-each attempt. Read `pool.py` first, then `calls.py`.
+Addresses, statuses and the requests of attempts enter; a fleet for placement, reservations and the events of each
+attempt leave. Read `pool.py` first, then `calls.py`.
 """

@@ -195,7 +195,7 @@ class DecodeAttempt:
             self._session.send(decode_pb2.SessionUp(cancel=decode_pb2.Cancel(key=self._key, choice_index=choice)))
 
     def withdraw(self) -> None:
-        """Tell a worker that refused the attempt that nobody asks again; it may have set pages aside."""
+        """Tell a worker that refused the attempt that it does not ask again; pages may be set aside for it."""
         self._session.send(decode_pb2.SessionUp(cancel=decode_pb2.Cancel(key=self._key)))
 
     def close(self) -> None:
@@ -634,7 +634,7 @@ def prefilled_from_proto(done: prefill_pb2.PrefillDone) -> Prefilled:
 
 
 class AbandonCalls:
-    """Tells prefill workers which exports nobody will fetch, so that KV is not pinned until its lease ends.
+    """Tells prefill workers which exports will not be fetched, so that KV is not pinned until its lease ends.
 
     Best effort, in the background: the lease is what frees KV when a call gets lost. Calls are bounded in time, and
     there is at most one for each attempt.

@@ -2,7 +2,7 @@
 
 There is a breaker (`baton.breaker`) for each worker and each (prefill, decode) pair, shared by all requests of a
 router. A request avoids what failed *it*; breakers make all requests avoid what fails them one after another. They
-advise only: placement uses what is left out here when nothing else is there. A worker's death is no fault of this kind,
+advise only: placement uses excluded workers when no others are there. A worker's death is no fault of this kind,
 since a dead worker is not placed on anyway; nor is a drain or a refusal.
 
     the connection is lost: presumed a death ──┬─ the same incarnation is heard again ──▶ no death, counts for nothing
@@ -23,8 +23,7 @@ Failures and the attempts that follow them:
 
 All together are bounded by MAX_IN_A_ROW in a row that brought no token, and by as many deaths of workers without a
 token from decode. The budget is the router's: retries of faults may be a share of the requests that were accepted, and
-a few more each second, so that a fleet in which everything fails is not asked the same again and again by everybody at
-once.
+a few more each second, so that requests do not all load a fleet in which everything fails again and again.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ SAME_EVENT_S = 0.1
 """Faults closer than this are one event: a failing step fails each sequence in it."""
 
 
-class AttemptHealth:
+class AttemptBreakers:
     """One attempt's part in the breakers of its workers and their pair, from its placement to its end."""
 
     def __init__(self, breakers: Breakers, prefill: str, decode: str | None) -> None:
@@ -152,9 +151,9 @@ class Breakers:
         workers = sum(len(key) == 1 for key in keys)
         return workers, len(keys) - workers
 
-    def begin(self, prefill: str, decode: str | None) -> AttemptHealth:
+    def begin_attempt(self, prefill: str, decode: str | None) -> AttemptBreakers:
         """An attempt is placed; it is the trial of each half-open breaker on its way."""
-        return AttemptHealth(self, prefill, decode)
+        return AttemptBreakers(self, prefill, decode)
 
     def start_trial(self, key: Key) -> Permit | None:
         """The permit of the trial of what `key` names, if the caller is now the trial."""
@@ -271,7 +270,7 @@ class WorkerLosses:
         return loss
 
     def record_status(self, worker: str, incarnation: str) -> None:
-        """The worker has sent a status, and said who it is."""
+        """The worker has sent a status with its incarnation."""
         if not self._unsettled:
             return
         same = [loss for loss in self._unsettled if loss.incarnation == incarnation]

@@ -119,6 +119,9 @@ class Pool:
         signer: TicketSigner | None = None,
     ) -> None:
         self._model_name = config.model_name
+        self._max_model_len = config.max_model_len
+        self._lengths: list[int] = []
+        """Lengths of the model at the workers that were there last."""
         self._tokenizer_digest = tokenizer_digest
         self._router_id = router_id
         self._tls = tls
@@ -146,8 +149,8 @@ class Pool:
             yield self
         finally:
             self._closed = True
-            await _end(searches)
-            await _end([task for _, task in self._links.values()])
+            await _cancel_all(searches)
+            await _cancel_all([task for _, task in self._links.values()])
 
     def subscribe(self, listener: Callable[[], None]) -> None:
         """Call `listener` after every change that may matter to a waiting request."""
@@ -183,7 +186,13 @@ class Pool:
         """Identities of the accepted workers."""
         return [link.status.identity for link in self._accepted.values() if link.status]
 
-    @property
+    def max_model_len(self, longest: int) -> int:
+        """Most tokens of prompt and output together; `longest` is the checkpoint's own limit."""
+        # While all workers are gone, what they could hold counts: requests wait for others like them.
+        self._lengths = [identity.max_model_len for identity in self.identities] or self._lengths
+        least = min(self._lengths or [longest])
+        return min(least, self._max_model_len or least)
+
     def capacity(self) -> int:
         """Most tokens of one request that the KV memory of a decode worker can hold; 0 while none is there."""
         loads = [
@@ -218,7 +227,7 @@ class Pool:
         reasons = [*self._refusals.values(), *lost]
         if len(reasons) > 1:
             parts.append(f"workers refused: {len(self._refusals)}, lost: {len(lost)}; the first")
-        return ": ".join(["; ".join(parts), *map(_short, reasons[:1])])
+        return ": ".join(["; ".join(parts), *map(_truncate, reasons[:1])])
 
     def _finder(self, role: WorkerRole) -> Callable[[set[str]], None]:
         def found(addresses: set[str]) -> None:
@@ -254,7 +263,7 @@ class Pool:
 
     def update_worker(self, link: WorkerLink) -> None:
         """A worker's status or session is another: it may have to leave, or may join, and then its view counts."""
-        key, accepted = _key(link), _key(link) in self._accepted
+        key, accepted = _link_key(link), _link_key(link) in self._accepted
         if accepted and (link.status is None or self._ticket_problem(link.status.identity) is not None):
             self._dismiss(key)
             # Workers that it kept from joining may join now.
@@ -267,7 +276,7 @@ class Pool:
 
     def update_view(self, link: WorkerLink) -> None:
         """Update the worker's entry in the view that placement reads."""
-        accepted = _key(link) in self._accepted
+        accepted = _link_key(link) in self._accepted
         if link.role is WorkerRole.PREFILL:
             prefill = link.prefill_view() if accepted else None
             self.fleet.put_prefill(prefill) if prefill else self.fleet.remove_prefill(link.address)
@@ -297,7 +306,7 @@ class Pool:
 
     def _accept_or_refuse(self, link: WorkerLink) -> None:
         """Let a worker join, or say once why it may not."""
-        key = _key(link)
+        key = _link_key(link)
         if key in self._accepted:
             return
         if link.status is None:
@@ -333,8 +342,8 @@ class Pool:
             if theirs.incarnation == identity.incarnation:
                 return f"it is the worker that was dialled at {other.address}"
             pairs.append(("fingerprint", identity.fingerprint, theirs.fingerprint, other.name))
-            if theirs.role is not identity.role and not _pair(identity, theirs):
-                pairs.append(("KV format", _words(identity.kv_format), _words(theirs.kv_format), other.name))
+            if theirs.role is not identity.role and not _match(identity, theirs):
+                pairs.append(("KV format", _describe(identity.kv_format), _describe(theirs.kv_format), other.name))
         for what, seen, wanted, whose in pairs:
             if seen != wanted:
                 return f"its {what} is {seen!r}, that of {whose} is {wanted!r}"
@@ -350,25 +359,25 @@ class Pool:
         return f"it takes tickets of the keys {', '.join(k.hex() for k in taken)}, this router signs with {signs.hex()}"
 
 
-def _key(link: WorkerLink) -> str:
+def _link_key(link: WorkerLink) -> str:
     return f"{link.role.value} {link.address}"
 
 
-def _pair(one: WorkerIdentity, other: WorkerIdentity) -> bool:
+def _match(one: WorkerIdentity, other: WorkerIdentity) -> bool:
     prefill, decode = (one, other) if one.role is WorkerRole.PREFILL else (other, one)
     return can_pair(prefill.kv_format, decode.kv_format, converts=decode.converts_kv)
 
 
-def _short(text: str) -> str:
+def _truncate(text: str) -> str:
     return text if len(text) <= REASON_CHARACTERS else text[: REASON_CHARACTERS - 1] + "…"
 
 
-def _words(kv_format: KvFormat) -> str:
+def _describe(kv_format: KvFormat) -> str:
     parts = ", ".join(f"{part.name} {part.dtype} {list(part.shape)}" for part in kv_format.parts)
     return f"version {kv_format.version}: {parts}; {kv_format.layers} layers, blocks of {kv_format.block_size}"
 
 
-async def _end(tasks: list[asyncio.Task[None]]) -> None:
+async def _cancel_all(tasks: list[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -427,8 +436,9 @@ class WorkerLink:
         self._dispatched = 0
         self._recent = DecayingSum(RECENT_S)
         self._granted_tokens = self._granted_slots = 0
-        self._said = ""
-        self._left = False
+        self.problem = ""
+        """The reason why the worker is lost; empty while it is not, or was not dialled yet."""
+        self._has_drained = False
         """Whether it drained before it was lost, and has not come back yet."""
 
     @property
@@ -458,7 +468,7 @@ class WorkerLink:
                 soon = loop.time() - lost_at < _SOON_S
                 backoff = min(2 * backoff, _SOON_BACKOFF_S if soon else _MAX_BACKOFF_S)
         finally:
-            self._said = _UNWANTED
+            self.problem = _UNWANTED
             self._lose(_UNWANTED)
             await self._pool.forget_prefixes(self)
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -557,11 +567,6 @@ class WorkerLink:
             incarnation=self._incarnation,
         )
 
-    @property
-    def problem(self) -> str:
-        """Why the worker is lost; empty while it is not, or was not dialled yet."""
-        return self._said
-
     async def _redial(self) -> None:
         """Make another channel if the TLS files are not those that it was made with."""
         if self._tls is None or self._tls.generation == self._generation:
@@ -618,17 +623,17 @@ class WorkerLink:
         self._losses.record_status(self._label, self._incarnation)
         self._granted_tokens = self._granted_slots = 0
         self._shared = status.load.requests_without_token > self._requests_without_token()
-        self._said, self._left = "", False
+        self.problem, self._has_drained = "", False
         self._pool.update_worker(self)
 
     def _lose(self, reason: str) -> None:
-        self._left = self._left or self.draining
-        if reason != self._said:
-            if self._left:
+        self._has_drained = self._has_drained or self.draining
+        if reason != self.problem:
+            if self._has_drained:
                 _logger.info("%s worker %s has left: %s", self.role.value, self.name, reason)
             else:
                 _logger.warning("can't watch %s worker %s: %s", self.role.value, self.name, reason)
-            self._said = reason
+            self.problem = reason
         if self.status is None:
             return
         cause = Cause.DRAIN if self.status.draining else Cause.LOST

@@ -23,8 +23,7 @@ from baton.request import SamplingParams
 from router.dispatcher import Dispatcher
 from router.output import OutputProcessor
 from router.request_runner import RequestRunner
-from router.serving.tenants import Threads
-from router.serving.validator import Request
+from router.serving.validator import Request, Threads
 from router.workers import pool as worker_module
 from router.workers.pool import Pool
 from tests.property.fleet import SimulatedFleet, Worker

@@ -94,7 +94,7 @@ def test_the_best_of_all_pairs_is_selected(seed: int, most: int) -> None:
     fleet = FleetView(*workers)
     fleet.isolated = isolated
     plain = placement_oracle.select(
-        *workers, query, prefill_limit=LIMIT, usual_rate=fleet.usual_rate, excluded=excluded, isolated=isolated
+        *workers, query, prefill_limit=LIMIT, mean_rate=fleet.mean_rate, excluded=excluded, isolated=isolated
     )
     assert select_workers(fleet, query, prefill_limit=LIMIT, excluded=excluded) == plain
     pairs = placement_oracle.pairs(*workers, PlacementQuery(1), frozenset())

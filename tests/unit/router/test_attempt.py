@@ -13,8 +13,7 @@ from baton.errors import DeadlineExceeded
 from baton.request import FinishReason, FirstToken, Prefilled, SamplingParams, TokenInfo
 from router.output import OutputProcessor
 from router.request_runner import Attempt, AttemptDeps, RequestState
-from router.serving.tenants import Threads
-from router.serving.validator import Request
+from router.serving.validator import Request, Threads
 from router.workers.calls import AbandonCalls, Deliver
 from router.workers.failures import RetryHistory
 from router.workers.pool import Pool

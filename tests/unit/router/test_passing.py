@@ -114,7 +114,7 @@ async def test_who_has_no_pair_is_passed_over_while_seats_are_free() -> None:
     asked = dispatcher(workers, prefill_limit=2)
     failed = Held(asked, "failed")
     await failed.placed.wait()
-    failed.place.health.record_fault(failed.place.health.pair)
+    failed.place.breakers.record_fault(failed.place.breakers.pair)
     await failed.end()
     waits = Held(asked, "waits", tenant="t")
     others = [Held(asked, f"other{i}", tenant="t", decodes=False) for i in range(2)]

@@ -10,8 +10,7 @@ from baton.errors import Unavailable
 from baton.request import SamplingParams
 from router.output import OutputProcessor
 from router.request_runner import RequestRunner
-from router.serving.tenants import Threads
-from router.serving.validator import Request
+from router.serving.validator import Request, Threads
 from router.workers.pool import Pool
 from tests.unit.router.dispatching import FULL, FakePool, dispatcher
 

@@ -9,9 +9,8 @@ from baton.errors import Overloaded, Unavailable
 from baton.request import FinishReason, Output, SamplingParams, TokenInfo
 from router.output import OutputProcessor
 from router.request_runner import RequestRunner
-from router.serving.front_door import FrontDoor, StallGuard
-from router.serving.tenants import Caller, Tenants, Threads
-from router.serving.validator import GenerateRequest, Request, RequestValidator, ServedModel, TokenPrompt
+from router.serving.front_door import Caller, FrontDoor, StallGuard, Tenants
+from router.serving.validator import GenerateRequest, Request, RequestValidator, ServedModel, Threads, TokenPrompt
 from router.workers.pool import Pool
 from tests.unit.router.dispatching import FakePool, dispatcher
 

@@ -22,9 +22,8 @@ from baton.rpc.channel import CONTROL_MESSAGE_BYTES
 from baton.rpc.convert import begin_field, token_array_from_proto, token_ids_from_proto, varint
 from baton.tokenizer import Tokenizer
 from router.serving.servicer import InferenceServicer, Sized, generate_request, sized, sized_prompt, tokenize_prompt
-from router.serving.tenants import Threads
 from router.serving.tokenizer_processes import LONG_TEXT, TokenizerProcesses
-from router.serving.validator import MAX_CHAT_MESSAGES, RequestValidator, ServedModel, TokenPrompt
+from router.serving.validator import MAX_CHAT_MESSAGES, RequestValidator, ServedModel, Threads, TokenPrompt
 from tests.integration.router_rig import router_rig
 from tests.unread import COUNT, WithUnread
 

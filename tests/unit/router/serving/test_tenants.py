@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-import router.serving.tenants
+import router.serving.front_door
 from baton import keys
 from baton.errors import ConfigError, Overloaded, Unauthenticated
-from router.serving.tenants import ANONYMOUS, Caller, Tenants
+from router.serving.front_door import ANONYMOUS, Caller, Tenants
 
 SECRET = "a secret of the tests"
 
@@ -65,7 +65,7 @@ def test_every_entry_is_compared_in_constant_time(tmp_path: Path, monkeypatch: p
         compared.append(one)
         return hmac.compare_digest(one, other)
 
-    monkeypatch.setattr(router.serving.tenants, "hmac", type("hmac", (), {"compare_digest": staticmethod(compare)}))
+    monkeypatch.setattr(router.serving.front_door, "hmac", type("hmac", (), {"compare_digest": staticmethod(compare)}))
     Tenants(str(path)).caller(header(made[0]))
     assert compared == [keys.digest(key) for key in made]
 

@@ -11,8 +11,15 @@ import pytest
 from baton.errors import InvalidRequest, Overloaded
 from baton.pb import inference_pb2
 from baton.tokenizer import Tokenizer
-from router.serving.tenants import WAITING_BYTES, Threads
-from router.serving.validator import MAX_CHAT_MESSAGES, ChatPrompt, RequestValidator, ServedModel, TextPrompt
+from router.serving.validator import (
+    MAX_CHAT_MESSAGES,
+    WAITING_BYTES,
+    ChatPrompt,
+    RequestValidator,
+    ServedModel,
+    TextPrompt,
+    Threads,
+)
 
 WAIT_S = 60
 

@@ -9,8 +9,7 @@ from baton.errors import InvalidRequest
 from baton.pb import inference_pb2
 from baton.tokenizer import Tokenizer
 from router.serving.servicer import generate_request
-from router.serving.tenants import Threads
-from router.serving.validator import RequestValidator, ServedModel
+from router.serving.validator import RequestValidator, ServedModel, Threads
 from tests.integration.router_stubs import checkpoint
 
 

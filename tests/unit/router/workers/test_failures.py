@@ -1,7 +1,7 @@
 """Circuit breakers on a clock that the test turns."""
 
 from router.placement.policy import Excluded
-from router.workers.failures import MAX_PAUSE_S, AttemptHealth, Breakers
+from router.workers.failures import MAX_PAUSE_S, AttemptBreakers, Breakers
 from tests.clock import Clock
 
 
@@ -20,19 +20,19 @@ class TimedBreakers(Breakers):
 def fail(breakers: TimedBreakers, prefill: str, decode: str, now: float) -> None:
     """A transfer between the two fails."""
     breakers.time.now = now
-    health = breakers.begin(prefill, decode)
+    health = breakers.begin_attempt(prefill, decode)
     health.record_fault(health.pair)
     health.end()
 
 
-def begin(breakers: TimedBreakers, now: float) -> AttemptHealth:
+def begin(breakers: TimedBreakers, now: float) -> AttemptBreakers:
     breakers.time.now = now
-    return breakers.begin("p", "d")
+    return breakers.begin_attempt("p", "d")
 
 
 def fault(breakers: TimedBreakers, worker: str, now: float) -> None:
     breakers.time.now = now
-    health = breakers.begin(worker, None)
+    health = breakers.begin_attempt(worker, None)
     health.record_fault(health.prefill)
     health.end()
 
