@@ -7,10 +7,10 @@ the event loop is due every half millisecond: `loop` is the time by which it is 
 for a thread that has the interpreter's lock. `lock` is the time from taking the pool's lock to its release, with the
 pool's method that had it.
 
-`wall_ms` is a whole time. When other programs use the cores, they are part of it. `held_ms` is that of the loop without
-the time that its thread waited for a core, and not more than the CPU time of the process's Python threads together: one
-of them may have the interpreter's lock and wait for a core itself. That of the lock is the CPU time of the thread that
-had it.
+`wall_ms` is a whole time. When other programs use the cores, they are part of it. `most_ms` is that of the loop without
+the time that its thread waited for a core, and not more than the CPU time of the process's Python threads together.
+`held_ms` is also without the longest time that another Python thread waited for a core meanwhile, because that thread
+may have had the interpreter's lock. Those of the lock are the CPU time of the thread that had it.
 """
 
 from __future__ import annotations
@@ -41,19 +41,21 @@ class Longest:
     """The longest hold since the last question, by wall clock and without waits, and who had it."""
 
     def __init__(self) -> None:
-        self._wall_s = self._held_s = 0.0
+        self._wall_s = self._most_s = self._held_s = 0.0
         self._who = ""
 
-    def add(self, wall_s: float, held_s: float, who: Callable[[], str] = str) -> None:
+    def add(self, wall_s: float, most_s: float, held_s: float, who: Callable[[], str] = str) -> None:
         """Count a hold."""
-        self._wall_s = max(self._wall_s, wall_s)
+        self._wall_s, self._most_s = max(self._wall_s, wall_s), max(self._most_s, most_s)
         if held_s > self._held_s:
             self._held_s, self._who = held_s, who()
 
     def take(self) -> dict[str, Any]:
         """Report, and begin anew."""
-        report = {"wall_ms": round(1e3 * self._wall_s, 2), "held_ms": round(1e3 * self._held_s, 2), "in": self._who}
-        self._wall_s, self._held_s, self._who = 0.0, 0.0, ""
+        times = {"wall_ms": self._wall_s, "most_ms": self._most_s, "held_ms": self._held_s}
+        report = {**{name: round(1e3 * seconds, 2) for name, seconds in times.items()}, "in": self._who}
+        self._wall_s = self._most_s = self._held_s = 0.0
+        self._who = ""
         return report
 
 
@@ -73,7 +75,7 @@ class WatchedLock:
         wall, held = time.monotonic() - self._since, time.thread_time() - self._cpu
         self._lock.release()
         frame = sys._getframe(1)
-        self._longest.add(wall, min(wall, held), lambda: _method(frame))
+        self._longest.add(wall, min(wall, held), min(wall, held), lambda: _method(frame))
 
 
 def _method(frame: FrameType | None) -> str:
@@ -95,7 +97,7 @@ class LoopTimer:
     def __init__(self, longest: Longest) -> None:
         self._longest = longest
         self._loop = asyncio.get_running_loop()
-        self._stat = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
+        self._thread, self._stats = threading.get_native_id(), dict[int, int]()
         self._took, self._callback = 0.0, ""
         self._watch_callbacks()
         self._collected, self._collecting = 0.0, 0.0
@@ -122,17 +124,24 @@ class LoopTimer:
 
     def _start(self) -> None:
         self._took, self._callback, self._collected = 0.0, "", 0.0
-        self._waited, self._cpu = self._read_waited(), _cpu_by_thread()
+        self._before = self._read_threads()
         self._due = self._loop.time() + TICK_S
         self._loop.call_at(self._due, self._tick)
 
     def _tick(self) -> None:
-        late = self._loop.time() - self._due
-        held = late - (self._read_waited() - self._waited)
-        if held > TICK_S:
-            before = self._cpu
-            held = min(held, sum(cpu - before.get(thread, 0.0) for thread, cpu in _cpu_by_thread().items()))
-        self._longest.add(late, held, lambda: self._name(held))
+        late = most = held = self._loop.time() - self._due
+        if late > TICK_S:
+            none = (0.0, 0.0)
+            spent = {
+                thread: (cpu - self._before.get(thread, none)[0], waited - self._before.get(thread, none)[1])
+                for thread, (cpu, waited) in self._read_threads().items()
+            }
+            ran, waited = spent.pop(self._thread)
+            others = sum(cpu for cpu, _ in spent.values())
+            most = max(0.0, min(late - waited, ran + others))
+            lock = late - ran - waited - max((waited for _, waited in spent.values()), default=0.0)
+            held = min(most, ran + max(0.0, min(lock, others)))
+        self._longest.add(late, most, held, lambda: self._name(held))
         self._start()
 
     def _name(self, held: float) -> str:
@@ -140,20 +149,20 @@ class LoopTimer:
             return "garbage collection"
         return self._callback if self._took > held / 2 else _other_threads()
 
-    def _read_waited(self) -> float:
-        """Seconds that this thread was ready to run and had no core (Documentation/scheduler/sched-stats.rst)."""
-        return int(os.pread(self._stat, 128, 0).split()[1]) / 1e9
+    def _read_threads(self) -> dict[int, tuple[float, float]]:
+        """Of each Python thread: seconds of CPU time, and seconds that it was ready to run and had no core.
 
-
-def _cpu_by_thread() -> dict[int, float]:
-    """Seconds of CPU time of each Python thread; others never have the interpreter's lock."""
-    found = {}
-    for thread in threading.enumerate():
-        number = thread.native_id or 0
-        # It may have ended meanwhile. The clock of a thread is clock_getcpuclockid(3)'s, by the thread's number.
-        with contextlib.suppress(OSError):
-            found[number] = time.clock_gettime(~number << 3 | 6)
-    return found
+        Other threads never have the interpreter's lock. See Documentation/scheduler/sched-stats.rst of Linux.
+        """
+        found = {}
+        for thread in threading.enumerate():
+            number = thread.native_id or 0
+            # It may have ended meanwhile. The clock of a thread is clock_getcpuclockid(3)'s, by the thread's number.
+            with contextlib.suppress(OSError):
+                if (stat := self._stats.get(number)) is None:
+                    stat = self._stats[number] = os.open(f"/proc/self/task/{number}/schedstat", os.O_RDONLY)
+                found[number] = time.clock_gettime(~number << 3 | 6), int(os.pread(stat, 128, 0).split()[1]) / 1e9
+        return found
 
 
 def _other_threads() -> str:

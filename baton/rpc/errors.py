@@ -22,6 +22,7 @@ server raised.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import functools
 import inspect
 import logging
@@ -284,6 +285,7 @@ def _details(error: Exception) -> str:
 Deserializer = Callable[[bytes], object]
 
 _SHOWN_BYTES = 8
+_PIECE_BYTES = 64 << 10
 _MAX_ELEMENTS = 4096
 """Elements of a repeated field or a map that are searched; a valid request has no more."""
 
@@ -324,6 +326,37 @@ def utf8(message: Message, field: str) -> bytes:
     return data
 
 
+def shadow(kind: type[Message], data: bytes) -> Message:
+    """A message of `kind` whose strings are bytes, which takes a fifth of the time because they are not checked.
+
+    Raises DecodeError for what is no message.
+    """
+    return _shadow_class(kind.DESCRIPTOR.full_name).FromString(data)
+
+
+def utf8_pieces(path: str, data: bytes) -> Iterator[str]:
+    """The text in `data` in pieces, between which other threads run; `path` is the field that held it.
+
+    Raises InvalidRequest at the first piece that is not UTF-8.
+    """
+    decode = codecs.getincrementaldecoder("utf-8")().decode
+    try:
+        for start in range(0, len(data), _PIECE_BYTES):
+            yield decode(data[start : start + _PIECE_BYTES])
+        decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        raise _find_invalid_utf8(path, data) or error from None
+
+
+def _find_invalid_utf8(path: str, value: bytes) -> InvalidRequest | None:
+    try:
+        value.decode("utf-8")
+    except UnicodeDecodeError as error:
+        seen = value[error.start : error.start + _SHOWN_BYTES]
+        return InvalidRequest(path, f"not valid UTF-8 at byte {error.start}", seen)
+    return None
+
+
 def explain(descriptor: Descriptor, data: bytes) -> InvalidRequest:
     """Why `data` is not a valid message: the first string that is not UTF-8, or another reason."""
     try:
@@ -331,11 +364,8 @@ def explain(descriptor: Descriptor, data: bytes) -> InvalidRequest:
     except DecodeError:
         return InvalidRequest("request", f"not a valid {descriptor.full_name} message ({len(data)} bytes)")
     for path, value in _strings(descriptor, shadow):
-        try:
-            value.decode("utf-8")
-        except UnicodeDecodeError as error:
-            seen = value[error.start : error.start + _SHOWN_BYTES]
-            return InvalidRequest(path, f"not valid UTF-8 at byte {error.start}", seen)
+        if (problem := _find_invalid_utf8(path, value)) is not None:
+            return problem
     return InvalidRequest("request", f"not a valid {descriptor.full_name} message ({len(data)} bytes)")
 
 

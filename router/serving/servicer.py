@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
@@ -36,7 +37,7 @@ from baton.rpc.convert import (
     timings_to_proto,
     usage_to_proto,
 )
-from baton.rpc.errors import begin, utf8, write
+from baton.rpc.errors import begin, shadow, utf8, utf8_pieces, write
 from router.output import ChoiceUpdate, Update
 from router.serving.front_door import HEADER, FrontDoor, Tenants
 from router.serving.validator import ChatPrompt, GenerateRequest, Prompt, TextPrompt, TokenPrompt
@@ -45,6 +46,7 @@ M = TypeVar("M", bound=Message)
 
 SERVICE = "baton.v1.Inference"
 _LONG_BYTES = 1 << 18
+_FEW_MESSAGES = 64
 _TOKEN_IDS = inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name["token_ids"].number
 _LONG_IDS = inference_pb2.TokenIds.DESCRIPTOR.fields_by_name["long_ids"].number
 OPEN_SERVICES = (health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -54,17 +56,48 @@ OPEN_SERVICES = (health.SERVICE_NAME, reflection.SERVICE_NAME)
 class Sized(Generic[M]):
     """A message, and the bytes it came in. Their number is noted because `ByteSize` serializes all of the message.
 
-    `long_ids` are the token ids of a long prompt, which the message then lacks.
+    `long_ids` are the token ids of a long prompt, and `texts` its text, or the texts of its chat, in bytes that are not
+    checked. The message then lacks them.
     """
 
     message: M
     size: int
     long_ids: Sequence[int] = ()
+    texts: Sequence[bytes] = ()
 
 
 def sized(kind: type[M]) -> Callable[[bytes], Sized[M]]:
-    """The deserializer of messages of a kind."""
-    return lambda data: Sized(kind.FromString(data), len(data))
+    """The deserializer of messages of a kind that may have a text or a chat.
+
+    To check that 5 MB are UTF-8, as the generated class does, takes 5 ms of the event loop or more.
+    """
+    numbers = [kind.DESCRIPTOR.fields_by_name[name].number for name in ("text", "chat")]
+    shadow(kind, b"")  # is built here and not for the first request
+
+    def read(data: bytes) -> Sized[M]:
+        if len(data) > _LONG_BYTES:
+            with contextlib.suppress(CorruptFrame, DecodeError):
+                if split(memoryview(data), *numbers)[1]:
+                    unread = shadow(kind, data)
+                    texts = _take_texts(unread)
+                    return Sized(kind.FromString(unread.SerializeToString()), len(data), texts=texts)
+        return Sized(kind.FromString(data), len(data))
+
+    return read
+
+
+def _take_texts(unread: Any) -> list[bytes]:
+    """Remove from a shadow its text, or the texts of a chat of few messages."""
+    places = [(unread, "text")] if unread.HasField("text") else [(each, "content") for each in unread.chat.messages]
+    if len(places) > _FEW_MESSAGES:
+        return []
+    texts = [getattr(place, name) for place, name in places]
+    for place, name in places:
+        setattr(place, name, b"")
+    return texts
+
+
+_sized_request = sized(inference_pb2.GenerateRequest)
 
 
 def sized_prompt(data: bytes) -> Sized[inference_pb2.GenerateRequest]:
@@ -80,7 +113,7 @@ def sized_prompt(data: bytes) -> Sized[inference_pb2.GenerateRequest]:
             if not others and read.WhichOneof("prompt") is None:
                 read.token_ids.SetInParent()
                 return Sized(read, len(data), ids[_LONG_IDS].cast("I"))
-    return Sized(message.FromString(data), len(data))
+    return _sized_request(data)
 
 
 class InferenceServicer:
@@ -131,10 +164,8 @@ class InferenceServicer:
         """Stream the completion of one prompt."""
         remaining, caller = context.time_remaining(), self._door.authenticate(_metadata(context))
         deadline = None if remaining is None else asyncio.get_running_loop().time() + remaining
-        async with self._door.generate(generate_request(sent.message, sent.size, sent.long_ids), caller, deadline) as (
-            request_id,
-            updates,
-        ):
+        request = generate_request(sent.message, sent.size, sent.long_ids, sent.texts)
+        async with self._door.generate(request, caller, deadline) as (request_id, updates):
             begun = False
             async for update in updates:
                 if not begun:
@@ -144,7 +175,7 @@ class InferenceServicer:
 
     async def Tokenize(self, sent: Sized[inference_pb2.TokenizeRequest], context: grpc.aio.ServicerContext) -> None:
         """Turn a text or a chat into token ids."""
-        caller, prompt = self._door.authenticate(_metadata(context)), tokenize_prompt(sent.message)
+        caller, prompt = self._door.authenticate(_metadata(context)), tokenize_prompt(sent.message, sent.texts)
         async with self._door.tokenize(prompt, sent.size, caller, model=sent.message.model) as answers:
             async for token_ids in answers:
                 await begin(context)
@@ -212,16 +243,16 @@ def _refusal(error: BatonError) -> Any:
 
 
 def generate_request(
-    message: inference_pb2.GenerateRequest, size: int, long_ids: Sequence[int] = ()
+    message: inference_pb2.GenerateRequest, size: int, long_ids: Sequence[int] = (), texts: Sequence[bytes] = ()
 ) -> GenerateRequest:
     """The request in a message of `size` bytes; neither a text nor a repeated field is read."""
     sampling = message.sampling
     prompt: Prompt | None = None
     match message.WhichOneof("prompt"):
         case "text":
-            prompt = TextPrompt(partial(utf8, message, "text"))
+            prompt = TextPrompt(_text(message, texts))
         case "chat":
-            prompt = _chat(message.chat)
+            prompt = _chat(message.chat, texts)
         case "token_ids":
             ids, long_ids = message.token_ids.ids, long_ids or message.token_ids.long_ids
             if ids and long_ids:
@@ -240,20 +271,32 @@ def generate_request(
     )
 
 
-def tokenize_prompt(message: inference_pb2.TokenizeRequest) -> TextPrompt | ChatPrompt | None:
+def tokenize_prompt(
+    message: inference_pb2.TokenizeRequest, texts: Sequence[bytes] = ()
+) -> TextPrompt | ChatPrompt | None:
     """The text to tokenize."""
     match message.WhichOneof("input"):
         case "text":
             special = message.add_special_tokens if message.HasField("add_special_tokens") else True
-            return TextPrompt(partial(utf8, message, "text"), add_special_tokens=special)
+            return TextPrompt(_text(message, texts), add_special_tokens=special)
         case "chat":
-            return _chat(message.chat)
+            return _chat(message.chat, texts)
     return None
 
 
-def _chat(chat: inference_pb2.Chat) -> ChatPrompt:
+def _text(message: Message, texts: Sequence[bytes]) -> Callable[[], bytes]:
+    """Reads a text in UTF-8; raises InvalidRequest if it is another."""
+
+    def read() -> bytes:
+        deque(utf8_pieces("text", texts[0]), 0)
+        return texts[0]
+
+    return read if texts else partial(utf8, message, "text")
+
+
+def _chat(chat: inference_pb2.Chat, texts: Sequence[bytes]) -> ChatPrompt:
     prompted = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
-    return ChatPrompt(chat.messages, add_generation_prompt=prompted)
+    return ChatPrompt(chat.messages, add_generation_prompt=prompted, contents=texts)
 
 
 def _metadata(context: grpc.aio.ServicerContext) -> list[str]:

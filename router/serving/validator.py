@@ -32,6 +32,7 @@ from baton.process.executors import RunOnThread
 from baton.request import MAX_CACHE_SALT_BYTES, CachePolicy, SamplingParams, check_count
 from baton.rpc.channel import CONTROL_MESSAGE_BYTES
 from baton.rpc.convert import token_array_from_proto, token_ids_from_proto
+from baton.rpc.errors import utf8_pieces
 from baton.tokenizer import Detokenizer, Tokenizer
 from router.placement.scheduler import FairQueue
 from router.serving.tokenizer_processes import LONG_TEXT, TokenizerProcesses
@@ -112,6 +113,8 @@ class ChatPrompt:
 
     messages: Sequence[ChatMessage]
     add_generation_prompt: bool = True
+    contents: Sequence[bytes] = ()
+    """The contents of the messages, if these lack them: in bytes that are not checked."""
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
@@ -429,7 +432,8 @@ class RequestValidator:
 
         def render_and_encode() -> Sequence[int]:
             messages = _messages(prompt)
-            tokenizer.check_size("chat", sum(len(_utf8(message["content"])) for message in messages), limit)
+            contents = prompt.contents or [_utf8(message["content"]) for message in messages]
+            tokenizer.check_size("chat", sum(map(len, contents)), limit)
             text = tokenizer.render_chat(messages, add_generation_prompt=prompt.add_generation_prompt)
             if small:
                 return tokenizer.encode(text, add_special_tokens=False)
@@ -485,7 +489,10 @@ def _messages(chat: ChatPrompt) -> list[dict[str, str]]:
         if not 1 <= len(message.role) <= MAX_ROLE_LENGTH:
             field = f"chat.messages[{index}].role"
             raise InvalidRequest(field, f"must have 1 to {MAX_ROLE_LENGTH} characters", message.role)
-    return [{"role": message.role, "content": message.content} for message in chat.messages]
+    contents = [
+        "".join(utf8_pieces(f"chat.messages[{index}].content", data)) for index, data in enumerate(chat.contents)
+    ] or [message.content for message in chat.messages]
+    return [{"role": each.role, "content": text} for each, text in zip(chat.messages, contents, strict=True)]
 
 
 def _check_prompt_logprobs(alternatives: int, count: int) -> None:

@@ -20,6 +20,7 @@ from baton.pb import inference_pb2 as pb
 from baton.request import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from baton.rpc.channel import CONTROL_MESSAGE_BYTES
 from baton.rpc.convert import begin_field, token_array_from_proto, token_ids_from_proto, varint
+from baton.rpc.errors import utf8_pieces
 from baton.tokenizer import Tokenizer
 from router.serving.servicer import InferenceServicer, Sized, generate_request, sized, sized_prompt, tokenize_prompt
 from router.serving.tokenizer_processes import LONG_TEXT, TokenizerProcesses
@@ -199,8 +200,43 @@ def test_the_ids_of_a_long_prompt_are_not_copied_on_the_event_loop() -> None:
     with pytest.raises(InvalidRequest, match="can't both be set"):
         read(message)
     assert read(pb.GenerateRequest(model="m", token_ids=pb.TokenIds(long_ids=ids[:9]))) == (ids[:9], "m", False)
-    text = pb.GenerateRequest(text="x" * 300_000)
-    assert sized_prompt(text.SerializeToString()).message == text
+
+
+LONG_TEXTS = ["größe 日本 " * 20_000 + "X", "y" * 100_000]
+CHATTED = [pb.ChatMessage(role="user", content=text) for text in LONG_TEXTS]
+
+
+def received(message: Any) -> Any:
+    """The prompt of a message as it is received; X arrives as a byte that is not UTF-8."""
+    data = message.SerializeToString().replace(b"X", b"\xff")
+    if isinstance(message, pb.TokenizeRequest):
+        sent = sized(pb.TokenizeRequest)(data)
+        return tokenize_prompt(sent.message, sent.texts), sent
+    sent = sized_prompt(data)
+    return generate_request(sent.message, sent.size, sent.long_ids, sent.texts).prompt, sent
+
+
+@pytest.mark.parametrize("kind", [pb.GenerateRequest, pb.TokenizeRequest])
+def test_long_texts_are_not_checked_on_the_event_loop(kind: Any) -> None:
+    for message in (kind(text=LONG_TEXTS[0], model="m"), kind(chat=pb.Chat(messages=CHATTED), model="m")):
+        prompt, sent = received(message)
+        assert sent.message.ByteSize() < 100
+        assert (sent.message.model, sent.size) == ("m", message.ByteSize())
+        path = "text" if message.HasField("text") else r"chat\.messages\[0\]\.content"
+        with pytest.raises(InvalidRequest, match=rf"^{path}: not valid UTF-8 at byte 300000, got"):
+            prompt.read() if message.HasField("text") else router.serving.validator._messages(prompt)
+
+
+def test_long_texts_are_read_in_pieces() -> None:
+    good, other = LONG_TEXTS[0][:-1], LONG_TEXTS[1]
+    prompt, _ = received(pb.TokenizeRequest(text=good))
+    assert prompt.read() == good.encode()
+    assert max(map(len, utf8_pieces("text", good.encode()))) <= 64 << 10
+    many = [pb.ChatMessage(role="user", content=text) for text in (good, *[other] * 9)]
+    for count in (len(many), 100):
+        prompt, sent = received(pb.GenerateRequest(chat=pb.Chat(messages=(many * count)[:count])))
+        assert len(sent.texts) == (count if count < 64 else 0)
+        assert [each["content"] for each in router.serving.validator._messages(prompt)][:2] == [good, other]
 
 
 @pytest.mark.parametrize("large", [2, 1000])
