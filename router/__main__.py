@@ -10,7 +10,7 @@ from router.processes import prepare, run_router_processes
 
 
 def start(config: RouterConfig) -> Running:
-    """The router, or those that `--processes` asks for, ready to be entered."""
+    """The router, or several for `--processes`, ready to be entered."""
     configure(config.log_level, "router")
     prepare()
     return run_router_processes(config) if config.processes > 1 else run(config)

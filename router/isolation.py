@@ -11,7 +11,7 @@ the next loss is evidence again. The first token from decode ends the turn: a re
 It has a prefill worker for itself. It has a decode worker for itself only if deaths of decode workers alone point at
 it: a long prompt takes minutes to compute, and a small fleet has one decode worker. If such a request kills a decode
 worker among others, that is evidence for its next turn. Otherwise the decode worker is isolated only while the request
-waits there for pages, so that those that others give back go to it.
+waits there for pages, so that released pages go to it.
 """
 
 from __future__ import annotations

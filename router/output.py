@@ -165,7 +165,7 @@ class OutputProcessor:
         return tuple(index for index in choices if self._choices[index].finish is None)
 
     def unserved(self, choices: Sequence[int]) -> tuple[int, ...]:
-        """The `choices` that an attempt must serve: those that have not ended, or one if only the report is missing."""
+        """The `choices` that an attempt must serve: unfinished ones, or one if only the report is missing."""
         return self.unfinished(choices) or (() if self.report_complete else tuple(choices[:1]))
 
     def output_ids(self, choice: int) -> list[int]:
@@ -252,7 +252,7 @@ _TEXT = _MAX_CONTENT_BYTES // _CHARACTER_BYTES // 4
 
 @dataclass(slots=True)
 class ChoiceUpdate:
-    """News of one choice; the last two fields name the cause of a finish with STOP."""
+    """New output of one choice; the last two fields name the cause of a finish with STOP."""
 
     index: int
     text: str = ""
@@ -264,7 +264,7 @@ class ChoiceUpdate:
 
 @dataclass(slots=True)
 class Update:
-    """News of a request, at most one message; usage and timings come with the last."""
+    """New output of a request, at most one message; usage and timings come with the last."""
 
     deltas: dict[int, ChoiceUpdate] = field(default_factory=dict)
     prompt_tokens: Sequence[TokenInfo] = ()

@@ -13,8 +13,7 @@ the first token an attempt serves all choices together; after it, each choice go
 Events come from the prefill call and from the decode session, and each is handled at once, where it arrives: a token
 costs no turn of the attempt's task, which waits only for the end. However it ends (served, failed, cancelled, too
 late), `Attempt.run` gives back all of it in one place: the prefill call and its assignment, the decode attempt, and the
-exported KV that was not fetched.
-
+exported KV that was not fetched. `workers/failures.py` has the rules for retries.
 """
 
 from __future__ import annotations
@@ -544,8 +543,8 @@ class Attempt:
     def _check_end(self, placement: Placement, *changed: int) -> None:
         """End when all choices have, or when the workers say nothing more of one that has not.
 
-        Of those that have changed, those that the router ended are ended at decode while others go on; closing the
-        placement ends them all.
+        A changed choice that the router has ended is ended at decode too while others go on; closing the placement ends
+        them all.
         """
         unfinished = self._output.unfinished(self._choices)
         if not unfinished:

@@ -1,15 +1,15 @@
 """Placement policy: the prefill and decode workers that a request goes to, from the fleet as the router knows it. Pure.
 
-Prefill goes where the prompt will be done first: tokens pending there, and those of the prompt that are not cached
-there, over the measured rate. Decode goes where most room is: workers with a free slot first, then by free pages and by
-what they hold of the prompt. Workers that drain, and pairs whose KV does not match, are left out. What failed the
-request before, or has an open breaker, gets a penalty: it is used only if nothing else is there, and then what has the
-least one. A request that must run alone gets the pair that is soonest empty of this router's requests; while it waits
-for that pair, and runs there, others get none of the two.
+Prefill goes where the prompt will be done first: the tokens that wait there and the uncached tokens of the prompt, over
+the measured rate. Decode goes where most room is: workers with a free slot first, then by free pages and by cached
+tokens of the prompt. Workers that drain, and pairs whose KV does not match, are left out. A worker or pair that failed
+the request before, or has an open breaker, gets a penalty, and only those with the least penalty are used. A
+request that must run alone gets the pair with the fewest requests of this router; while it waits for that pair, and
+runs there, others are not placed on it.
 
-A view is what is known of one worker at a moment; the next one replaces it. Workers with the same KV format form a
-group, so that placement asks once for two groups, and not for each pair of workers, whether KV can be handed over.
-Workers that drain are in no group.
+A view is the state of one worker as the router knows it; the next view replaces it. Workers with the same KV format
+form a group, so that whether KV can be handed over is found for two groups, and not for each pair of workers. Workers
+that drain are in no group.
 
 Every worker is looked at, in one pass: about 0.5 ms with 500 prefill and 500 decode workers.
 """
@@ -39,7 +39,7 @@ RECENT_S = 60.0
 class PrefillView:
     """A prefill worker: what it reports, and what this router has given it.
 
-    `own_tokens` are those that this router's requests there have to compute, `recent_tokens` those that they had to,
+    `own_tokens` are still to be computed for this router's requests, `recent_tokens` were computed for them before,
     with a weight that fades with time; `rate` is in tokens per second, 0 while unknown.
     """
 
@@ -54,7 +54,7 @@ class PrefillView:
     recent_tokens: float = 0.0
     incarnation: str = ""
     load_tokens: float = field(init=False)
-    """Tokens to be computed before a new prompt's, and a share of those that were.
+    """Tokens to be computed before a new prompt's, and a share of the recent ones.
 
     A worker that has had more to do than others will be asked for more again, and has evicted more for it. The share
     lets that weigh as much as a short queue, so that a prefix which draws requests all the time gets a second holder.
@@ -92,7 +92,7 @@ def can_pair(prefill: KvFormat, decode: KvFormat, *, converts: bool) -> bool:
 
 
 class FleetView:
-    """All workers that were not refused, as they are now; those that drain included."""
+    """All accepted workers as they are now; draining ones too."""
 
     def __init__(self, prefill: Iterable[PrefillView] = (), decode: Iterable[DecodeView] = ()) -> None:
         self.prefill: dict[str, PrefillView] = {}
@@ -332,7 +332,7 @@ def least_loaded_pair(
 def _usable_groups(
     fleet: FleetView, query: PlacementQuery, closed: frozenset[str]
 ) -> Iterator[tuple[Collection[PrefillView], list[DecodeView]]]:
-    """Prefill workers with the decode workers that may follow them, without those that are closed to the request."""
+    """Prefill workers with the decode workers that may follow them, without the `closed` ones."""
     for group, followers in fleet.pairs:
         prefills = [view for view in group if view.name not in closed] if closed else group
         if not query.decodes:

@@ -4,7 +4,7 @@
                                     ▲                               │
                                     └───── refuse: Refusal ◀────────┘
 
-Order: the tenant that has the fewest requests at workers is next, and of those that have equally many each in turn. A
+Order: the tenant that has the fewest requests at workers is next; tenants with equally many take turns. A
 tenant may hold its share of the capacity, which is an equal part for each tenant that waits. So a flood fills the
 flooder's share alone, and the whole queue holds at most capacity × (1 + 1/2 + 1/3 + ...) entries. An entry past its
 deadline gets no turn. A request that is tried again after a failure goes before the others of its tenant.
@@ -15,7 +15,7 @@ Refusals: an entry that all decode workers refused goes to the head of the whole
 until a worker has changed, or for as long as a worker has said, and asks again before all others; workers set pages
 aside for it only as long as it asks again. Entries behind it may ask meanwhile, one at a time, if their context fits
 the room that the refusal named, so that a full fleet is asked about once per change. If one is refused although it
-fits, half of its context counts as the room until the next change.
+fits, the room counts as half of its context at most until the next change.
 
 Some entries can use only some of the decode workers: others are too small, have failed them, or are isolated. A refusal
 of such a *restricted* entry stops nobody who can ask more workers. The first restricted entry asks again after a change
@@ -95,7 +95,7 @@ class PlacementRequest:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Refusals of a request by decode workers; `too_small` has the reasons of those that can never hold it."""
+    """Refusals of a request by decode workers; `too_small` has the reasons of workers that can never hold it."""
 
     too_small: Mapping[str, str] = field(default_factory=dict)
     retry_after_s: float = math.inf
@@ -155,7 +155,7 @@ class PlacementScheduler:
         self._prefill_limit = prefill_limit
         self._max_wait_s = max_wait_s
         self._in_flight: Counter[str] = Counter()
-        """By tenant, the requests that prefill workers have."""
+        """Requests at prefill workers, by tenant."""
         self._queue: RequestQueue[Waiter] = RequestQueue(capacity, lambda tenant: self._in_flight[tenant])
         self._gate = RefusalGate()
         self._gone_since: float | None = None
@@ -177,13 +177,13 @@ class PlacementScheduler:
         self._queue.check(tenant)
 
     def push(self, waiter: Waiter, fleet: FleetView, now: float) -> None:
-        """Let a request wait. Raises Overloaded or DeadlineExceeded for what can't be in time, or has no room."""
+        """Add an entry. Raises Overloaded if the queue is full or too slow, DeadlineExceeded after the deadline."""
         request = waiter.request
         if request.is_retry:
             self._queue.push_front(waiter, tenant=request.tenant, deadline=request.deadline)
             return
         if can_serve(fleet, decodes=request.query.decodes):
-            # The pace of the queue tells nothing of when a worker will come.
+            # The pace of the queue does not tell when a worker will come.
             self._check_wait(request, now)
         self._queue.push(waiter, tenant=request.tenant, deadline=request.deadline, now=now)
 

@@ -72,7 +72,7 @@ class Tenants:
     def __init__(self, path: str = "", fleet_secret: str = "") -> None:
         """`path` is the file of keys, empty for none; it is read again when it changes.
 
-        Raises ConfigError naming what is wrong, which is so when there are several tenants and no fleet secret.
+        Raises ConfigError for a bad file, and for several tenants without a fleet secret.
         """
 
         def keys(data: bytes) -> tuple[ApiKey, ...]:

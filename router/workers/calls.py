@@ -464,7 +464,7 @@ class PrefillAssignment:
         self.link = link
         self.tokens = tokens
         self.cached_tokens = cached_tokens
-        """Of the tokens, those that the worker was thought to hold when it was chosen."""
+        """Leading tokens that the worker was thought to hold when it was selected."""
         self.shards = complete_shards(identity.shards, link.address)
         """The worker's KV addresses for decode workers."""
         self.incarnation = identity.incarnation

@@ -12,11 +12,11 @@ its watch ends, and nobody is warned of that.
 
 A worker is accepted when it agrees with the router (role, model name, tokenizer) and with every worker accepted before
 it (fingerprint; KV format across the two roles). One that does not is refused by name, logged once with both values,
-and judged again with every status it sends, since those it disagrees with may have gone. News of a worker that was
-accepted changes its own view in the fleet and nothing else, so that many workers may have much to tell.
+and checked again with every status it sends, since workers it disagrees with may have gone. A status of an accepted
+worker changes its own view in the fleet and nothing else, so that many workers may send many of them.
 
 A prefill worker, whose KV is fetched, that asks for tickets which this router can't sign is refused too. Keys may be
-replaced at any time, so that those in service are judged in this respect with every status as well.
+replaced at any time, so that workers in service are checked in this respect with every status as well.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from router.workers.calls import DecodeSession, PrefillAssignment, SessionEnd, j
 from router.workers.failures import Cause, WorkerLoss, WorkerLosses
 
 _AGAIN_S = 5.0
-"""Until a worker is dialled again whose watch failed, which only a fault of ours can make it do."""
+"""Delay before a worker is dialled again whose watch failed by a bug of the router."""
 
 REASON_CHARACTERS = 400
 """Most characters of the first refusal or loss that clients see."""
@@ -60,7 +60,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Discovery:
-    """Calls `found` with the set of addresses behind `targets` whenever it changes, at once with those that are known.
+    """Calls `found` with the set of addresses behind `targets` whenever it changes, at once with the static ones.
 
     Each name is looked up apart: one whose look-up hangs delays no other.
     """
@@ -208,7 +208,7 @@ class Pool:
         return not taken or (self._signer is not None and self._signer.key_id in taken)
 
     def describe_missing(self, waited_s: float = 0.0) -> str:
-        """In words, for clients, why a request can't be served: roles without a worker, and the first of the reasons.
+        """The reason for clients why a request can't be served: roles without a worker, and the first refusal or loss.
 
         `waited_s` is how long a worker was waited for. The log has named all workers that were refused or lost.
         """
@@ -568,7 +568,7 @@ class WorkerLink:
         )
 
     async def _redial(self) -> None:
-        """Make another channel if the TLS files are not those that it was made with."""
+        """Make another channel if the TLS files have changed since it was made."""
         if self._tls is None or self._tls.generation == self._generation:
             return
         self._generation = self._tls.generation
