@@ -60,6 +60,13 @@ from decode_svc.scheduler import DecodeSequence
 
 _log = logging.getLogger(__name__)
 
+MAX_ANSWERS = 10_000
+"""Answers of a session that its router may leave unread."""
+
+_RATE_WEIGHT = 0.1
+
+MAX_WAITING_COPIES = 64
+
 
 class FetchKv(Protocol):
     """Pulls tokens `[first, tokens)` of an export into the handle; raises TransferError if not all of them arrive."""
@@ -461,10 +468,6 @@ class SessionDown:
         return bool(self.reserved or self.outputs or self.failures or self.ended or self.live is not None)
 
 
-MAX_ANSWERS = 10_000
-"""Answers of a session that its router may leave unread."""
-
-
 class RouterSession:
     """The messages to one router: outputs, answers and failures, gathered into one message at a time.
 
@@ -536,9 +539,6 @@ class RouterSession:
                 self._has_message.set()
 
 
-_RATE_WEIGHT = 0.1
-
-
 class LoadMeter:
     """The load of the worker, measured from the reports of the engine thread, for its status and metrics."""
 
@@ -576,9 +576,6 @@ class LoadMeter:
             tokens_per_second=self._tokens_per_second.value,
             requests_without_token=requests_without_token,
         )
-
-
-MAX_WAITING_COPIES = 64
 
 
 class WriteBacks:

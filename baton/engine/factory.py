@@ -36,6 +36,14 @@ runs one, whose activations need the rest."""
 _WAITING_SEQUENCES = 8
 """Beside those in slots: transfers waiting for a slot, exports not yet pulled."""
 
+_SQUARE = 8192
+"""Rows and columns of the measured product."""
+
+_COPY_BYTES = 1 << 26
+"""Of the measured copy; torch keeps the pinned memory for later copies."""
+
+_REPEATS = 5
+
 
 def build(config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
     """Load the model and allocate the pool; takes seconds to minutes, so not on an event loop.
@@ -249,13 +257,6 @@ def _hiding_chunk(model: LoadedModel, device: torch.device) -> int:
     # The pool is next, and can't use what torch keeps of this.
     torch.cuda.empty_cache()
     return hiding_chunk(*rates, group, model.dtype.itemsize)
-
-
-_SQUARE = 8192
-"""Rows and columns of the measured product."""
-_COPY_BYTES = 1 << 26
-"""Of the measured copy; torch keeps the pinned memory for later copies."""
-_REPEATS = 5
 
 
 def hiding_chunk(flops_per_s: float, bytes_per_s: float, group: int, dtype_bytes: int) -> int:

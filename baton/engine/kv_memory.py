@@ -34,6 +34,10 @@ from baton.kv.format import PartData
 from baton.model.attention import KvCache, SegmentSource
 from baton.model.tensors import DTYPES, dtype_name, upload
 
+LAYERS_AHEAD = 2
+"""Layers of a chunk that may be queued behind the one that the device computes: enough to keep it busy, and few enough
+that a chunk that is called off ends soon."""
+
 
 @dataclass(frozen=True, slots=True)
 class TorchMemory:
@@ -156,11 +160,6 @@ def _pages(layer: Tensor) -> NDArray[np.uint8]:
     """A view of a layer's part, `[pages, ...]`: one row of bytes a page, which is one run to copy, not one a token."""
     # torch's `view` raises where numpy's `reshape` would copy, and what is then written would be lost.
     return _bytes(layer.view(len(layer), -1))
-
-
-LAYERS_AHEAD = 2
-"""Layers of a chunk that may be queued behind the one that the device computes: enough to keep it busy, and few enough
-that a chunk that is called off ends soon."""
 
 
 class CudaMemory:

@@ -44,6 +44,12 @@ _BELOW_ONE = 1 - 2**-24
 _CACHED = 1 << 18
 """Tokens hashed together on a CPU: few enough for its cache, enough to outweigh the cost of an operation."""
 
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS, _WEYL, _ROUNDS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85), 10
+"""Constants of Philox."""
+
+_Words = tuple[int, int, int, int]
+
 
 @dataclass(frozen=True, slots=True)
 class Draws:
@@ -176,14 +182,6 @@ def _mix(x: Tensor, spare: Tensor) -> Tensor:
     x.bitwise_xor_(torch.bitwise_right_shift(x, 16, out=spare).bitwise_and_(0xFFFF)).mul_(_FIRST)
     x.bitwise_xor_(torch.bitwise_right_shift(x, 13, out=spare).bitwise_and_(0x7FFFF)).mul_(_SECOND)
     return x.bitwise_xor_(torch.bitwise_right_shift(x, 16, out=spare).bitwise_and_(0xFFFF))
-
-
-_MASK = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
-
-_Words = tuple[int, int, int, int]
 
 
 def philox(counter: _Words, key: tuple[int, int]) -> _Words:

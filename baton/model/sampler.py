@@ -39,6 +39,8 @@ from baton.request import SamplingParams, SequenceState, TokenInfo
 _MIN_TEMPERATURE = torch.finfo(torch.float32).tiny
 """The lowest temperature divided by: a lower one could become 0 in float32, and make NaN of 0 / 0."""
 
+_PROBLEMS = ("logits are not finite", "no token is allowed")
+
 
 @dataclass(eq=False, slots=True)
 class _Row:
@@ -223,9 +225,6 @@ class SamplerBatch:
 
     def _floats(self, values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
         return upload(values, dtype, self._device)
-
-
-_PROBLEMS = ("logits are not finite", "no token is allowed")
 
 
 class SamplerOutput:

@@ -11,6 +11,9 @@ from torch import Tensor
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+_TYPES = {"I": torch.uint32, "q": torch.int64}
+"""By the type code of an array."""
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """A dtype's name, as in `KvPart`."""
@@ -21,10 +24,6 @@ with warnings.catch_warnings():
     # Torch warns once a process of a buffer that must not be written to. Received buffers are only read.
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
-
-
-_TYPES = {"I": torch.uint32, "q": torch.int64}
-"""By the type code of an array."""
 
 
 def upload(
