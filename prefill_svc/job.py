@@ -37,7 +37,7 @@ from baton.request import (
 )
 from baton.rpc.channel import HEARTBEAT_S
 from baton.transfer.export import Export
-from prefill_svc.scheduler import ScheduledPrompt
+from prefill_svc.scheduler import ScheduledJob
 
 PREPARING_S, _PREPARING_TOKEN_S = 120.0, 0.002
 """Longest wait for the first chunk, and what each token of the prompt adds, since its cached blocks are loaded
@@ -103,7 +103,7 @@ class TierRun:
 class PrefillJob:
     """An accepted task; used on the asyncio loop, except `check` and `is_active`, which any thread may call.
 
-    prompt          the prompt as the scheduler knows it
+    scheduled       its record in the scheduler
     ids             prompt and output token ids; the last token is always computed
     handle          the right to its pages
     digests         of the full blocks of `ids`
@@ -122,7 +122,7 @@ class PrefillJob:
     """
 
     task: PrefillTask
-    prompt: ScheduledPrompt
+    scheduled: ScheduledJob
     ids: Sequence[int]
     life: Lifecycle
     handle: KvHandle | None = None
@@ -152,12 +152,12 @@ class PrefillJob:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
-    def create(cls, task: PrefillTask, prompt: ScheduledPrompt, now: float) -> PrefillJob:
+    def create(cls, task: PrefillTask, scheduled: ScheduledJob, now: float) -> PrefillJob:
         """The job of a task that was just admitted."""
         deadline = math.inf if task.deadline is None else task.deadline
         ids = join_ids(task.prompt_ids, task.output_ids)
         limit_s = PREPARING_S + _PREPARING_TOKEN_S * len(ids)
-        return cls(task, prompt, ids, Lifecycle(State.PREPARING, now, request_deadline=deadline, limit_s=limit_s))
+        return cls(task, scheduled, ids, Lifecycle(State.PREPARING, now, request_deadline=deadline, limit_s=limit_s))
 
     def start(self, now: float) -> None:
         """Enter PREFILLING, when the first chunk begins."""

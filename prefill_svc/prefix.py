@@ -203,12 +203,12 @@ class PrefixLoader:
         """
         if not (job.task.reads and other.task.cache.writes):
             return False
-        done, unit = job.prompt.done, self._unit
+        done, unit = job.scheduled.done, self._unit
         common = min(common_blocks(job.digests, other.digests) * self._block, len(other.ids) // unit * unit)
         if behind > common - done:
             common = min(common, other.computing_end // unit * unit)
         saved = min(common, len(job.ids) - 1) - done
-        return other.computed < -(-common // unit) * unit and 2 * saved >= job.prompt.remaining
+        return other.computed < -(-common // unit) * unit and 2 * saved >= job.scheduled.remaining
 
     async def _search(self, job: PrefillJob) -> None:
         wanted = job.digests[job.looked_up_from : self._useful_blocks(job)]

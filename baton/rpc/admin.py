@@ -17,7 +17,7 @@ from baton.errors import Unsupported
 from baton.ledger import CacheReport, CacheTier, Ledger, LedgerEntry
 from baton.pb import admin_pb2, admin_pb2_grpc
 
-ADMIN_SERVICE = "baton.v1.Admin"
+ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 
 LedgerSource: TypeAlias = Callable[[], Awaitable[Ledger]]
 """Builds the ledger of a process as it is now; bounded in time."""
