@@ -1,4 +1,4 @@
-"""One attempt at one prompt: the request, what it holds, its progress, and the stream of its events.
+"""One attempt at one prompt: the request, its pages, its progress, and the stream of its events.
 
 A job goes through the states of `baton.lifecycle`, each with a deadline. For its caller it ends once: the last event of
 its stream is `Prefilled` or an error. A job with an export is HELD from then on, until the export ends.
@@ -109,7 +109,7 @@ class PrefillJob:
     digests         of the full blocks of `ids`
     hits            blocks that the cache had, from block `looked_up_from` on
     load_plan       the part of `hits` that is loaded
-    sources         (tier, tokens) runs that say where the KV in the pages came from, in order
+    sources         (tier, tokens) runs of the origin of the KV in the pages, in order
     computed        leading tokens whose KV is final
     computing_end   end of the chunk that the engine thread computes, or computed last
     to_save         of a long prompt that is saved while it is computed: which blocks the shared store should get
@@ -296,7 +296,7 @@ def overdue_error(job: PrefillJob) -> BatonError:
 
 
 INTERVAL_S = 0.1
-"""Shortest time between two reports; what is computed in between counts as one chunk."""
+"""Shortest time between two reports; all chunks in between count as one."""
 
 _LATEST = 32
 """Chunks that tell how busy the worker is now."""

@@ -13,7 +13,7 @@ prefix is `deferred`; the caller decides which ones are.
 Tenants share the engine by start-time fair queueing (Goyal, Vin and Cheng, 1996) with equal weights: at each chunk
 boundary the tenant that was served least goes next. A tenant that has used less than its share may save up to BURST_S
 of it, so that several of its prompts at once don't wait for the long prompts of others; then it takes turns with them.
-The worker remembers what a tenant had while it has no prompt here: one that sends one prompt after another is no
+The worker remembers a tenant's share while it has no prompt here: a tenant that sends one prompt after another is no
 exception. When no prompt is left, all tenants begin anew.
 
 Of the READY prompts of one tenant, the one with the fewest remaining tokens goes next, so that a short prompt does not

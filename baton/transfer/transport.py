@@ -1,7 +1,7 @@
 """The transport of KV, both ends: `KvSource` for the consumer, `KvServicer` over a worker's exports.
 
 gRPC is the only transport so far. Another one (RDMA) implements `KvSource`, and serves `Export.frames`. It does not
-decide what is fetched, and does not check or write frames.
+choose the KV to fetch, and does not check or write frames.
 
 With a TicketVerifier every call needs a ticket, which is checked before anything is looked up. The service is
 registered by hand and not through the generated stubs, because the frames of FetchKv are already bytes. The channels
