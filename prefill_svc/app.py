@@ -13,7 +13,7 @@ import grpc
 from baton.config.worker import PrefillConfig
 from baton.engine.contract import Engine
 from baton.kv.prefix.contract import PrefixCache
-from baton.pb import prefill_pb2_grpc
+from baton.pb import prefill_pb2, prefill_pb2_grpc
 from baton.transfer.export import ExportRegistry
 from baton.transfer.transport import SERVICE as KV_SERVICE
 from baton.transfer.transport import KvServicer
@@ -25,7 +25,7 @@ from prefill_svc.prefix import PeerFetcher, PrefixBackends
 from prefill_svc.servicer import PrefillServicer
 from prefill_svc.worker import PrefillWorker
 
-PREFILL_SERVICE = "baton.v1.Prefill"
+PREFILL_SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
 
 _log = logging.getLogger(__name__)
 

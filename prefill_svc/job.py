@@ -1,4 +1,4 @@
-"""One attempt at one prompt: the request, what it holds, its progress, and the stream of its events.
+"""One attempt at one prompt: the request, its pages, its progress, and the stream of its events.
 
 A job goes through the states of `baton.lifecycle`, each with a deadline. For its caller it ends once: the last event of
 its stream is `Prefilled` or an error. A job with an export is HELD from then on, until the export ends.
@@ -37,7 +37,7 @@ from baton.request import (
 )
 from baton.rpc.channel import HEARTBEAT_S
 from baton.transfer.export import Export
-from prefill_svc.scheduler import ScheduledPrompt
+from prefill_svc.scheduler import ScheduledJob
 
 PREPARING_S, _PREPARING_TOKEN_S = 120.0, 0.002
 """Longest wait for the first chunk, and what each token of the prompt adds, since its cached blocks are loaded
@@ -104,13 +104,13 @@ class TierRun:
 class PrefillJob:
     """An accepted task; used on the asyncio loop, except `check` and `is_active`, which any thread may call.
 
-    prompt          the prompt as the scheduler knows it
+    scheduled       its record in the scheduler
     ids             prompt and output token ids; the last token is always computed
     handle          the right to its pages
     digests         of the full blocks of `ids`
     hits            blocks that the cache had, from block `looked_up_from` on
     load_plan       the part of `hits` that is loaded
-    sources         (tier, tokens) runs that say where the KV in the pages came from, in order
+    sources         (tier, tokens) runs of the origin of the KV in the pages, in order
     computed        leading tokens whose KV is final
     computing_end   end of the chunk that the engine thread computes, or computed last
     to_save         of a long prompt that is saved while it is computed: which blocks the shared store should get
@@ -123,7 +123,7 @@ class PrefillJob:
     """
 
     task: PrefillTask
-    prompt: ScheduledPrompt
+    scheduled: ScheduledJob
     ids: Sequence[int]
     life: Lifecycle
     handle: KvHandle | None = None
@@ -153,12 +153,12 @@ class PrefillJob:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
-    def create(cls, task: PrefillTask, prompt: ScheduledPrompt, now: float) -> PrefillJob:
+    def create(cls, task: PrefillTask, scheduled: ScheduledJob, now: float) -> PrefillJob:
         """The job of a task that was just admitted."""
         deadline = math.inf if task.deadline is None else task.deadline
         ids = join_ids(task.prompt_ids, task.output_ids)
         limit_s = PREPARING_S + _PREPARING_TOKEN_S * len(ids)
-        return cls(task, prompt, ids, Lifecycle(State.PREPARING, now, request_deadline=deadline, limit_s=limit_s))
+        return cls(task, scheduled, ids, Lifecycle(State.PREPARING, now, request_deadline=deadline, limit_s=limit_s))
 
     def start(self, now: float) -> None:
         """Enter PREFILLING, when the first chunk begins."""
@@ -297,7 +297,7 @@ def overdue_error(job: PrefillJob) -> BatonError:
 
 
 INTERVAL_S = 0.1
-"""Shortest time between two reports; what is computed in between counts as one chunk."""
+"""Shortest time between two reports; all chunks in between count as one."""
 
 _LATEST = 32
 """Chunks that tell how busy the worker is now."""

@@ -12,8 +12,8 @@ allocated, which is the answer that counts. Blocks that the pool has lost in bet
 loaded only if fetching it is faster than computing it (`baton.kv.prefix.fetch_cost`). At least one token is always
 computed: the one from which the next token is sampled.
 
-Which blocks are loaded, and from which tier, is a plan: a list of consecutive runs of blocks. The first run begins
-where the hits of the pool end.
+A plan says which blocks are loaded, and from which tier: a list of consecutive runs of blocks. The first run begins
+at the end of the pool's hits.
 
     pool │ host │ redis │ peer │ computed
     have ▲      the cache's hits      ▲ the peer's, after the end of the cache's hits, or earlier if it is faster
@@ -22,7 +22,7 @@ Long prompts are saved while they are computed: if this worker dies, another one
 
     after chunk n ── wait for the save of chunk n - 1, at most SAVE_WAIT_S ── begin to save chunk n
 
-So a death loses at most the chunk that was being computed, the one before it, and what a slow store has not taken yet.
+So a death loses at most the chunk that was being computed, the one before it, and blocks that wait for a slow store.
 Nothing is dropped while the prompt is computed: if the wait is over, the save goes on, and later chunks find it further
 behind. After a failure of the store, the next chunk continues at the first block that is not stored. While the store
 can't be reached, saves fail at once, so nobody waits. The blocks before the first chunk are saved as well if the store
@@ -184,7 +184,7 @@ class PrefixLoader:
             await self._blocks.write_back(job.pages, job.digests, hits, lambda: True, least=job.saved)
 
     async def give_up(self, job: PrefillJob) -> None:
-        """End the save of a job that failed. If its KV may be wrong, remove what was saved."""
+        """End the save of a job that failed. If its KV may be wrong, remove the saved blocks."""
         await self._saver.stop(job)
         if isinstance(job.error, EngineError):
             await self._saver.remove(job)
@@ -203,12 +203,12 @@ class PrefixLoader:
         """
         if not (job.task.reads and other.task.cache.writes):
             return False
-        done, unit = job.prompt.done, self._unit
+        done, unit = job.scheduled.done, self._unit
         common = min(common_blocks(job.digests, other.digests) * self._block, len(other.ids) // unit * unit)
         if behind > common - done:
             common = min(common, other.computing_end // unit * unit)
         saved = min(common, len(job.ids) - 1) - done
-        return other.computed < -(-common // unit) * unit and 2 * saved >= job.prompt.remaining
+        return other.computed < -(-common // unit) * unit and 2 * saved >= job.scheduled.remaining
 
     async def _search(self, job: PrefillJob) -> None:
         wanted = job.digests[job.looked_up_from : self._useful_blocks(job)]
@@ -375,7 +375,7 @@ class ChunkSaver:
             await wait_to_end(job.saving)
 
     async def remove(self, job: PrefillJob) -> None:
-        """Remove what was saved of a job."""
+        """Remove the saved blocks of a job."""
         final = range(job.computed // self._block if job.to_save else 0)
         await self._cache.remove([job.digests[block] for block in final if job.to_save[block]])
 

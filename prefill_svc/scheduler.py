@@ -13,7 +13,7 @@ prefix is `deferred`; the caller decides which ones are.
 Tenants share the engine by start-time fair queueing (Goyal, Vin and Cheng, 1996) with equal weights: at each chunk
 boundary the tenant that was served least goes next. A tenant that has used less than its share may save up to BURST_S
 of it, so that several of its prompts at once don't wait for the long prompts of others; then it takes turns with them.
-The worker remembers what a tenant had while it has no prompt here: one that sends one prompt after another is no
+The worker remembers a tenant's share while it has no prompt here: a tenant that sends one prompt after another is no
 exception. When no prompt is left, all tenants begin anew.
 
 Of the READY prompts of one tenant, the one with the fewest remaining tokens goes next, so that a short prompt does not
@@ -89,8 +89,8 @@ class Stage(enum.Enum):
 
 
 @dataclass(eq=False, slots=True)
-class ScheduledPrompt:
-    """A prompt as the scheduler knows it.
+class ScheduledJob:
+    """The scheduler's record of a job, which computes one prompt.
 
     `done` tokens are computed, or expected to be loaded from a cache. `overtaken_s` is how long later prompts of the
     tenant were computed meanwhile. `rate` is that of its own last chunk, in tokens/s; 0 before. `in_host`: it has pages
@@ -123,7 +123,7 @@ class PrefillScheduler:
     chunk_size: int
     max_waiting: int
     rate: DecayingRate = field(default_factory=DecayingRate)
-    _prompts: dict[ScheduledPrompt, None] = field(default_factory=dict)
+    _jobs: dict[ScheduledJob, None] = field(default_factory=dict)
     _orders: itertools.count[int] = field(default_factory=itertools.count)
     _served_s: dict[bytes, float] = field(default_factory=dict)
     """Seconds for which the engine has served each tenant, on one scale for all tenants."""
@@ -133,14 +133,14 @@ class PrefillScheduler:
     @property
     def waiting(self) -> int:
         """Number of prompts without a computed chunk."""
-        return sum(not prompt.started for prompt in self._prompts)
+        return sum(not job.started for job in self._jobs)
 
     @property
     def pending_tokens(self) -> int:
         """Number of tokens still to be computed, of all prompts."""
-        return sum(prompt.remaining for prompt in self._prompts)
+        return sum(job.remaining for job in self._jobs)
 
-    def admit(self, tokens: int, tenant: bytes = b"") -> ScheduledPrompt:
+    def admit(self, tokens: int, tenant: bytes = b"") -> ScheduledJob:
         """Add a prompt of `tenant`.
 
         Raises InvalidRequest if it can never be computed here, Overloaded if too many prompts wait.
@@ -165,117 +165,117 @@ class PrefillScheduler:
             raise Overloaded(
                 f"{self.waiting} prompts are waiting, the limit is {self.max_waiting}", min(high, max(low, seconds))
             )
-        prompt = ScheduledPrompt(tokens, pages, next(self._orders), tenant)
-        self._prompts[prompt] = None
+        job = ScheduledJob(tokens, pages, next(self._orders), tenant)
+        self._jobs[job] = None
         earliest = self._fair_s - BURST_S
         self._served_s[tenant] = max(self._served_s.get(tenant, earliest), earliest)
-        return prompt
+        return job
 
-    def await_pages(self, prompt: ScheduledPrompt, cached: int) -> None:
+    def await_pages(self, job: ScheduledJob, cached: int) -> None:
         """End the look-up of a prompt: this many leading tokens will probably be cached."""
-        prompt.done, prompt.stage = cached, Stage.WAITING
+        job.done, job.stage = cached, Stage.WAITING
 
     def next_allocation(
-        self, now: float, deferred: Collection[ScheduledPrompt] = (), refused: Collection[ScheduledPrompt] = ()
-    ) -> ScheduledPrompt | None:
+        self, now: float, deferred: Collection[ScheduledJob] = (), refused: Collection[ScheduledJob] = ()
+    ) -> ScheduledJob | None:
         """The WAITING prompt that gets pages next; None if no prompt may get pages now.
 
         `deferred` prompts wait for another one to compute their prefix. `refused` ones were tried in this round, and
         their pages are not free.
         """
         prepared = 0
-        for prompt in self._allocation_order(now, deferred):
-            if prompt.stage is not Stage.WAITING:
+        for job in self._allocation_order(now, deferred):
+            if job.stage is not Stage.WAITING:
                 prepared += 1
                 if prepared == PREPARED_AHEAD:
                     return None
-            elif prompt not in deferred and prompt not in refused:
-                return prompt
+            elif job not in deferred and job not in refused:
+                return job
         return None
 
-    def waiting_for_pages(self) -> list[ScheduledPrompt]:
+    def waiting_for_pages(self) -> list[ScheduledJob]:
         """All WAITING prompts."""
-        return [prompt for prompt in self._prompts if prompt.stage is Stage.WAITING]
+        return [job for job in self._jobs if job.stage is Stage.WAITING]
 
-    def allocate(self, prompt: ScheduledPrompt, cached: int, *, in_host: bool = False) -> None:
+    def allocate(self, job: ScheduledJob, cached: int, *, in_host: bool = False) -> None:
         """Record that the prompt has its pages, some of them `in_host` memory; this many leading tokens are in them or
         will be loaded.
         """
-        prompt.stage, prompt.in_host = Stage.LOADING, in_host
-        self.expect(prompt, cached)
+        job.stage, job.in_host = Stage.LOADING, in_host
+        self.expect(job, cached)
 
-    def mark_refused(self, prompt: ScheduledPrompt, now: float) -> None:
+    def mark_refused(self, job: ScheduledJob, now: float) -> None:
         """Record that the prompt's pages are not free."""
-        if prompt.refused_at is None:
-            prompt.refused_at = now
+        if job.refused_at is None:
+            job.refused_at = now
 
-    def expect(self, prompt: ScheduledPrompt, cached: int) -> None:
+    def expect(self, job: ScheduledJob, cached: int) -> None:
         """Set how many leading tokens are in the prompt's pages or will be loaded."""
-        prompt.done = cached
+        job.done = cached
 
-    def make_ready(self, prompt: ScheduledPrompt, done: int) -> None:
+    def make_ready(self, job: ScheduledJob, done: int) -> None:
         """Record that the KV of the first `done` tokens is in place, so that the next chunk may be computed."""
-        prompt.done, prompt.stage = done, Stage.READY
+        job.done, job.stage = done, Stage.READY
 
-    def next_chunk(self, running: ScheduledPrompt | None = None) -> tuple[ScheduledPrompt, int] | None:
+    def next_chunk(self, running: ScheduledJob | None = None) -> tuple[ScheduledJob, int] | None:
         """The prompt to compute next and the end of its chunk; None if no prompt is READY.
 
         While a chunk of `running` is computed, only the rest of a shorter prompt whose turn comes before it, in one
         chunk: it preempts `running` after a layer.
         """
-        ready = [prompt for prompt in self._prompts if prompt.stage is Stage.READY]
+        ready = [job for job in self._jobs if job.stage is Stage.READY]
         if not ready:
             return None
-        prompt = self._turn_order(ready if running is None else [running, *ready])[0]
-        if prompt is running:
+        job = self._turn_order(ready if running is None else [running, *ready])[0]
+        if job is running:
             return None
-        hiding = self.spec.hiding_chunk if prompt.in_host else 0
-        size = chunk_size(prompt.tokens, self.chunk_size, prompt.rate or self.rate.value, hiding)
-        if not prompt.rate and not self.chunk_size and prompt.done >= FAR_TOKENS:
+        hiding = self.spec.hiding_chunk if job.in_host else 0
+        size = chunk_size(job.tokens, self.chunk_size, job.rate or self.rate.value, hiding)
+        if not job.rate and not self.chunk_size and job.done >= FAR_TOKENS:
             # Resumed from cached blocks: nothing is known of its tokens' time.
             size = min(size, MIN_RATE_TOKENS)
-        end = min(prompt.tokens, prompt.done + size)
-        if running is not None and (end < prompt.tokens or prompt.remaining >= running.tokens):
+        end = min(job.tokens, job.done + size)
+        if running is not None and (end < job.tokens or job.remaining >= running.tokens):
             return None
-        return prompt, end
+        return job, end
 
-    def start_chunk(self, prompt: ScheduledPrompt) -> None:
+    def start_chunk(self, job: ScheduledJob) -> None:
         """Record that a chunk of the prompt is being computed."""
-        prompt.stage = Stage.COMPUTING
+        job.stage = Stage.COMPUTING
 
-    def finish_chunk(self, prompt: ScheduledPrompt, end: int, seconds: float) -> None:
+    def finish_chunk(self, job: ScheduledJob, end: int, seconds: float) -> None:
         """Record that a chunk up to `end` took `seconds`.
 
         A chunk of fewer than MIN_RATE_TOKENS is mostly overhead, unless all chunks are that short. It may raise a known
         rate, but it neither lowers nor sets it. Otherwise short prompts and the rests of cached ones would make the
         worker look slow.
         """
-        tokens = end - prompt.done
+        tokens = end - job.done
         significant = tokens >= min(self.chunk_size or MIN_RATE_TOKENS, MIN_RATE_TOKENS)
         if significant or 0 < self.rate.value * seconds < tokens:
             self.rate.add(tokens, seconds)
         if significant and seconds > 0:
-            prompt.rate = tokens / seconds
-        prompt.done, prompt.started = end, True
+            job.rate = tokens / seconds
+        job.done, job.started = end, True
 
-    def charge(self, prompt: ScheduledPrompt, seconds: float) -> None:
+    def charge(self, job: ScheduledJob, seconds: float) -> None:
         """Charge `seconds` of the engine to the prompt's tenant; the prompts that it has overtaken earn credit."""
-        self._fair_s = max(self._fair_s, self._served_s[prompt.tenant])
-        self._served_s[prompt.tenant] += seconds
+        self._fair_s = max(self._fair_s, self._served_s[job.tenant])
+        self._served_s[job.tenant] += seconds
         earliest = self._fair_s - BURST_S
         self._served_s = {tenant: max(served, earliest) for tenant, served in self._served_s.items()}
-        for other in self._prompts:
-            if other.tenant == prompt.tenant and other.order < prompt.order:
+        for other in self._jobs:
+            if other.tenant == job.tenant and other.order < job.order:
                 other.overtaken_s += seconds
 
-    def rank(self, prompt: ScheduledPrompt) -> float:
+    def rank(self, job: ScheduledJob) -> float:
         """The prompt's remaining tokens less its credit for being overtaken; the lowest of a tenant goes first."""
-        return prompt.remaining - AGEING * (self.rate.value or UNKNOWN_RATE) * prompt.overtaken_s
+        return job.remaining - AGEING * (self.rate.value or UNKNOWN_RATE) * job.overtaken_s
 
-    def remove(self, prompt: ScheduledPrompt) -> None:
+    def remove(self, job: ScheduledJob) -> None:
         """Remove a prompt that is finished or given up."""
-        self._prompts.pop(prompt, None)
-        present = {other.tenant for other in self._prompts}
+        self._jobs.pop(job, None)
+        present = {other.tenant for other in self._jobs}
         if present:
             forgotten = self._fair_s - BURST_S
             self._served_s = {
@@ -284,24 +284,24 @@ class PrefillScheduler:
         else:
             self._served_s, self._fair_s = {}, 0.0
 
-    def _allocation_order(self, now: float, deferred: Collection[ScheduledPrompt]) -> list[ScheduledPrompt]:
+    def _allocation_order(self, now: float, deferred: Collection[ScheduledJob]) -> list[ScheduledJob]:
         """Prompts that have not started and whose look-up is over; only one if it was refused for PATIENCE_S."""
-        prompts = [prompt for prompt in self._prompts if not prompt.started and prompt.stage is not Stage.LOOKUP]
+        jobs = [job for job in self._jobs if not job.started and job.stage is not Stage.LOOKUP]
         starved = [
-            prompt
-            for prompt in prompts
-            if prompt.stage is Stage.WAITING
-            and prompt.refused_at is not None
-            and now - prompt.refused_at >= PATIENCE_S
-            and prompt not in deferred
+            job
+            for job in jobs
+            if job.stage is Stage.WAITING
+            and job.refused_at is not None
+            and now - job.refused_at >= PATIENCE_S
+            and job not in deferred
         ]
-        return sorted(starved, key=lambda prompt: prompt.order)[:1] or self._turn_order(prompts)
+        return sorted(starved, key=lambda job: job.order)[:1] or self._turn_order(jobs)
 
-    def _turn_order(self, prompts: Iterable[ScheduledPrompt]) -> list[ScheduledPrompt]:
+    def _turn_order(self, jobs: Iterable[ScheduledJob]) -> list[ScheduledJob]:
         """Order prompts by what their tenants will have been served when each starts."""
         start_s, rate = dict(self._served_s), self.rate.value or UNKNOWN_RATE
-        keyed: list[tuple[float, int, ScheduledPrompt]] = []
-        for prompt in sorted(prompts, key=lambda prompt: (self.rank(prompt), prompt.order)):
-            keyed.append((start_s[prompt.tenant], len(keyed), prompt))
-            start_s[prompt.tenant] += prompt.remaining / rate
-        return [prompt for *_, prompt in sorted(keyed, key=lambda each: each[:2])]
+        keyed: list[tuple[float, int, ScheduledJob]] = []
+        for job in sorted(jobs, key=lambda job: (self.rank(job), job.order)):
+            keyed.append((start_s[job.tenant], len(keyed), job))
+            start_s[job.tenant] += job.remaining / rate
+        return [job for *_, job in sorted(keyed, key=lambda each: each[:2])]

@@ -56,7 +56,7 @@ from prefill_svc.job import (
     overdue_error,
 )
 from prefill_svc.prefix import PrefixBackends, PrefixLoader
-from prefill_svc.scheduler import PrefillScheduler, ScheduledPrompt
+from prefill_svc.scheduler import PrefillScheduler, ScheduledJob
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class PrefillWorker:
         self._changed = changed
         self._scheduler = PrefillScheduler(engine.spec, config.chunk_size, config.max_waiting)
         self._prefix = PrefixLoader(engine, backends, lambda: self._scheduler.rate.value, config.long_prompt_chunks)
-        self._open_jobs: dict[ScheduledPrompt, PrefillJob] = {}
+        self._open_jobs: dict[ScheduledJob, PrefillJob] = {}
         """Jobs whose callers wait for the answer."""
         self._live_jobs: dict[PrefillJob, None] = {}
         """Jobs that may hold pages or an export."""
@@ -107,14 +107,14 @@ class PrefillWorker:
         if self._refusal:
             raise Unavailable(self._refusal)
         now = time.monotonic()
-        prompt = self._scheduler.admit(len(task.prompt_ids) + len(task.output_ids), task.tenant)
+        scheduled = self._scheduler.admit(len(task.prompt_ids) + len(task.output_ids), task.tenant)
         try:
             if task.transfer_id:
                 self._exports.announce(task.transfer_id)
         except BatonError:
-            self._scheduler.remove(prompt)
+            self._scheduler.remove(scheduled)
             raise
-        job = self._open_jobs[prompt] = PrefillJob.create(task, prompt, now)
+        job = self._open_jobs[scheduled] = PrefillJob.create(task, scheduled, now)
         self._live_jobs[job] = None
         job.runner = asyncio.create_task(self._serve(job), name=f"prefill {task.name}")
         self._changed()
@@ -219,7 +219,7 @@ class PrefillWorker:
         if job.error is not None:
             raise job.error
         await self._prefix.look_up(job)
-        self._scheduler.await_pages(job.prompt, self._prefix.estimate_cached_tokens(job))
+        self._scheduler.await_pages(job.scheduled, self._prefix.estimate_cached_tokens(job))
 
     async def _allocate(self, job: PrefillJob) -> None:
         """Wait for all pages of the job, then open its export."""
@@ -235,7 +235,7 @@ class PrefillWorker:
         """Load those cached blocks into the pages that are worth it."""
         if self._prefix.has_lost_blocks(job):
             await self._prefix.look_up_again(job)
-            self._scheduler.expect(job.prompt, self._prefix.planned_tokens(job))
+            self._scheduler.expect(job.scheduled, self._prefix.planned_tokens(job))
         await self._prefix.load(job)
         job.computed = job.cached_tokens
         for tier, tokens in count_by_tier(job.sources, job.cached_tokens).items():
@@ -300,8 +300,8 @@ class PrefillWorker:
                 self._exports.withdraw(job.task.transfer_id, f"was given up: {outcome}")
         if job.life.state is not State.HELD:
             job.life.end(time.monotonic())
-        self._scheduler.remove(job.prompt)
-        del self._open_jobs[job.prompt]
+        self._scheduler.remove(job.scheduled)
+        del self._open_jobs[job.scheduled]
         self._changed()
         self._allocate_pages()
 
@@ -319,16 +319,16 @@ class PrefillWorker:
 
     def _allocate_pages(self) -> None:
         """Allocate pages to the prompts whose turn it is; called whenever a prompt may have become able to get them."""
-        refused: set[ScheduledPrompt] = set()
+        refused: set[ScheduledJob] = set()
         while not self._closing:
             now = time.monotonic()
-            prompt = self._scheduler.next_allocation(now, self._deferred(), refused)
-            if prompt is None:
+            scheduled = self._scheduler.next_allocation(now, self._deferred(), refused)
+            if scheduled is None:
                 return
-            job = self._open_jobs[prompt]
+            job = self._open_jobs[scheduled]
             if job.allocated is None or job.allocated.done():
                 # It was cancelled, but its coroutine has not run since.
-                self._scheduler.remove(prompt)
+                self._scheduler.remove(scheduled)
             elif self._prefix.evict(job):
                 self._next_allocation.cancel()
                 self._next_allocation = self._loop.call_soon(self._allocate_pages)
@@ -336,11 +336,11 @@ class PrefillWorker:
             elif self._reserve(job):
                 self._prefix.plan_load(job)
                 in_host = job.handle is not None and job.handle.in_host
-                self._scheduler.allocate(prompt, self._prefix.planned_tokens(job), in_host=in_host)
+                self._scheduler.allocate(scheduled, self._prefix.planned_tokens(job), in_host=in_host)
                 job.allocated.set_result(None)
             else:
-                refused.add(prompt)
-                self._scheduler.mark_refused(prompt, now)
+                refused.add(scheduled)
+                self._scheduler.mark_refused(scheduled, now)
 
     def _reserve(self, job: PrefillJob) -> bool:
         """Reserve all pages of a job; False if they are not free."""
@@ -350,14 +350,20 @@ class PrefillWorker:
             return False
         return True
 
-    def _deferred(self) -> set[ScheduledPrompt]:
+    def _deferred(self) -> set[ScheduledJob]:
         """Prompts that should wait because another one is about to compute their prefix."""
-        return {prompt for prompt in self._scheduler.waiting_for_pages() if self._should_defer(self._open_jobs[prompt])}
+        return {
+            scheduled
+            for scheduled in self._scheduler.waiting_for_pages()
+            if self._should_defer(self._open_jobs[scheduled])
+        }
 
     def _should_defer(self, job: PrefillJob) -> bool:
         """Whether another job with pages is about to compute most of what this one needs, soon enough."""
         return any(
-            self._prefix.should_defer(job, other, self._scheduler.rank(other.prompt) - self._scheduler.rank(job.prompt))
+            self._prefix.should_defer(
+                job, other, self._scheduler.rank(other.scheduled) - self._scheduler.rank(job.scheduled)
+            )
             for other in self._open_jobs.values()
             if other.handle is not None and other.error is None
         )
@@ -428,7 +434,7 @@ class ChunkRunner:
         thread: EngineThread,
         scheduler: PrefillScheduler,
         progress: Progress,
-        jobs: Mapping[ScheduledPrompt, PrefillJob],
+        jobs: Mapping[ScheduledJob, PrefillJob],
     ) -> None:
         self._engine = engine
         self._thread = thread
@@ -442,7 +448,7 @@ class ChunkRunner:
     @contextlib.asynccontextmanager
     async def acquire_engine(self, job: PrefillJob) -> AsyncIterator[int]:
         """Wait for the engine; yields the end of the chunk that the job must compute now."""
-        self._scheduler.make_ready(job.prompt, job.computed)
+        self._scheduler.make_ready(job.scheduled, job.computed)
         job.next_chunk = self._loop.create_future()
         self._assign_engine()
         try:
@@ -469,9 +475,9 @@ class ChunkRunner:
             await wait_to_end(call)
         except asyncio.CancelledError:
             cancelled = True
-        self._scheduler.charge(job.prompt, chunk.seconds)
+        self._scheduler.charge(job.scheduled, chunk.seconds)
         result = call.result()
-        self._scheduler.finish_chunk(job.prompt, end, chunk.seconds)
+        self._scheduler.finish_chunk(job.scheduled, end, chunk.seconds)
         metrics.PREFILL_TOKENS.labels("computed").inc(end - chunk.start)
         job.computed = end
         job.report(result.prompt_logprobs)
@@ -482,17 +488,17 @@ class ChunkRunner:
     def _assign_engine(self) -> None:
         """Give the engine to the prompt that the scheduler chooses if it is free, and to those that may preempt it."""
         while True:
-            choice = self._scheduler.next_chunk(self._running[0].prompt if self._running else None)
+            choice = self._scheduler.next_chunk(self._running[0].scheduled if self._running else None)
             if choice is None:
                 break
-            prompt, end = choice
-            job = self._jobs[prompt]
+            scheduled, end = choice
+            job = self._jobs[scheduled]
             if job.next_chunk is None or job.next_chunk.done():
                 # It was cancelled, but its coroutine has not run since.
-                self._scheduler.remove(prompt)
+                self._scheduler.remove(scheduled)
                 continue
             self._running.append(job)
-            self._scheduler.start_chunk(prompt)
+            self._scheduler.start_chunk(scheduled)
             job.next_chunk.set_result(end)
         if not self._running:
             self._progress.set_idle()

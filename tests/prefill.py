@@ -20,7 +20,7 @@ from baton.errors import BatonError
 from baton.kv.prefix.contract import Hits
 from baton.kv.prefix.fetch_cost import FetchCostModel, FetchDecision
 from baton.pb import inference_pb2, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
-from baton.request import CachePolicy, Handoff, RemoteExport, SamplingParams, SequenceState
+from baton.request import CACHE_TIERS, CachePolicy, Handoff, RemoteExport, SamplingParams, SequenceState
 from baton.rpc.channel import control_channel, kv_channel
 from baton.rpc.convert import cache_policy_to_proto, sampling_to_proto
 from baton.transfer.fetcher import fetch
@@ -33,8 +33,7 @@ from tests.metrics import sample
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 PROMPT = [(7 * i) % 1000 for i in range(100)]
 WAIT_S = 60.0
-TIERS = ("pool", "host", "redis", "peer")
-SOURCES = ("computed", *TIERS)
+SOURCES = ("computed", *CACHE_TIERS)
 
 _ids = itertools.count()
 
@@ -226,6 +225,6 @@ def since(before: Mapping[str, float]) -> dict[str, float]:
 
 def by_tier(done: prefill_pb2.PrefillDone) -> dict[str, int]:
     """The cached tokens of an answer, by tier, after holding them against their sum."""
-    counts = {tier: getattr(done.cached, tier) for tier in TIERS if getattr(done.cached, tier)}
+    counts = {tier: getattr(done.cached, tier) for tier in CACHE_TIERS if getattr(done.cached, tier)}
     assert sum(counts.values()) == done.cached_tokens
     return counts

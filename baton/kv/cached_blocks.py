@@ -18,7 +18,7 @@ rest was not used; a node and its only child become one. If two sequences have c
 publishes it is cached, and the copy of the second is not. The second may then own a node whose parent is idle. When the
 parent is evicted, so is the node; its owner may publish it again, in its own pages.
 
-Nodes are numbers, and what is known of them is in arrays, since the garbage collector would have to visit objects. Pure
+Nodes are numbers, and their fields are in arrays, since the garbage collector would have to visit objects. Pure
 bookkeeping without a lock: the pool calls it with its lock held, and counts the owners of each page.
 """
 
@@ -106,7 +106,7 @@ class CachedBlockIndex:
         # By each block of a node's first run.
         self._named: list[dict[bytes, int]] = [{} for _ in range(_SHARDS)]
         self._others: dict[bytes, dict[int, None]] = {}
-        """Further nodes with such a block, where there are several."""
+        """Further nodes with such a block, if there are several."""
         self._stored, self._dropped = bytearray(), bytearray()
         self._changed: PrefixesChanged | None = None
 
@@ -192,7 +192,7 @@ class CachedBlockIndex:
     def touch(self, pages: Pages) -> None:
         """Make a chain the most recently used, up to the last of these cached pages, which are in token order.
 
-        Also where it is in pages of other sequences: the whole chain was in use.
+        The nodes in pages of other sequences too: the whole chain was in use.
         """
         if not len(pages):
             return
@@ -348,7 +348,7 @@ class CachedBlockIndex:
         return 1 + bisect.bisect_left(range(2, most + 1), True, key=differs)
 
     def _extend(self, found: _Found, digests: Sequence[bytes], pages: Pages) -> int:
-        """Cache the blocks `digests` after what was found, in the last of `pages`; returns the node where they end."""
+        """Cache the blocks `digests` after `found`, in the last of `pages`; returns the node of the last block."""
         node, size, width = found.node, self._size, self._width
         if found.runs:
             node = self._split(node, found.runs)

@@ -269,9 +269,9 @@ class PageAllocator:
         return PageStates(owners, cached, free, index.cached_pages, idle, self._device_pages)
 
     def _homes_of(self, count: int, spared: tuple[int, int] = (0, 0)) -> tuple[int, int]:
-        """How many of `count` pages are taken on the device, and how many in host memory.
+        """The parts of `count` pages that are taken on the device, and in host memory.
 
-        `spared`: the cached pages of either that are not taken.
+        `spared`: the cached pages of each home that are not taken.
         """
         room = (self._free[home] + self.block_index.idle_pages_in(home) - spared[home] for home in (False, True))
         device, host = room

@@ -1,5 +1,5 @@
 """gRPC: listeners, channels, TLS, errors, and the conversion between messages and dataclasses.
 
-Read `server` and `channel` first. `errors` maps between `baton.errors` and statuses, in this one place. `calls` is
-what the Python client makes its calls of.
+Read `server` and `channel` first. `errors` maps between `baton.errors` and statuses, in this one place. `calls` has
+the parts of the Python client's calls.
 """

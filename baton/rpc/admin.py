@@ -1,7 +1,7 @@
 """The Admin service: the ledger of a process and its prefix cache, and their messages. Translates only.
 
 A worker serves it on its control listener, a router on the listener for clients. The function that builds a ledger
-checks the sums of its pages, and describes what is wrong in `violation`. A router has no cached KV, but an index of
+checks the sums of its pages, and describes the fault in `violation`. A router has no cached KV, but an index of
 which worker has which prefix: this is its only tier, and can't be cleared.
 """
 
@@ -17,7 +17,7 @@ from baton.errors import Unsupported
 from baton.ledger import CacheReport, CacheTier, Ledger, LedgerEntry
 from baton.pb import admin_pb2, admin_pb2_grpc
 
-ADMIN_SERVICE = "baton.v1.Admin"
+ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 
 LedgerSource: TypeAlias = Callable[[], Awaitable[Ledger]]
 """Builds the ledger of a process as it is now; bounded in time."""
@@ -26,7 +26,7 @@ CacheSource: TypeAlias = Callable[[], Awaitable[Sequence[CacheTier]]]
 """The tiers of a process's prefix cache as they are now, nearest first; bounded in time."""
 
 CacheClearer: TypeAlias = Callable[[bool], Awaitable[Sequence[CacheTier]]]
-"""Drops all cached KV, in shared stores too if the argument is True; returns the tiers with what was dropped."""
+"""Drops all cached KV, in shared stores too if the argument is True; returns the dropped blocks and bytes by tier."""
 
 _ENTRY_FIELDS = ("owner", "kind", "state", "pages", "bytes", "age_s", "deadline_s", "tenant", "detail")
 _TIER_FIELDS = ("name", "blocks", "bytes", "capacity_bytes", "hits", "misses", "bytes_per_second", "state")

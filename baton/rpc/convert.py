@@ -239,7 +239,7 @@ def handoff_to_wire(handoff: Handoff) -> Iterator[bytes]:
 def handoff_from_wire(data: bytes | memoryview, vocab_size: int) -> Handoff:
     """The handoff in a serialized message; raises InvalidRequest naming the first token id outside the vocabulary.
 
-    Raises CorruptFrame or DecodeError for what is no such message. On a thread it lets other threads run between
+    Raises CorruptFrame or DecodeError for bytes that are no such message. On a thread it lets other threads run between
     pieces.
     """
     rest, packed = split(memoryview(data), *_HANDED_IDS.values())
@@ -401,7 +401,7 @@ def varint(value: int) -> bytes:
 
 
 def read_varint(data: memoryview, at: int) -> tuple[int, int]:
-    """The number that begins at a byte, and where it ends; raises CorruptFrame."""
+    """The number that begins at a byte, and its end; raises CorruptFrame."""
     value = shift = 0
     for at in range(at, min(at + _MAX_VARINT_BYTES, len(data))):  # noqa: B020
         byte = data[at]

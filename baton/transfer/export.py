@@ -12,7 +12,7 @@ Each stream sends final KV in the order in which it was computed: a chunk passes
 chunk starts. While one frame is sent, the next is read from the engine. There is no other read-ahead, so a slow
 consumer costs the memory of two frames. A consumer may have to wait: for tokens that it has already and that are
 computed here, or while the engine computes other prompts. Meanwhile it gets an empty progress frame every PROGRESS_S:
-the export is there. Whether the worker itself makes progress is told by its status.
+the export is there. The worker's status tells whether it makes progress.
 
 The lease begins at the commit. Each frame that a consumer reads renews it. If a consumer reads none, the export ends,
 even while its stream is open. The timers are those of the event loop, so they do not depend on a scheduler.
@@ -20,7 +20,7 @@ even while its stream is open. The timers are those of the event loop, so they d
 An export ends once. It is then not listed any more, and its streams end with an error. When none of its reads is
 running any more, `on_closed` is called, once, and the owner frees the handle. Ids that ended are remembered, so that a
 late message of a dead attempt can't open them again: the last `MAX_REMEMBERED` ids, each with the first `REASON_LENGTH`
-characters of why it ended. The RPCs accept ids of at most `MAX_ID_LENGTH` characters, so this takes about 35 MB at
+characters of the reason. The RPCs accept ids of at most `MAX_ID_LENGTH` characters, so this takes about 35 MB at
 most.
 
 Everything runs on one asyncio loop, except `Export.mark_final`, which any thread may call.

@@ -106,7 +106,7 @@ class TicketVerifier:
         return tuple(self._keys.value())
 
     def check(self, raw: bytes, *, transfer_id: str, incarnation: str, consumer: str) -> kv_pb2.Ticket:
-        """The ticket, if a router made it for exactly this call. Raises PermissionDenied naming what is wrong."""
+        """The ticket, if a router made it for exactly this call. Raises PermissionDenied naming the fault."""
         ticket = self._verify(raw)
         asked = {"transfer_id": transfer_id, "incarnation": incarnation, "consumer": consumer}
         for name, value in asked.items():

@@ -1,7 +1,7 @@
 """The transport of KV, both ends: `KvSource` for the consumer, `KvServicer` over a worker's exports.
 
 gRPC is the only transport so far. Another one (RDMA) implements `KvSource`, and serves `Export.frames`. It does not
-decide what is fetched, and does not check or write frames.
+choose the KV to fetch, and does not check or write frames.
 
 With a TicketVerifier every call needs a ticket, which is checked before anything is looked up. The service is
 registered by hand and not through the generated stubs, because the frames of FetchKv are already bytes. The channels
@@ -45,7 +45,7 @@ from baton.transfer.wire import Box
 FAULT_METADATA = "kv-fault"
 """Trailing metadata with the class of an error, for errors that the status of a failed FetchKv does not identify."""
 
-_SERVICE = "/baton.v1.Kv"
+SERVICE = kv_pb2.DESCRIPTOR.services_by_name["Kv"].full_name
 _RELEASE_TIMEOUT_S = 0.5
 _UNREACHABLE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
 
@@ -137,10 +137,10 @@ class GrpcSource:
         self._timeout_s = timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._fetch = channel.unary_stream(
-            f"{_SERVICE}/FetchKv", request_serializer=kv_pb2.FetchKvRequest.SerializeToString
+            f"/{SERVICE}/FetchKv", request_serializer=kv_pb2.FetchKvRequest.SerializeToString
         )
         self._release = channel.unary_unary(
-            f"{_SERVICE}/ReleaseKv", request_serializer=kv_pb2.ReleaseKvRequest.SerializeToString
+            f"/{SERVICE}/ReleaseKv", request_serializer=kv_pb2.ReleaseKvRequest.SerializeToString
         )
 
     async def frames(self, box: Box) -> AsyncGenerator[bytes, None]:
@@ -271,9 +271,6 @@ class KvChannels:
         closing = [self._entries.pop(key) for key in idle if key[1] != now or key in surplus]
         for entry in closing:
             await entry.channel.close()
-
-
-SERVICE = "baton.v1.Kv"
 
 
 class KvServicer:

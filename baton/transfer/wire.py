@@ -1,4 +1,4 @@
-"""The frames of a stream of KV, and what a stream has carried.
+"""The frames of a stream of KV, and the part of a box that they have carried.
 
 A stream is data frames, then one manifest, then one commit with the handoff:
 

@@ -3,7 +3,7 @@
 Read `start` first: it builds the parts of a worker.
 
 start         the start of every worker: checkpoint, engine on its thread, identity, and the three listeners
-status        what a worker tells its routers: identity, load, changes of its cached blocks, the Worker service
+status        reports to routers: identity, load, changes of its cached blocks, the Worker service
 health        finds a worker that makes no progress, computes wrong values, or has lost pages
-prefix_cache  digests of a sequence's blocks, copies between cache and pages, the tiers and their statistics
+prefix_cache  tiers of the cache in their order, copies between them and pages, digests, statistics
 """

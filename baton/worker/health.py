@@ -1,4 +1,4 @@
-"""How a worker finds out that it must not go on: no progress, wrong values, or pages that nobody owns.
+"""Reasons for a worker to stop, and their detection: no progress, wrong values, or pages without owner.
 
     progress ──(limit_s without any)──▶ stalled: NOT_SERVING ──(HANG_CHECKS more looks without any)──▶ hung: replaced
 

@@ -21,7 +21,7 @@ from baton.engine.contract import Engine, EngineSpec
 from baton.engine.process import pin_compute_threads
 from baton.errors import ConfigError, EngineError
 from baton.model.checkpoint import resolve, tokenizer_digest
-from baton.pb import worker_pb2_grpc
+from baton.pb import worker_pb2, worker_pb2_grpc
 from baton.process import executors, freed_memory
 from baton.process.executors import WORK, EngineThread, wait_to_end
 from baton.process.ops import serve_ops
@@ -100,7 +100,7 @@ def _build(config: WorkerConfig) -> Engine:
     return engine
 
 
-WORKER_SERVICE = "baton.v1.Worker"
+WORKER_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 CONTROL_ROLES = ("router", "admin")
 KV_ROLES = ("decode", "prefill")
 

@@ -250,7 +250,7 @@ class PrefixChangeFeed:
         self._changed = changed
         self._inbox: deque[tuple[int, Sequence[bytes] | None, bool]] = deque()
         self._merged = 0
-        """How much of the first in the inbox has been merged: digests, or shards where all names are dropped."""
+        """The merged part of the first change in the inbox: digests, or shards if all names are dropped."""
         self._due = False
         self._tiers: list[dict[bytes, int]] = [{} for _ in range(_SHARDS)]
         self._subscribers: set[PrefixSubscriber] = set()
@@ -312,7 +312,7 @@ class PrefixChangeFeed:
             self._changed()
 
     def _next_names(self) -> tuple[int, list[bytes], bool]:
-        """A slice of what is first in the inbox."""
+        """A slice of the first change in the inbox."""
         tier, digests, is_stored = self._inbox[0]
         if digests is None:
             names, end = [name for name, tiers in self._tiers[self._merged].items() if tiers & tier], _SHARDS
@@ -335,7 +335,7 @@ class PrefixSubscriber:
         self._reset = True
         self._unsent: list[dict[bytes, bool]] = [{} for _ in cached]
         self._listed = 0
-        """How many shards have been listed since the last reset; the others will be listed as they are then."""
+        """Number of shards listed since the last reset; the others will be listed as they are then."""
 
     @property
     def has_changes(self) -> bool:

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from baton.engine.contract import EngineSpec
 from baton.errors import InvalidRequest, Overloaded
 from baton.kv.format import KvFormat, KvPart
-from prefill_svc.scheduler import AGEING, PATIENCE_S, PREPARED_AHEAD, PrefillScheduler, ScheduledPrompt, Stage
+from prefill_svc.scheduler import AGEING, PATIENCE_S, PREPARED_AHEAD, PrefillScheduler, ScheduledJob, Stage
 from tests.effort import machine_test
 
 PAGE, PAGES, LONGEST, WAITING = 16, 64, 1200, 6
@@ -28,13 +28,13 @@ SLACK_S = 0.01
 class Known:
     """One prompt as the test knows it."""
 
-    work: ScheduledPrompt
+    work: ScheduledJob
     computed: int = 0
     pages: int = 0
     to_compute: int = 0
-    leader: ScheduledPrompt | None = None
+    leader: ScheduledJob | None = None
     overtaken_s: float = 0.0
-    found: dict[ScheduledPrompt, float] = field(default_factory=dict)
+    found: dict[ScheduledJob, float] = field(default_factory=dict)
     """Prompts that were there when it came, and for how long later ones had been computed before them."""
 
 
@@ -47,7 +47,7 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
         spec = EngineSpec("m", kv_format, 1000, LONGEST, frozenset(), PAGE, PAGES, 0)
         self.scheduler = PrefillScheduler(spec, 100, WAITING)
         self.now, self.free = 0.0, PAGES
-        self.prompts: dict[ScheduledPrompt, Known] = {}
+        self.prompts: dict[ScheduledJob, Known] = {}
 
     def picked(self, index: int, stage: Stage) -> Known | None:
         found = [prompt for prompt in self.prompts.values() if prompt.work.stage is stage]
@@ -87,11 +87,11 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
         if (prompt := self.picked(index, Stage.WAITING)) and (other := self.picked(leader, Stage.READY)):
             prompt.leader = other.work
 
-    def later(self, work: ScheduledPrompt) -> bool:
+    def later(self, work: ScheduledJob) -> bool:
         leader = self.prompts[work].leader
         return leader in self.prompts and not leader.started
 
-    def prepared_before(self, work: ScheduledPrompt) -> list[ScheduledPrompt]:
+    def prepared_before(self, work: ScheduledJob) -> list[ScheduledJob]:
         """Prompts that have pages, have not begun, and go before it."""
         rank = self.scheduler.rank
         prepared = [each for each in self.prompts if each.stage in (Stage.LOADING, Stage.READY) and not each.started]
@@ -107,7 +107,7 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
             and self.now - prompt.work.refused_at >= PATIENCE_S
             and not self.later(prompt.work)
         ]
-        offered, refused = list[ScheduledPrompt](), set[ScheduledPrompt]()
+        offered, refused = list[ScheduledJob](), set[ScheduledJob]()
         while True:
             deferred = {prompt.work for prompt in self.prompts.values() if self.later(prompt.work)}
             work = self.scheduler.next_allocation(self.now, deferred, refused)

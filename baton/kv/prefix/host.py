@@ -38,7 +38,7 @@ _HIT, _MISS, _FETCHED, _EVICTED = (
 
 @types.coroutine
 def _turn() -> Generator[None, None, None]:
-    """As `asyncio.sleep(0)`; pure modules beside this one must not load asyncio."""
+    """The same as `asyncio.sleep(0)`; pure modules beside this one must not load asyncio."""
     yield
 
 

@@ -2,7 +2,7 @@
 
 from baton.engine.contract import EngineSpec
 from baton.kv.format import KvFormat, KvPart
-from prefill_svc.scheduler import PrefillScheduler, ScheduledPrompt
+from prefill_svc.scheduler import PrefillScheduler, ScheduledJob
 
 FORMAT = KvFormat((KvPart("k", "float32", (1, 2)),), layers=1, block_size=16)
 
@@ -14,7 +14,7 @@ def scheduler(
     return PrefillScheduler(made, chunk, max_waiting)
 
 
-def admit_ready(s: PrefillScheduler, tokens: int, done: int = 0, tenant: bytes = b"") -> ScheduledPrompt:
+def admit_ready(s: PrefillScheduler, tokens: int, done: int = 0, tenant: bytes = b"") -> ScheduledJob:
     prompt = s.admit(tokens, tenant)
     s.await_pages(prompt, done)
     s.make_ready(prompt, done)

@@ -14,7 +14,7 @@ from baton.request import SamplingParams
 from baton.worker.health import Progress
 from prefill_svc import worker as worker_module
 from prefill_svc.job import PrefillJob, PrefillTask
-from prefill_svc.scheduler import PrefillScheduler, ScheduledPrompt
+from prefill_svc.scheduler import PrefillScheduler, ScheduledJob
 from prefill_svc.worker import ChunkRunner
 
 
@@ -37,7 +37,7 @@ class Worker:
         self.engine = engine or FakeEngine()
         self.thread, self.progress = Thread(), Progress()
         self._scheduler = PrefillScheduler(self.engine.spec, chunk_size, 8)
-        self._jobs: dict[ScheduledPrompt, PrefillJob] = {}
+        self._jobs: dict[ScheduledJob, PrefillJob] = {}
         self._chunks = ChunkRunner(
             self.engine,
             thread or self.thread,  # type: ignore[arg-type]
@@ -61,8 +61,8 @@ class Worker:
                 self.order.append(job.task.request_id)
                 self.progress.record()
                 await self._chunks.run(job, end)
-                self.rates.append((job.task.request_id, job.prompt.rate))
-        self._scheduler.remove(job.prompt)
+                self.rates.append((job.task.request_id, job.scheduled.rate))
+        self._scheduler.remove(job.scheduled)
 
 
 async def test_the_shortest_prompt_keeps_the_engine_from_chunk_to_chunk() -> None:

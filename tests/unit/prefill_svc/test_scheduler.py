@@ -5,16 +5,16 @@ from collections.abc import Callable, Collection
 import pytest
 
 from baton.errors import InvalidRequest, Overloaded
-from prefill_svc.scheduler import BURST_S, PATIENCE_S, PREPARED_AHEAD, PrefillScheduler, ScheduledPrompt, Stage
+from prefill_svc.scheduler import BURST_S, PATIENCE_S, PREPARED_AHEAD, PrefillScheduler, ScheduledJob, Stage
 from tests.unit.prefill_svc.scheduling import admit_ready, scheduler
 
 
 def allocate(
     s: PrefillScheduler,
     now: float,
-    fits: Callable[[ScheduledPrompt], bool] = lambda _: True,
-    deferred: Collection[ScheduledPrompt] = (),
-) -> list[ScheduledPrompt]:
+    fits: Callable[[ScheduledJob], bool] = lambda _: True,
+    deferred: Collection[ScheduledJob] = (),
+) -> list[ScheduledJob]:
     """One round: allocate to all whose turn it is, and whose pages are free; those that got theirs."""
     allocated, refused = [], set()
     while (prompt := s.next_allocation(now, deferred, refused)) is not None:
@@ -123,7 +123,7 @@ def test_waiting_for_earlier_prompts_earns_nothing() -> None:
     assert s.next_chunk() == (short, 50)
 
 
-def run(s: PrefillScheduler) -> ScheduledPrompt:
+def run(s: PrefillScheduler) -> ScheduledJob:
     """Compute the next chunk on a machine that computes 1,000 tokens/s; its prompt."""
     prompt, end = s.next_chunk() or pytest.fail("no prompt is ready")
     took = (end - prompt.done) / 1_000

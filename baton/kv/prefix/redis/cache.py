@@ -88,9 +88,7 @@ class RedisLimits:
 
 @dataclass(slots=True)
 class _CheckedRecords:
-    """The result of checking `asked` consecutive records: payloads up to the first unusable one, and what was wrong
-    with it.
-    """
+    """The result of checking `asked` consecutive records: payloads up to the first unusable one, and its fault."""
 
     asked: int
     payloads: list[Payload] = field(default_factory=list)

@@ -11,7 +11,6 @@ from baton.kv.prefix.fetch_cost import MIN_SAMPLE_BYTES, TRIAL_EVERY_S, TRIAL_S,
 
 BYTES, TOKENS = 400_000, 16
 LARGE = 4 * MIN_SAMPLE_BYTES
-"""A fetch that counts."""
 QUICK, SLOW = FetchRate(0.001, 2e9), FetchRate(0.005, 20e6)
 TIERS = ("host", "redis", "peer")
 

@@ -392,8 +392,7 @@ async def test_stores_are_asked_in_their_order_each_for_what_the_ones_before_it_
         async def lookup(self, digests: Sequence[bytes]) -> Hits:
             return Hits(tuple(("disk", blocks) for _, blocks in (await super().lookup(digests)).runs))
 
-    disk = Disk(1 << 20)
-    cache = TieredPrefixCache(HostPrefixCache(0), [StoreTier(disk), StoreTier(store, "second")])
+    cache = TieredPrefixCache(HostPrefixCache(0), [StoreTier(Disk(1 << 20)), StoreTier(store, "second")])
     assert await request(cache, DIGESTS[:2]) == DIGESTS[:2]
     assert store.puts == [], "each store has its own rule"
     await only_stored(store, *range(2, 6))
