@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from baton.bench.results import Provenance, write
+from baton.bench.machine import Provenance, write
 
 RESULTS = Path(__file__).parent / "results"
 RAN = Provenance()

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from baton.bench.engine import WARM_STEPS, EnginePlan, EngineRuns, engine_for
-from baton.bench.machine import memory_bytes, process_age_s
+from baton.bench.machine import Provenance, memory_bytes, process_age_s
 from baton.bench.probes import Probes
-from baton.bench.results import Provenance
 from baton.bench.roofline import ModelShape, decode_bytes, decode_flops, prefill_flops
 from baton.engine.config import EngineConfig
 from baton.engine.factory import kernels_for

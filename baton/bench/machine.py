@@ -1,10 +1,12 @@
-"""The machine that measures: its parts and versions, the CPU time that its host takes, and this process's memory."""
+"""Facts about a measurement: machine, versions and commit, CPU time that the host takes, memory of this process."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
+import subprocess
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -47,6 +49,37 @@ def memory_bytes(name: str) -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
+class Provenance:
+    """The machine and the commit at the time when this object is made, which is before the measurement.
+
+    Commits that are made during a measurement are not what it measures.
+    """
+
+    def __init__(self) -> None:
+        self._about = {"machine": machine(), "commit": commit()}
+        self._stolen_s = stolen_s()
+
+    def report(self) -> dict[str, Any]:
+        """`machine`, `commit` (None outside a git checkout), and `stolen_s`, which the host has taken since then."""
+        return {**self._about, "stolen_s": round(stolen_s() - self._stolen_s, 2)}
+
+
+def commit() -> str | None:
+    """The commit of the tree, with "+changes" when it has uncommitted ones."""
+    here = Path(__file__).parent
+    try:
+        name = _git(here, "rev-parse", "--short", "HEAD")
+        changed = _git(here, "status", "--porcelain", "-uno")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return name + ("+changes" if changed else "")
+
+
+def write(path: Path, report: Any) -> None:
+    """Write a report as JSON. Raises OSError."""
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
 def _fields(process: str) -> list[str]:
     """The fields of /proc/.../stat after the process name, which may contain spaces; the first one is field 3."""
     text = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
@@ -67,3 +100,7 @@ def _text(path: str) -> str:
     except OSError:
         # Not Linux.
         return ""
+
+
+def _git(here: Path, *arguments: str) -> str:
+    return subprocess.check_output(["git", *arguments], cwd=here, text=True, stderr=subprocess.DEVNULL).strip()

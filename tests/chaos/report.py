@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from baton.bench.machine import machine
-from baton.bench.results import commit
+from baton.bench.machine import commit, machine
 from baton.bench.stats import percentile
 from bench.common import RESULTS
 from tests.chaos import flood

@@ -35,25 +35,13 @@ def test_prose_is_wrapped(file: Path) -> None:
 
 
 MAPS = ("CONTRIBUTING.md", "docs/architecture.md")
-FOLDERS = (
-    ".ci",
-    "baton",
-    "router",
-    "prefill_svc",
-    "decode_svc",
-    "bench",
-    "deploy",
-    "docs",
-    "proto",
-    "scripts",
-    "tests",
-)
+FOLDERS = (ROOT / ".ci", *filter(Path.is_dir, ROOT.glob("[a-z]*")))
 
 
 @cache
 def tree() -> tuple[frozenset[str], str]:
     """Paths of files and folders, and all code."""
-    files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*") if "__pycache__" not in file.parts]
+    files = [file for folder in FOLDERS for file in folder.rglob("*") if "__pycache__" not in file.parts]
     paths = {str(file.relative_to(ROOT)) for file in files} | {file.name for file in ROOT.iterdir()}
     code = [file.read_text() for file in files if file.suffix in {".py", ".h", ".cpp", ".proto"}]
     return frozenset(paths), "\n".join(code)

@@ -112,7 +112,7 @@ def engine(
 
 
 def _write(report: dict[str, Any], file: Path | None) -> None:
-    from baton.bench.results import write
+    from baton.bench.machine import write
 
     try:
         if file is not None:
