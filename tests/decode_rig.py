@@ -71,8 +71,6 @@ class Exporter:
 
 @dataclass
 class SessionRouter:
-    """A router's session, and all that it was told."""
-
     call: Any
     exporter: Exporter
     messages: list[decode_pb2.SessionDown] = field(default_factory=list)

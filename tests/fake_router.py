@@ -15,8 +15,6 @@ from baton.rpc.tls import peer_principal, peer_roles
 
 
 class Caller(NamedTuple):
-    """Credentials that a caller showed."""
-
     authorization: str | None
     principal: str
     roles: frozenset[str]

@@ -24,8 +24,6 @@ MAX_PAUSE_S = 10.0
 
 
 class BreakerClock(Clock):
-    """The time of the breakers."""
-
     def pause_over(self) -> None:
         self.now += 2 * MAX_PAUSE_S
 

@@ -129,8 +129,6 @@ class Flooder:
 
 
 class Other:
-    """The tenant that floods nothing."""
-
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 

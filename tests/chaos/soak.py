@@ -57,8 +57,6 @@ class Tally(Load):
 
 
 class Soak:
-    """One soak on one fleet."""
-
     def __init__(self, fleet: Fleet, seed: int) -> None:
         self.fleet = fleet
         self.rng = random.Random(seed)

@@ -63,8 +63,6 @@ class Method:
 
 @dataclass(frozen=True)
 class Ended:
-    """End of a call."""
-
     code: grpc.StatusCode
     details: str = ""
 

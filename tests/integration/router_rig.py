@@ -22,8 +22,6 @@ from tests.integration.router_stubs import Handoffs, StubDecode, StubPrefill, ch
 
 @dataclass
 class RouterRig:
-    """A router, its stubs, and a client."""
-
     app: RouterApp
     prefill: list[StubPrefill]
     decode: list[StubDecode]

@@ -93,8 +93,6 @@ class Handoffs:
 
 
 class Log:
-    """Log of events, and a way to wait for them."""
-
     def __init__(self) -> None:
         self.entries: list[object] = []
         self._news = asyncio.Event()
@@ -123,8 +121,6 @@ class Pages:
 
 
 class Stub:
-    """Base of both stubs: a status, and a server."""
-
     def __init__(self, identity: WorkerIdentity, handoffs: Handoffs) -> None:
         self.identity = identity
         self.handoffs = handoffs

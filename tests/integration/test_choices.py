@@ -16,8 +16,6 @@ WAIT_S = 120.0
 
 
 class Asked:
-    """A request whose first tokens can be waited for."""
-
     def __init__(self, client: AsyncClient, prompt: list[int], max_tokens: int, n: int) -> None:
         self.prompt, self.params = prompt, SamplingParams(max_tokens=max_tokens, seed=11, n=n)
         self.begun = asyncio.Event()

@@ -89,8 +89,6 @@ async def test_all_tiers_give_their_part(valkey: Server) -> None:
 
 
 class Vanishing(MemoryPrefixCache):
-    """Finds more than it gives."""
-
     async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:
         return (await super().fetch(digests))[:1]
 
@@ -167,8 +165,6 @@ async def test_what_was_loaded_stays_though_its_job_is_aborted() -> None:
 
 
 class HeldCache(MemoryPrefixCache):
-    """Gives nothing until `go` is set."""
-
     def __init__(self) -> None:
         super().__init__()
         self.go = asyncio.Event()

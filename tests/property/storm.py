@@ -32,8 +32,6 @@ from tests.property.virtual import VirtualLoop
 
 @dataclass(eq=False)
 class Stream:
-    """A client's stream, and what came of it."""
-
     request: Request
     tokens: dict[int, list[int]] = field(default_factory=dict)
     error: BatonError | None = None
@@ -50,8 +48,6 @@ class Stream:
 
 
 class Storm:
-    """The router, its workers and its clients."""
-
     def __init__(
         self, loop: VirtualLoop, *, prefills: int = 2, decodes: int = 2, step_s: float = 0.05, back_s: float = 2.0
     ) -> None:

@@ -54,8 +54,6 @@ PATIENCE = st.sampled_from([None, None, 3.0, 30.0])
 
 
 class DecodeWorkerMachine(RuleBasedStateMachine):
-    """Drives the service and its engine loop."""
-
     sessions = Bundle("sessions")
 
     slots = 3

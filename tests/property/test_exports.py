@@ -41,8 +41,6 @@ PAUSES = st.sampled_from([0.0, 0.0, 1.0, 4.0, 11.0])
 
 @dataclass(eq=False)
 class Exported:
-    """One export as the test knows it."""
-
     export: Export
     handle: KvHandle
     closed: int = 0
@@ -61,8 +59,6 @@ class Fetch:
 
 
 class ExportsMachine(RuleBasedStateMachine):
-    """Drives the registry and its consumers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.loop = VirtualLoop()

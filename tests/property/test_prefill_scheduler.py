@@ -26,8 +26,6 @@ SLACK_S = 0.01
 
 @dataclass(eq=False)
 class Known:
-    """One prompt as the test knows it."""
-
     work: ScheduledJob
     computed: int = 0
     pages: int = 0

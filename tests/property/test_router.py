@@ -47,8 +47,6 @@ CODES = st.sampled_from(
 
 @dataclass(eq=False)
 class Client:
-    """One request, and what came of it."""
-
     request: Request
     task: Any = None
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -59,8 +57,6 @@ class Client:
 
 
 class RouterMachine(RuleBasedStateMachine):
-    """Drives a router, its clients and its workers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.loop = VirtualLoop()

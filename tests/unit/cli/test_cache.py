@@ -271,8 +271,6 @@ async def test_a_prompt_that_fails_does_not_stop_the_others_and_sets_the_status(
 
 
 class Picky(Router):
-    """Refuses what asks for it."""
-
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         if request.text == "refuse":
             raise Overloaded("the queue is full")

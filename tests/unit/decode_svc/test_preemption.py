@@ -149,14 +149,6 @@ def test_the_youngest_makes_room_and_is_replayed_when_the_batch_and_it_have_room
     assert [request.attempts for request in bench.asked.values()] == [1, 3, 2]
 
 
-def test_a_sequence_that_waits_for_a_slot_makes_room_for_an_older_one() -> None:
-    bench = Bench(pages=20, slots=1)
-    bench.add(1, [1, 7, 9], 60)
-    bench.add(2, list(range(2, 30)), 20)
-    bench.finish()
-    assert bench.preempted == [2]
-
-
 def test_pages_that_are_held_for_no_request_are_taken_before_anybody_is_preempted() -> None:
     bench = Bench(pages=20)
     bench.spare = bench.engine.reserve("copy", 8 * PAGE)
@@ -180,24 +172,6 @@ def test_a_preempted_sequence_leaves_what_it_has_for_its_replay() -> None:
     # At once, before the other one wants the pages.
     assert bench.engine.match_prefix(digests(bench.engine, [2, 7, 9, *bench.asked[2].tokens])) == 32
     assert set(bench.engine.audit()) == {"s1"}
-    bench.finish()
-
-
-def test_nothing_is_granted_before_the_batch_has_room_beside_a_replay() -> None:
-    bench = Bench(pages=20)
-    for number in (1, 2, 3):
-        bench.add(number, [number, 7, 9], 60)
-    while 3 not in bench.preempted:
-        assert not bench.loop.short_of_pages
-        bench.turn()
-    while 2 not in bench.preempted:
-        assert bench.loop.short_of_pages
-        bench.turn()
-    # The first one needs 16 pages to its end, and the second one had 10.
-    while bench.live:
-        assert bench.loop.short_of_pages
-        bench.turn()
-    assert not bench.loop.short_of_pages
     bench.finish()
 
 

@@ -21,8 +21,6 @@ SPEC = EngineSpec("print", FORMAT, 100, 64, frozenset({1}), 16, 8, slots=2)
 
 @dataclass(eq=False)
 class Handle:
-    """A handle that holds nothing."""
-
     owner: str = "r/0"
     capacity: int = 64
     alive: bool = True

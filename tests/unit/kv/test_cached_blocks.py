@@ -65,8 +65,6 @@ def test_digests_that_are_no_chain_lead_nowhere() -> None:
 
 
 class CountedReads(list[bytes]):
-    """Counts the digests that are read."""
-
     reads = 0
 
     def __getitem__(self, index: Any) -> Any:
@@ -147,8 +145,6 @@ def test_a_beginning_keeps_its_place_in_the_order_of_eviction_when_another_seque
 
 
 class CountedHolds:
-    """A lock that counts how often it is taken."""
-
     def __init__(self) -> None:
         self.holds = 0
 
@@ -258,8 +254,6 @@ def test_a_block_with_which_an_uncached_run_begins_too_stays_reported_as_cached(
 
 
 class CountedNodes(dict[int, None]):
-    """Counts the nodes that are looked at."""
-
     looks = 0
 
     def __iter__(self) -> Iterator[int]:

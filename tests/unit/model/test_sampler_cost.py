@@ -37,8 +37,6 @@ _LOGITS = torch.randn(BATCH, VOCAB, generator=torch.Generator().manual_seed(7)) 
 
 
 class Count(TorchDispatchMode):
-    """Counts while it is entered."""
-
     def __init__(self) -> None:
         super().__init__()
         self.touched = self.ordered = 0

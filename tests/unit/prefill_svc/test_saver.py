@@ -38,8 +38,6 @@ class Store(MemoryPrefixCache):
 
 
 class Rig:
-    """A job whose chunks the test computes."""
-
     def __init__(self, *, long_chunks: int = 4, wait_s: float = WAIT_S, cache: CachePolicy | None = None) -> None:
         self.engine, self.store = FakeEngine(), Store()
         self.block = self.engine.spec.kv_format.block_size

@@ -58,8 +58,6 @@ class Waited(asyncio.Event):
 
 
 class Rig:
-    """An engine, a host tier, a hub over their news."""
-
     def __init__(self) -> None:
         self.engine, self.host, self.calls = FakeEngine(page_size=16, pages=64), HostTier(), 0
         self.news = PrefixChangeFeed(self.engine, self.host, self.changed)

@@ -47,14 +47,6 @@ def test_a_worker_opens_at_the_third_fault_in_a_row() -> None:
     assert breakers.count_open() == (1, 0)
 
 
-def test_a_success_ends_the_row() -> None:
-    breakers = TimedBreakers()
-    for now in range(0, 12, 2):
-        fault(breakers, "p", now)
-        breakers.record_success(("p",))
-    assert breakers.at(12) == Excluded()
-
-
 def test_the_faults_of_one_event_count_once() -> None:
     breakers = TimedBreakers()
     for sequence in range(10):

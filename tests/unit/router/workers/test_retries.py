@@ -24,8 +24,6 @@ PREEMPTED = Failed(Overloaded("no pages", 1.0), Blame.DECODE, Cause.PREEMPTED)
 
 
 class Charges:
-    """Grants all, and counts."""
-
     def __init__(self, granted: bool = True) -> None:
         self.count = 0
         self.granted = granted
