@@ -317,15 +317,6 @@ def strict(deserializer: Deserializer | None, method: str) -> Deserializer | Non
     return decode
 
 
-def utf8(message: Message, field: str) -> bytes:
-    """A string field in UTF-8.
-
-    To make a `str` of a text that is not ASCII, and bytes of this, keeps the interpreter's lock for milliseconds.
-    """
-    data: bytes = getattr(_shadow_class(message.DESCRIPTOR.full_name).FromString(message.SerializeToString()), field)
-    return data
-
-
 def shadow(kind: type[Message], data: bytes) -> Message:
     """A message of `kind` whose strings are bytes, which takes a fifth of the time because they are not checked.
 

@@ -37,7 +37,7 @@ from baton.rpc.convert import (
     timings_to_proto,
     usage_to_proto,
 )
-from baton.rpc.errors import begin, shadow, utf8, utf8_pieces, write
+from baton.rpc.errors import begin, shadow, utf8_pieces, write
 from router.output import ChoiceUpdate, Update
 from router.serving.front_door import HEADER, FrontDoor, Tenants
 from router.serving.validator import ChatPrompt, GenerateRequest, Prompt, TextPrompt, TokenPrompt
@@ -284,14 +284,16 @@ def tokenize_prompt(
     return None
 
 
-def _text(message: Message, texts: Sequence[bytes]) -> Callable[[], bytes]:
+def _text(message: Any, texts: Sequence[bytes]) -> Callable[[], bytes]:
     """Reads a text in UTF-8; raises InvalidRequest if it is another."""
 
     def read() -> bytes:
+        if not texts:
+            return bytes(message.text, "utf-8")
         deque(utf8_pieces("text", texts[0]), 0)
         return texts[0]
 
-    return read if texts else partial(utf8, message, "text")
+    return read
 
 
 def _chat(chat: inference_pb2.Chat, texts: Sequence[bytes]) -> ChatPrompt:

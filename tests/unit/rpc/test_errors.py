@@ -4,7 +4,7 @@ import pytest
 
 from baton.pb import decode_pb2, inference_pb2
 from baton.rpc import errors as module
-from baton.rpc.errors import Undecodable, strict, utf8
+from baton.rpc.errors import Undecodable, strict
 
 GENERATE = "/baton.v1.Inference/Generate"
 
@@ -31,11 +31,6 @@ def test_a_good_request_is_decoded() -> None:
 def test_the_field_and_the_byte_are_named() -> None:
     request = inference_pb2.GenerateRequest(text="a" * 17 + "X" + "b")
     assert refusal(request, b"X").startswith("text: not valid UTF-8 at byte 17")
-
-
-def test_a_string_field_is_read_in_utf8() -> None:
-    for text in ("", "größe 日本 \U0001f600"):
-        assert utf8(inference_pb2.GenerateRequest(text=text, model="m"), "text") == text.encode()
 
 
 def test_nested_and_repeated_fields_are_named() -> None:
