@@ -402,6 +402,8 @@ def varint(value: int) -> bytes:
 
 def read_varint(data: memoryview, at: int) -> tuple[int, int]:
     """The number that begins at a byte, and its end; raises CorruptFrame."""
+    if at < len(data) and data[at] < 0x80:
+        return data[at], at + 1
     value = shift = 0
     for at in range(at, min(at + _MAX_VARINT_BYTES, len(data))):  # noqa: B020
         byte = data[at]
@@ -465,16 +467,16 @@ def read_fields(data: memoryview) -> Iterator[Field]:
         yield Field(number, piece if kind == _BYTES else int.from_bytes(piece, "little"), begin, at)
 
 
-def split(data: memoryview, *numbers: int) -> tuple[bytes, dict[int, memoryview]]:
+def split(data: memoryview, *numbers: int, most: int = _MAX_FIELDS) -> tuple[bytes, dict[int, memoryview]]:
     """A message without the fields of some numbers, and the contents of these fields.
 
-    Raises CorruptFrame if one of them comes twice or is no field of bytes, for more than 1,024 fields, and for bytes
+    Raises CorruptFrame if one of them comes twice or is no field of bytes, for more than `most` fields, and for bytes
     that are no message.
     """
     rest, found, kept = [], dict[int, memoryview](), 0
     for count, field in enumerate(read_fields(data), 1):
-        if count > _MAX_FIELDS:
-            raise CorruptFrame(f"a message of more than {_MAX_FIELDS} fields")
+        if count > most:
+            raise CorruptFrame(f"a message of more than {most} fields")
         if field.number in numbers:
             if isinstance(field.value, int) or field.number in found:
                 raise CorruptFrame(f"field {field.number} comes twice, or is no field of bytes")

@@ -11,8 +11,8 @@ for a prompt of a million tokens. So for a large request each of the three has a
 
 A proto3 string that is not UTF-8 makes protobuf refuse the whole message without naming the field, and gRPC answers
 INTERNAL before any handler runs. A strict deserializer hands the handler an `Undecodable` instead, whose error names
-the field. To find the field, it parses the same bytes with a shadow of the message type, in which every string is
-bytes; shadows live in a descriptor pool of their own and are built when first needed.
+the field. To find the field in a request of up to 256 KiB, it parses the same bytes with a shadow of the message type,
+in which every string is bytes; shadows live in a descriptor pool of their own and are built when first needed.
 
 A streaming handler is closed before its call ends, so that its `finally` runs as soon as the client is gone, and not
 when the garbage collector runs. On a client, `from_rpc_error` turns a failed call into the same exception that the
@@ -27,7 +27,7 @@ import functools
 import inspect
 import logging
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NoReturn
@@ -286,6 +286,7 @@ Deserializer = Callable[[bytes], object]
 
 _SHOWN_BYTES = 8
 _PIECE_BYTES = 64 << 10
+_SEARCHED_BYTES = 256 << 10
 _MAX_ELEMENTS = 4096
 """Elements of a repeated field or a map that are searched; a valid request has no more."""
 
@@ -301,7 +302,7 @@ class Undecodable:
 
 
 def strict(deserializer: Deserializer | None, method: str) -> Deserializer | None:
-    """`deserializer` with its failures turned into `Undecodable`; `method` is "/package.Service/Method".
+    """`deserializer` with its errors turned into `Undecodable`; `method` is "/package.Service/Method".
 
     A deserializer of raw bytes (None) and a method whose service is not in the default pool stay as they are.
     """
@@ -311,18 +312,12 @@ def strict(deserializer: Deserializer | None, method: str) -> Deserializer | Non
     def decode(data: bytes) -> object:
         try:
             return deserializer(data)
+        except InvalidRequest as error:
+            return Undecodable(error)
         except DecodeError:
             return Undecodable(explain(descriptor, data))
 
     return decode
-
-
-def shadow(kind: type[Message], data: bytes) -> Message:
-    """A message of `kind` whose strings are bytes, which takes a fifth of the time because they are not checked.
-
-    Raises DecodeError for what is no message.
-    """
-    return _shadow_class(kind.DESCRIPTOR.full_name).FromString(data)
 
 
 def utf8_pieces(path: str, data: bytes) -> Iterator[str]:
@@ -349,14 +344,15 @@ def _find_invalid_utf8(path: str, value: bytes) -> InvalidRequest | None:
 
 
 def explain(descriptor: Descriptor, data: bytes) -> InvalidRequest:
-    """Why `data` is not a valid message: the first string that is not UTF-8, or another reason."""
-    try:
-        shadow = _shadow_class(descriptor.full_name).FromString(data)
-    except DecodeError:
-        return InvalidRequest("request", f"not a valid {descriptor.full_name} message ({len(data)} bytes)")
-    for path, value in _strings(descriptor, shadow):
-        if (problem := _find_invalid_utf8(path, value)) is not None:
-            return problem
+    """Why `data` is not a valid message: the first string that is not UTF-8, or another reason.
+
+    Large messages are not searched, because parsing them once more would hold up the event loop.
+    """
+    if len(data) <= _SEARCHED_BYTES:
+        with suppress(DecodeError):
+            for path, value in _strings(descriptor, _shadow_class(descriptor.full_name).FromString(data)):
+                if (problem := _find_invalid_utf8(path, value)) is not None:
+                    return problem
     return InvalidRequest("request", f"not a valid {descriptor.full_name} message ({len(data)} bytes)")
 
 

@@ -80,10 +80,16 @@ def test_the_search_for_the_bad_field_is_bounded(monkeypatch: pytest.MonkeyPatch
     search = module._value
     monkeypatch.setattr(module, "_value", value)
     many = inference_pb2.SamplingParams(
-        stop_token_ids=[1] * 50_000, logit_bias=dict.fromkeys(range(50_000), 1.0), stop=["a"] * 50_000
+        stop_token_ids=[1] * 9000, logit_bias=dict.fromkeys(range(9000), 1.0), stop=["a"] * 9000
     )
     request = inference_pb2.GenerateRequest(sampling=many, cache_salt="spoiled")
     assert refusal(request, b"spoiled").startswith("cache_salt: not valid UTF-8 at byte 0")
     assert searched < 5_000
     many.stop.append("spoiled")
     assert refusal(inference_pb2.GenerateRequest(sampling=many), b"spoiled").startswith("request: not a valid ")
+
+
+def test_a_large_request_is_not_parsed_a_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(module, "_shadow_class")
+    request = inference_pb2.GenerateRequest(text="a" * 300_000 + "X")
+    assert refusal(request, b"X") == "request: not a valid baton.v1.GenerateRequest message (300005 bytes)"

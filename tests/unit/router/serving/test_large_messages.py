@@ -19,10 +19,10 @@ from baton.errors import InvalidRequest
 from baton.pb import inference_pb2 as pb
 from baton.request import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from baton.rpc.channel import CONTROL_MESSAGE_BYTES
-from baton.rpc.convert import begin_field, token_array_from_proto, token_ids_from_proto, varint
-from baton.rpc.errors import utf8_pieces
+from baton.rpc.convert import begin_field, read_fields, token_array_from_proto, token_ids_from_proto, varint
+from baton.rpc.errors import Undecodable, strict, utf8_pieces
 from baton.tokenizer import Tokenizer
-from router.serving.servicer import InferenceServicer, Sized, generate_request, sized, sized_prompt, tokenize_prompt
+from router.serving.servicer import InferenceServicer, Sized, generate_request, sized, tokenize_prompt
 from router.serving.tokenizer_processes import LONG_TEXT, TokenizerProcesses
 from router.serving.validator import MAX_CHAT_MESSAGES, RequestValidator, ServedModel, Threads, TokenPrompt
 from tests.integration.router_rig import router_rig
@@ -73,8 +73,10 @@ def validator() -> RequestValidator:
 async def test_a_field_is_counted_before_any_of_it_is_read(method: str, path: str, made: Any) -> None:
     message = WithUnread(made, path)
     calls: dict[str, Callable[[Any], Any]] = {
-        "Generate": lambda message: validator().validate(generate_request(message, 1), arrived=0.0, deadline=None),
-        "Tokenize": lambda message: validator().tokenize(tokenize_prompt(message), 1),
+        "Generate": lambda message: validator().validate(
+            generate_request(Sized(message, 1)), arrived=0.0, deadline=None
+        ),
+        "Tokenize": lambda message: validator().tokenize(tokenize_prompt(Sized(message, 1)), 1),
         "Detokenize": lambda message: validator().detokenize(message.token_ids),
     }
     field, limit = LIMITS[path]
@@ -102,7 +104,7 @@ async def test_large_fields_are_converted_off_the_event_loop(monkeypatch: pytest
         monkeypatch.setattr(module, name, noted(getattr(module, name), seen))
     ids = range(count)
     message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), sampling=pb.SamplingParams(allowed_token_ids=ids))
-    request = await validator().validate(generate_request(message, 1), arrived=0.0, deadline=None)
+    request = await validator().validate(generate_request(Sized(message, 1)), arrived=0.0, deadline=None)
     assert (list(request.prompt_ids), request.params.allowed_token_ids) == (list(ids), tuple(ids))
     assert seen == [count == 2] * 2
 
@@ -122,7 +124,7 @@ async def test_a_long_text_leaves_the_event_loop_and_a_very_long_one_the_process
     model = ServedModel("m", VOCAB, (), cast(Tokenizer, Stub()), cast(TokenizerProcesses, Processes()))
     checked = RequestValidator(model, lambda: LENGTH, Threads(1))
     message = pb.GenerateRequest(text="x" * length)
-    request = await checked.validate(generate_request(message, length), arrived=0, deadline=None)
+    request = await checked.validate(generate_request(Sized(message, length)), arrived=0, deadline=None)
     assert list(request.prompt_ids) == [ids[where], length]
     assert seen == [where == "the loop"] * 2
 
@@ -132,7 +134,7 @@ def test_the_size_of_a_request_is_that_of_its_bytes() -> None:
     message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=range(1000)))
     data = message.SerializeToString()
     assert sized(pb.GenerateRequest)(data) == Sized(message, len(data))
-    assert generate_request(WithUnread(message, "token_ids.ids"), len(data)).size == len(data)
+    assert generate_request(Sized(WithUnread(message, "token_ids.ids"), len(data))).size == len(data)
 
 
 class Pieces(Sequence[int]):
@@ -185,8 +187,8 @@ async def test_the_answer_of_tokenize_is_serialized_in_turns_of_the_event_loop()
 
 def read(message: pb.GenerateRequest) -> tuple[list[int], str, bool]:
     """The ids of a message as it is received, its model, and whether the ids were left where they were."""
-    sent = sized_prompt(message.SerializeToString())
-    request = generate_request(sent.message, sent.size, sent.long_ids)
+    sent = sized(pb.GenerateRequest)(message.SerializeToString())
+    request = generate_request(sent)
     assert isinstance(request.prompt, TokenPrompt)
     ids = token_array_from_proto("token_ids", request.prompt.token_ids, 2**32)
     return list(ids), request.model, not sent.message.token_ids.long_ids
@@ -211,9 +213,9 @@ def received(message: Any) -> Any:
     data = message.SerializeToString().replace(b"X", b"\xff")
     if isinstance(message, pb.TokenizeRequest):
         sent = sized(pb.TokenizeRequest)(data)
-        return tokenize_prompt(sent.message, sent.texts), sent
-    sent = sized_prompt(data)
-    return generate_request(sent.message, sent.size, sent.long_ids, sent.texts).prompt, sent
+        return tokenize_prompt(sent), sent
+    sent = sized(pb.GenerateRequest)(data)
+    return generate_request(sent).prompt, sent
 
 
 @pytest.mark.parametrize("kind", [pb.GenerateRequest, pb.TokenizeRequest])
@@ -267,6 +269,56 @@ def test_ids_that_are_a_field_each_are_read_by_the_generated_class() -> None:
     """A caller may send as many fields as a message has bytes, and each would be looked at on the event loop."""
     ids = [1, 2, 300] * 50_000
     unpacked = b"".join(b"\x08" + varint(token) for token in ids)
-    sent = sized_prompt(begin_field(pb.GenerateRequest.TOKEN_IDS_FIELD_NUMBER, len(unpacked)) + unpacked)
+    sent = sized(pb.GenerateRequest)(begin_field(pb.GenerateRequest.TOKEN_IDS_FIELD_NUMBER, len(unpacked)) + unpacked)
     assert not sent.long_ids
     assert list(sent.message.token_ids.ids) == ids
+
+
+CHAT_FIELD, SAMPLING_FIELD = pb.GenerateRequest.CHAT_FIELD_NUMBER, pb.GenerateRequest.SAMPLING_FIELD_NUMBER
+EMPTY = begin_field(pb.Chat.MESSAGES_FIELD_NUMBER, 0)
+EMPTY_STOP = begin_field(pb.SamplingParams.STOP_FIELD_NUMBER, 0)
+UNKNOWN_GROUP = b"\xfb\x07\xfc\x07"
+
+
+def field(number: int, content: bytes) -> bytes:
+    return begin_field(number, len(content)) + content
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (field(CHAT_FIELD, EMPTY * 200_000), f"chat.messages: at most {MAX_CHAT_MESSAGES} messages are allowed"),
+        (field(CHAT_FIELD, EMPTY * 500) * 400, f"chat.messages: at most {MAX_CHAT_MESSAGES} messages are allowed"),
+        (field(SAMPLING_FIELD, EMPTY_STOP * 200_000), "sampling: at most 4096 fields are allowed"),
+        (field(SAMPLING_FIELD, b"") * 200_000, "request: at most 1024 fields are allowed"),
+        (field(CHAT_FIELD, UNKNOWN_GROUP + EMPTY * 200_000), "request: not a valid baton.v1.GenerateRequest message"),
+    ],
+)
+def test_too_many_fields_are_refused_before_an_object_is_made_of_each(
+    monkeypatch: pytest.MonkeyPatch, data: bytes, problem: str
+) -> None:
+    looked_at = 0
+
+    def counted(*arguments: Any) -> Iterator[Any]:
+        nonlocal looked_at
+        for each in read_fields(*arguments):
+            looked_at += 1
+            yield each
+
+    monkeypatch.setattr(router.serving.servicer, "read_fields", counted)
+    # A kind of message that can't be parsed.
+    decode = strict(sized(cast(Any, Mock(DESCRIPTOR=pb.GenerateRequest.DESCRIPTOR))), "/baton.v1.Inference/Generate")
+    assert decode is not None
+    refused = decode(data)
+    assert isinstance(refused, Undecodable)
+    assert str(refused.error).startswith(problem)
+    assert looked_at < 5000
+
+
+def test_messages_of_many_fields_are_read_by_the_generated_class() -> None:
+    """Each takes a microsecond or more, and a message of a chat may have as many as bytes."""
+    roles = field(pb.ChatMessage.ROLE_FIELD_NUMBER, b"user") * 1000
+    message = field(pb.Chat.MESSAGES_FIELD_NUMBER, roles + field(pb.ChatMessage.CONTENT_FIELD_NUMBER, b"x" * 9000))
+    sent = sized(pb.GenerateRequest)(field(CHAT_FIELD, message * 60))
+    assert not sent.texts
+    assert [len(each.content) for each in sent.message.chat.messages] == [9000] * 60

@@ -7,7 +7,7 @@ import pytest
 
 from baton.errors import InvalidRequest
 from baton.pb import inference_pb2
-from router.serving.servicer import SERVICE, InferenceServicer, generate_request
+from router.serving.servicer import SERVICE, InferenceServicer, Sized, generate_request
 from router.serving.validator import TokenPrompt
 
 
@@ -21,9 +21,9 @@ async def test_every_method_of_the_service_is_registered() -> None:
 
 def test_token_ids_come_in_one_of_two_widths() -> None:
     for ids in (inference_pb2.TokenIds(ids=[1, 2]), inference_pb2.TokenIds(long_ids=[1, 2])):
-        prompt = generate_request(inference_pb2.GenerateRequest(token_ids=ids), 1).prompt
+        prompt = generate_request(Sized(inference_pb2.GenerateRequest(token_ids=ids), 1)).prompt
         assert isinstance(prompt, TokenPrompt)
         assert list(prompt.token_ids) == [1, 2]
     both = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1], long_ids=[1]))
     with pytest.raises(InvalidRequest, match="token_ids: ids and long_ids can't both be set"):
-        generate_request(both, 1)
+        generate_request(Sized(both, 1))
