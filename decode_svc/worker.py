@@ -112,7 +112,7 @@ class DecodeWorker:
             engine,
             self._blocks,
             enabled=cache.enabled,
-            short_of_pages=lambda: self.decode_loop.short_of_pages,
+            short_of_pages=lambda: self.decode_loop.missing_pages > 0,
             changed=self._check_idle,
         )
         self.attempts = Attempts(engine, config.reserve_tokens, exact=not config.convert_kv)

@@ -27,7 +27,7 @@ PAGES, PAGE, HOLD_S, LATENCY_S = 100, 4, 1.0, 0.001
 
 
 class Batch:
-    short_of_pages = False
+    missing_pages = 0
 
 
 class SharedWorker:
