@@ -67,7 +67,7 @@ import math
 from collections import abc
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from baton.engine.contract import Engine
 from baton.errors import OutOfPages, Overloaded
@@ -287,18 +287,11 @@ class ForkResult:
     failed: list[tuple[DecodeAttempt, Exception]] = field(default_factory=list)
 
 
-class Batch(Protocol):
-    """The state of the generation batch that admission needs."""
-
-    @property
-    def missing_pages(self) -> int:
-        """Free pages that are kept for the batch."""
-
-
 class Admission:
     """Decides for one worker; times are seconds on the caller's clock.
 
-    `reclaim` frees pages that no request holds, and returns False if there were none.
+    `missing_pages` returns the number of free pages that are kept for the batch. `reclaim` frees pages that no request
+    holds, and returns False if there were none.
     """
 
     def __init__(
@@ -306,13 +299,13 @@ class Admission:
         engine: Engine,
         attempts: Attempts,
         forecast: SlotForecast,
-        batch: Batch,
+        missing_pages: abc.Callable[[], int],
         reclaim: abc.Callable[[], bool],
     ) -> None:
         self._engine = engine
         self._attempts = attempts
         self.forecast = forecast
-        self._batch = batch
+        self._missing_pages = missing_pages
         self._reclaim = reclaim
         self.claims = Claims()
         self._context_claims = Claims()
@@ -429,7 +422,7 @@ class Admission:
 
     def _check_claims(self, claimant: Claimant, need: int, now: float) -> None:
         """Raise OutOfPages if these pages are kept for the batch or another claim. Counts shared pages too."""
-        free, missing = self._free(), self._batch.missing_pages
+        free, missing = self._free(), self._missing_pages()
         kept = self.claims.pages_set_aside(claimant, free, now)
         if (kept or missing) and need > free - kept:
             stats = self._engine.stats()
@@ -456,7 +449,7 @@ class Admission:
     def _free(self) -> int:
         """Number of free and cached pages that the batch does not need."""
         stats = self._engine.stats()
-        return max(stats.free + stats.cached - self._batch.missing_pages, 0)
+        return max(stats.free + stats.cached - self._missing_pages(), 0)
 
     def _with_reclaim(self, take: abc.Callable[[], T]) -> T:
         """The yield of `take`, if need be with the pages that are held for no request."""

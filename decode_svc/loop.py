@@ -106,7 +106,6 @@ class DecodeLoop:
         self._missing_pages = 0
         self._faults = FaultCounter()
 
-    @property
     def missing_pages(self) -> int:
         """Free pages that nobody else may take, because the batch needs them for ROOM_TOKENS steps.
 

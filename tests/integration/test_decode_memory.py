@@ -27,9 +27,9 @@ async def test_the_youngest_goes_back_to_its_router_and_nothing_takes_the_pages_
             await router.request(name, [1, 2, 3], greedy(60))
         await all_.until_decoding(router, 2)
         loop = all_.app.service.worker.decode_loop
-        while not loop.missing_pages:
+        while not loop.missing_pages():
             await asyncio.to_thread(all_.engine.entered.acquire)
-            if not loop.missing_pages:
+            if not loop.missing_pages():
                 all_.engine.gate.set()
                 all_.engine.gate.clear()
         await router.until(lambda: "b" in router.failures)

@@ -167,7 +167,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
             if first.finish is not None:
                 ours.finished[first.choice_index] = first.finish
         self.tries_of[key.request_id] = ours
-        missing, stats = self.service.worker.decode_loop.missing_pages, self.engine.stats()
+        missing, stats = self.service.worker.decode_loop.missing_pages(), self.engine.stats()
         names = b"".join(digests(self.engine, ours.named, ours.salt))
         request = Reserve(key, len(prompt), max_tokens, choices, patience, names, ours.salt, cache)
         self.loop.call(self.service.worker.handle, session, request)

@@ -80,7 +80,8 @@ class Worker:
         self.reports: list[StepReport] = []
         self.loop = DecodeLoop(self.engine, Progress(), self.reports.append)
         self.attempts = Attempts(self.engine, reserve_tokens)
-        self.admission = Admission(self.engine, self.attempts, SlotForecast(slots, 0.0), self.loop, lambda: False)
+        forecast = SlotForecast(slots, 0.0)
+        self.admission = Admission(self.engine, self.attempts, forecast, self.loop.missing_pages, lambda: False)
         self.asked: dict[str, Asked] = {}
         self.now = 0.0
 
