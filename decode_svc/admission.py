@@ -1,7 +1,7 @@
 """Admission: which reservation or fork gets the next place in the batch, and which gets pages. Pure.
 
     reserve ── malformed, or larger than the worker ─▶ InvalidReservation
-       │────── the batch lacks pages, or no place or too few pages are free ─▶ Overloaded: try again
+       │────── no place or too few pages are free ─▶ Overloaded: try again
        │                       a claim sets pages aside for a request that needs more (`Claims`)
        │────── it has several choices, and contexts kept for forks have half of the pages ─▶ Overloaded
        └─────▶ DecodeAttempt, which counts as one sequence, however many choices it has
@@ -32,6 +32,8 @@ soon gets all places.
 **Pages** (`Admission`). The oldest attempt and the attempt with the fewest pending choices take turns at the front
 (`Attempts.pending`). A fork that lacks pages waits, and does not keep others from a place.
 
+After a preemption, the pages that the batch needs for its next steps do not count as free (`DecodeLoop.missing_pages`).
+
 A context is kept until the last choice of its request is forked, long after the first choices have ended. Kept contexts
 have at most half of the pages, unless there is only one. So they leave room for others, however many requests have
 several choices. A request that waits for part of that half has a claim on it.
@@ -51,13 +53,12 @@ others hold now come free. Half of them stay with the claim, and others may hold
 share s of all pages waits for at most 1 + log2(1 / (1 - s)) generations: one generation for half of the pages, and
 log2(pages) + 1 for all of them. Meanwhile the others get at least half of the pages that come free.
 
-Why every fork ends. A pending fork waits for a place, for the batch to have room, or for pages. Places come free
-because everything that runs ends, and every second place goes to a fork. A batch that is empty has room. For pages
-there is one more rule: if nothing makes progress (there is no sequence, and no attempt is being transferred), a fork
-may take what claims set aside. At least one fork then finds pages: only kept contexts use pages, and the attempt of
-those that was granted last was granted the pages of one choice beside all these contexts, including the page that forks
-can't share. It runs to its end, or it is preempted, and then its context is given back too. So in the end no context is
-kept.
+Why every fork ends. A pending fork waits for a place or for pages. Places come free because everything that runs ends,
+and every second place goes to a fork. A batch that is empty keeps no pages. For pages there is one more rule: if
+nothing makes progress (there is no sequence, and no attempt is being transferred), a fork may take what claims set
+aside. At least one fork then finds pages: only kept contexts use pages, and the attempt of those that was granted last
+was granted the pages of one choice beside all these contexts, including the page that forks can't share. It runs to its
+end, or it is preempted, and then its context is given back too. So in the end no context is kept.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ import math
 from collections import abc
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from baton.engine.contract import Engine
 from baton.errors import OutOfPages, Overloaded
@@ -188,11 +189,13 @@ class SlotForecast:
 
 
 class OutOfUnclaimedPages(OutOfPages):
-    """Enough pages are free, but they are set aside for another claim."""
+    """Enough pages are free, but they are for the batch, or set aside for another claim."""
 
-    def __init__(self, needed: int, free: int, total: int, kept: int) -> None:
+    def __init__(self, needed: int, free: int, total: int, kept: int, missing: int) -> None:
         super().__init__(needed, free, total)
-        self.args = (f"{self.args[0]}, and {kept} are kept for a larger request that waits",)
+        batch = f", {missing} are kept for sequences that run" if missing else ""
+        claim = f", and {kept} are kept for a larger request that waits" if kept else ""
+        self.args = (f"{self.args[0]}{batch}{claim}",)
 
 
 class OutOfContextPages(OutOfPages):
@@ -284,18 +287,11 @@ class ForkResult:
     failed: list[tuple[DecodeAttempt, Exception]] = field(default_factory=list)
 
 
-class Batch(Protocol):
-    """The state of the generation batch that admission needs."""
-
-    @property
-    def short_of_pages(self) -> bool:
-        """Whether the batch lacks pages."""
-
-
 class Admission:
     """Decides for one worker; times are seconds on the caller's clock.
 
-    `reclaim` frees pages that no request holds, and returns False if there were none.
+    `missing_pages` returns the number of free pages that are kept for the batch. `reclaim` frees pages that no request
+    holds, and returns False if there were none.
     """
 
     def __init__(
@@ -303,13 +299,13 @@ class Admission:
         engine: Engine,
         attempts: Attempts,
         forecast: SlotForecast,
-        batch: Batch,
+        missing_pages: abc.Callable[[], int],
         reclaim: abc.Callable[[], bool],
     ) -> None:
         self._engine = engine
         self._attempts = attempts
         self.forecast = forecast
-        self._batch = batch
+        self._missing_pages = missing_pages
         self._reclaim = reclaim
         self.claims = Claims()
         self._context_claims = Claims()
@@ -348,12 +344,6 @@ class Admission:
         need, claimant = self._attempts.check(session, request).pages, (session, request.key)
         self.claims.renew(claimant, now)
         self._context_claims.renew(claimant, now)
-        if self._batch.short_of_pages:
-            stats = self._engine.stats()
-            raise Overloaded(
-                f"the batch lacks pages, {stats.free + stats.cached} of {stats.total} are free; "
-                "what was preempted comes first"
-            )
         if request.choices > 1:
             # Check this before the places, because a refusal there leaves a free place to this reservation.
             self._check_contexts(claimant, self._engine.spec.pages_for(request.context_tokens), now)
@@ -402,7 +392,7 @@ class Admission:
         return self.forecast.wake_at(self._attempts.sequences, now) if self._attempts.pending else math.inf
 
     def _may_fork(self, now: float) -> bool:
-        return not self._batch.short_of_pages and self.forecast.may_fork(self._attempts.sequences, now)
+        return self.forecast.may_fork(self._attempts.sequences, now)
 
     def _fork(self, turns: abc.Sequence[DecodeAttempt], forked: ForkResult, now: float) -> bool:
         """Fork the first attempt that has the pages. If there is none, claim pages and return False."""
@@ -431,10 +421,12 @@ class Admission:
         return next((need for need in needs if need <= room), min(needs))
 
     def _check_claims(self, claimant: Claimant, need: int, now: float) -> None:
-        """Raise OutOfPages if these pages are set aside for another claim. Counts all pages, shared ones too."""
-        free = self._free()
-        if (kept := self.claims.pages_set_aside(claimant, free, now)) and need > free - kept:
-            raise OutOfUnclaimedPages(need, free, self._engine.spec.pages, kept)
+        """Raise OutOfPages if these pages are kept for the batch or another claim. Counts shared pages too."""
+        free, missing = self._free(), self._missing_pages()
+        kept = self.claims.pages_set_aside(claimant, free, now)
+        if (kept or missing) and need > free - kept:
+            stats = self._engine.stats()
+            raise OutOfUnclaimedPages(need, stats.free + stats.cached, stats.total, kept, missing)
 
     def _check_contexts(self, claimant: Claimant, pages: int, now: float) -> None:
         """Raise OutOfContextPages, and make a claim, if kept contexts would have more than their share of the pages."""
@@ -455,8 +447,9 @@ class Admission:
         return max(self._max_context_pages - self._attempts.all_context_pages, 0)
 
     def _free(self) -> int:
+        """Number of free and cached pages that the batch does not need."""
         stats = self._engine.stats()
-        return stats.free + stats.cached
+        return max(stats.free + stats.cached - self._missing_pages(), 0)
 
     def _with_reclaim(self, take: abc.Callable[[], T]) -> T:
         """The yield of `take`, if need be with the pages that are held for no request."""

@@ -103,12 +103,15 @@ class DecodeLoop:
         self._read_at = 0.0
         self._inbox: queue.SimpleQueue[_Add | _Drop | _Stop] = queue.SimpleQueue()
         self._replay_pages = 0
+        self._missing_pages = 0
         self._faults = FaultCounter()
 
-    @property
-    def short_of_pages(self) -> bool:
-        """Whether a sequence was preempted, and there is no room for its replay beside the batch yet."""
-        return self._replay_pages > 0
+    def missing_pages(self) -> int:
+        """Free pages that nobody else may take, because the batch needs them for ROOM_TOKENS steps.
+
+        0 if no sequence was preempted since there last was room for a replay beside them.
+        """
+        return self._missing_pages
 
     def add(self, sequences: abc.Sequence[DecodeSequence]) -> None:
         """Queue sequences whose KV is complete; the loop frees their handles at the end."""
@@ -154,8 +157,8 @@ class DecodeLoop:
 
     def _emit_report(self, report: StepReport) -> None:
         report.running = self._scheduler.running
-        if self._replay_pages and self._has_room():
-            self._replay_pages = 0
+        if self._replay_pages:
+            self._count_missing_pages()
         self._emit(report)
 
     def _receive(self) -> bool:
@@ -208,16 +211,19 @@ class DecodeLoop:
         """End the youngest sequence; its router replays it."""
         sequence, stats = self._scheduler.youngest(), self._engine.stats()
         self._replay_pages = self._engine.spec.pages_for(sequence.handle.capacity)
+        # Until they are counted.
+        self._missing_pages = stats.total
         message = f"{sequence.handle.owner} gives back its {self._replay_pages} pages of {stats.total}: no page is left"
         _log.info("%s", message)
         self._engine.free(sequence.handle, sequence.digests)
         self._fail_sequences([sequence.id], FailureKind.PREEMPTED, message, report)
 
-    def _has_room(self) -> bool:
-        """Whether the batch has room for ROOM_TOKENS steps beside a replay of what was preempted last."""
-        stats = self._engine.stats()
-        needed = self._scheduler.missing_pages() + self._replay_pages
-        return not self._scheduler.running or needed <= stats.free + stats.cached
+    def _count_missing_pages(self) -> None:
+        """Count the pages to keep for the batch: none if it has room beside a replay of what was preempted last."""
+        stats, missing = self._engine.stats(), self._scheduler.missing_pages()
+        if not self._scheduler.running or missing + self._replay_pages <= stats.free + stats.cached:
+            missing = self._replay_pages = 0
+        self._missing_pages = missing
 
     def _launch(self) -> None:
         """Launch a step if the batch is not empty."""

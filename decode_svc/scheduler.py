@@ -16,7 +16,7 @@ Why every request ends.
   reservations, which become sequences or end at their deadlines, and to contexts that are kept for pending choices,
   which are then forked one after the other (`decode_svc.admission`).
 - A replay comes back only when its pages are free beside those that the batch needs for ROOM_TOKENS more tokens, or to
-  its end: until then nothing is granted or forked. So replays and the batch do not push each other out step by step.
+  its end: admission leaves these pages to the batch. So replays and the batch do not push each other out step by step.
 - Each request fits if it has the whole pool: admission has checked that.
 
 A sequence that is preempted takes the other choices of its attempt with it. They are replayed as attempts of their own.
@@ -32,7 +32,7 @@ from baton.kv.hashing import block_digests, chain_root
 from baton.request import DecodeTimings, FinishReason, SequenceState, TokenInfo, finish_reason
 
 ROOM_TOKENS = 64
-"""After a preemption, each sequence of the batch must have room for so many tokens before anything is granted."""
+"""After a preemption, admission leaves each sequence of the batch room for this many tokens."""
 
 
 class RollingBlockHasher:

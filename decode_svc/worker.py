@@ -112,7 +112,7 @@ class DecodeWorker:
             engine,
             self._blocks,
             enabled=cache.enabled,
-            short_of_pages=lambda: self.decode_loop.short_of_pages,
+            short_of_pages=lambda: self.decode_loop.missing_pages() > 0,
             changed=self._check_idle,
         )
         self.attempts = Attempts(engine, config.reserve_tokens, exact=not config.convert_kv)
@@ -128,7 +128,8 @@ class DecodeWorker:
             self.write_backs.release_pages,
         )
         forecast = SlotForecast(engine.spec.slots, loop.time())
-        self.admission = Admission(engine, self.attempts, forecast, self.decode_loop, self.write_backs.release_pages)
+        missing, reclaim = self.decode_loop.missing_pages, self.write_backs.release_pages
+        self.admission = Admission(engine, self.attempts, forecast, missing, reclaim)
 
     def open_session(self, router_id: str) -> RouterSession:
         """Open a session. It owns all attempts that it reserves."""

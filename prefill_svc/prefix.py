@@ -108,10 +108,10 @@ class PrefixLoader:
             job.looked_up_from = self._engine.match_prefix(job.digests[: self._useful_blocks(job)]) // self._block
             await self._search(job)
 
-    def estimate_cached_tokens(self, job: PrefillJob) -> int:
-        """Leading tokens that will probably be cached, judging from the look-up."""
+    def estimate_cached_tokens(self, job: PrefillJob) -> tuple[int, bool]:
+        """Leading tokens that will probably be cached, judging from the look-up; whether some must be loaded."""
         runs = self._runs(job, job.looked_up_from)
-        return self._useful_tokens(job, runs[-1].blocks.stop if runs else job.looked_up_from)
+        return self._useful_tokens(job, runs[-1].blocks.stop if runs else job.looked_up_from), bool(runs)
 
     def evict(self, job: PrefillJob) -> bool:
         """Evict a slice of the cached blocks that the job's pages replace; False if only the last slice is left."""

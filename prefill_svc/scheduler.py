@@ -26,7 +26,9 @@ A prompt whose rest is one chunk does not wait for the end of a longer prompt's 
 preempts the chunk between two layers.
 
 Pages are allocated in the same order, all pages of a prompt at once, and only to the first PREPARED_AHEAD prompts that
-have not started: pages of a prompt that does not run are of no use to anybody. If the pages of a prompt are not free,
+have not started: pages of a prompt that does not run are of no use to anybody. Prompts whose cached blocks are still
+being loaded, which may take long, count only for others that would load too, so that the engine does not wait for them
+while it could compute. If the pages of a prompt are not free,
 prompts that fit may go before it. But PATIENCE_S after it was first refused, no other prompt gets pages before it.
 """
 
@@ -94,7 +96,7 @@ class ScheduledJob:
 
     `done` tokens are computed, or expected to be loaded from a cache. `overtaken_s` is how long later prompts of the
     tenant were computed meanwhile. `rate` is that of its own last chunk, in tokens/s; 0 before. `in_host`: it has pages
-    in host memory. Times are in seconds.
+    in host memory. `loads`: before it is READY, cached blocks must be loaded. Times are in seconds.
     """
 
     tokens: int
@@ -108,6 +110,7 @@ class ScheduledJob:
     rate: float = 0.0
     refused_at: float | None = None
     in_host: bool = False
+    loads: bool = False
 
     @property
     def remaining(self) -> int:
@@ -171,9 +174,9 @@ class PrefillScheduler:
         self._served_s[tenant] = max(self._served_s.get(tenant, earliest), earliest)
         return job
 
-    def await_pages(self, job: ScheduledJob, cached: int) -> None:
-        """End the look-up of a prompt: this many leading tokens will probably be cached."""
-        job.done, job.stage = cached, Stage.WAITING
+    def await_pages(self, job: ScheduledJob, cached: int, *, loads: bool = False) -> None:
+        """End the look-up of a prompt: this many leading tokens will probably be cached, or `loads` some of them."""
+        job.done, job.stage, job.loads = cached, Stage.WAITING, loads
 
     def next_allocation(
         self, now: float, deferred: Collection[ScheduledJob] = (), refused: Collection[ScheduledJob] = ()
@@ -183,13 +186,12 @@ class PrefillScheduler:
         `deferred` prompts wait for another one to compute their prefix. `refused` ones were tried in this round, and
         their pages are not free.
         """
-        prepared = 0
+        prepared = loading = 0
         for job in self._allocation_order(now, deferred):
             if job.stage is not Stage.WAITING:
-                prepared += 1
-                if prepared == PREPARED_AHEAD:
-                    return None
-            elif job not in deferred and job not in refused:
+                waits = job.stage is Stage.LOADING and job.loads
+                prepared, loading = prepared + (not waits), loading + waits
+            elif prepared + loading * job.loads < PREPARED_AHEAD and job not in deferred and job not in refused:
                 return job
         return None
 
@@ -197,11 +199,11 @@ class PrefillScheduler:
         """All WAITING prompts."""
         return [job for job in self._jobs if job.stage is Stage.WAITING]
 
-    def allocate(self, job: ScheduledJob, cached: int, *, in_host: bool = False) -> None:
+    def allocate(self, job: ScheduledJob, cached: int, *, in_host: bool = False, loads: bool = False) -> None:
         """Record that the prompt has its pages, some of them `in_host` memory; this many leading tokens are in them or
         will be loaded.
         """
-        job.stage, job.in_host = Stage.LOADING, in_host
+        job.stage, job.in_host, job.loads = Stage.LOADING, in_host, loads
         self.expect(job, cached)
 
     def mark_refused(self, job: ScheduledJob, now: float) -> None:

@@ -219,7 +219,8 @@ class PrefillWorker:
         if job.error is not None:
             raise job.error
         await self._prefix.look_up(job)
-        self._scheduler.await_pages(job.scheduled, self._prefix.estimate_cached_tokens(job))
+        cached, loads = self._prefix.estimate_cached_tokens(job)
+        self._scheduler.await_pages(job.scheduled, cached, loads=loads)
 
     async def _allocate(self, job: PrefillJob) -> None:
         """Wait for all pages of the job, then open its export."""
@@ -335,8 +336,9 @@ class PrefillWorker:
                 return
             elif self._reserve(job):
                 self._prefix.plan_load(job)
-                in_host = job.handle is not None and job.handle.in_host
-                self._scheduler.allocate(scheduled, self._prefix.planned_tokens(job), in_host=in_host)
+                in_host, planned = job.pages.in_host, self._prefix.planned_tokens(job)
+                loads = bool(job.load_plan) or self._prefix.has_lost_blocks(job)
+                self._scheduler.allocate(scheduled, planned, in_host=in_host, loads=loads)
                 job.allocated.set_result(None)
             else:
                 refused.add(scheduled)

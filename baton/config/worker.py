@@ -174,6 +174,10 @@ class PrefillConfig(WorkerConfig):
         """Bytes of host memory for cached prefixes: --host-memory, unless the pool has it."""
         return 0 if self.kv_home == "auto" else self.host_memory
 
+    def engine_config(self) -> EngineConfig:
+        """The settings of the engine, which checks that there is memory for the cache too."""
+        return replace(super().engine_config(), cache_memory=self.cache_memory)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig(WorkerConfig):

@@ -52,9 +52,10 @@ class EngineConfig:
     automatic. `slots`: places in the generation batch, 0 on a prefill worker. `block_size`: tokens of a prefix
     block, one for the fleet. `threads`: of torch on CPU, 0 for torch's choice. `kv_home`: device (all pages of the pool
     there), host (all in host memory), or auto (pages in host memory beside those on the device). `host_memory`:
-    bytes of these with auto, 0 for automatic. `segment_tokens`: how much KV of host memory attention takes at once, in
-    a ring of `num_kv_buffers` device buffers; 0 for `default_segment_tokens`. `packed_weights`: a file through which
-    workers of a host share the weights of native kernels, "" for memory of its own.
+    bytes of these with auto, 0 for automatic. `cache_memory`: bytes of host memory that a prefix cache will take beside
+    the pool. `segment_tokens`: how much KV of host memory attention takes at once, in a ring of `num_kv_buffers` device
+    buffers; 0 for `default_segment_tokens`. `packed_weights`: a file through which workers of a host share the weights
+    of native kernels, "" for memory of its own.
     """
 
     model: str
@@ -70,6 +71,7 @@ class EngineConfig:
     threads: int = 0
     kv_home: str = "auto"
     host_memory: int = 0
+    cache_memory: int = 0
     segment_tokens: int = 0
     num_kv_buffers: int = 3
     packed_weights: str = ""

@@ -223,13 +223,13 @@ def _host_pages(config: EngineConfig, page_bytes: int, pages: int, longest: int,
 
     `longest`: pages of a sequence of `max_model_len` tokens.
     """
+    if wanted := config.host_memory or config.cache_memory:
+        beside = pages * page_bytes if _home(config, device).type == "cpu" else 0
+        name = "host_memory with kv_memory" if beside else "host_memory"
+        _check_free_memory(name, wanted + beside, torch.device("cpu"))
     if config.kv_home != "auto":
         return pages if config.kv_home == "host" else 0
     if config.host_memory:
-        # On a CPU both are host memory.
-        beside = config.kv_memory if device.type == "cpu" else 0
-        name = "host_memory with kv_memory" if beside else "host_memory"
-        _check_free_memory(name, config.host_memory + beside, torch.device("cpu"))
         if (more := config.host_memory // page_bytes) < 1:
             given = config.host_memory
             raise ConfigError(f"host_memory: {given} bytes hold no page, which has {page_bytes} bytes")

@@ -15,7 +15,7 @@ from tests.metrics import sample
 Failure = decode_pb2.AttemptFailure
 
 
-async def test_the_youngest_goes_back_to_its_router_and_nothing_is_granted_before_the_rest_has_room() -> None:
+async def test_the_youngest_goes_back_to_its_router_and_nothing_takes_the_pages_that_the_rest_needs() -> None:
     before = sample("baton_sequences_preempted_total")
     async with rig({"reserve_tokens": 4}, pages=20, max_model_len=80) as all_:
         router = await all_.router()
@@ -27,9 +27,9 @@ async def test_the_youngest_goes_back_to_its_router_and_nothing_is_granted_befor
             await router.request(name, [1, 2, 3], greedy(60))
         await all_.until_decoding(router, 2)
         loop = all_.app.service.worker.decode_loop
-        while not loop.short_of_pages:
+        while not loop.missing_pages():
             await asyncio.to_thread(all_.engine.entered.acquire)
-            if not loop.short_of_pages:
+            if not loop.missing_pages():
                 all_.engine.gate.set()
                 all_.engine.gate.clear()
         await router.until(lambda: "b" in router.failures)
@@ -38,10 +38,13 @@ async def test_the_youngest_goes_back_to_its_router_and_nothing_is_granted_befor
         assert "gives back its 10 pages of 20: no page is left" in failure.message
         assert all_.app.service.status.status().load.requests_without_token == 0, "both have had tokens"
         for name in ("c", "d"):
-            refused = await router.reserve(name, 1, 1)
+            refused = await router.reserve(name, 30, 1)
             assert (refused.granted, refused.never) == (False, False)
-            assert "the batch lacks pages" in refused.reason
+            assert "are kept for sequences that run" in refused.reason
             assert refused.retry_after_ms > 0
+            await router.cancel(name)
+        assert (await router.reserve("small", 1, 1)).granted
+        await router.cancel("small")
         assert (await router.reserve("e", 80, 1)).never
         async with control_channel(all_.app.addresses.control) as channel:
             ledger = ledger_from_proto(await admin_pb2_grpc.AdminStub(channel).Ledger(admin_pb2.LedgerRequest()))

@@ -167,13 +167,16 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
             if first.finish is not None:
                 ours.finished[first.choice_index] = first.finish
         self.tries_of[key.request_id] = ours
-        short = self.service.worker.decode_loop.short_of_pages
+        missing, stats = self.service.worker.decode_loop.missing_pages(), self.engine.stats()
         names = b"".join(digests(self.engine, ours.named, ours.salt))
         request = Reserve(key, len(prompt), max_tokens, choices, patience, names, ours.salt, cache)
         self.loop.call(self.service.worker.handle, session, request)
         assert cache.reads or not ours.cached
         assert ours.granted or ours.refused
-        assert not (ours.granted and short)
+        attempt = self.service.worker.attempts.get(session.number, key)
+        if attempt is not None and missing:
+            need = self.engine.spec.pages_for(attempt.handle.capacity)
+            assert need <= stats.free + stats.cached - missing, "it took pages that are kept for the batch"
         return ours if ours.granted else None
 
     def _picked(self, pick: int, *, started: bool | None = None) -> list[Try]:

@@ -66,10 +66,10 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
             found = {each: prompt.overtaken_s for each, prompt in self.prompts.items()}
             self.prompts[work] = Known(work, found=found)
 
-    @rule(index=st.integers(0, 99), hit=st.floats(0, 0.99))
-    def look_up(self, index: int, hit: float) -> None:
+    @rule(index=st.integers(0, 99), hit=st.floats(0, 0.99), loads=st.booleans())
+    def look_up(self, index: int, hit: float, loads: bool = False) -> None:
         if prompt := self.picked(index, Stage.LOOKUP):
-            self.scheduler.await_pages(prompt.work, int(prompt.work.tokens * hit))
+            self.scheduler.await_pages(prompt.work, int(prompt.work.tokens * hit), loads=loads)
 
     @rule(tokens=st.one_of(st.integers(1, 100), st.integers(400, LONGEST - 200)), hit=st.floats(0, 0.9))
     def arrive(self, tokens: int, hit: float) -> None:
@@ -90,9 +90,15 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
         return leader in self.prompts and not leader.started
 
     def prepared_before(self, work: ScheduledJob) -> list[ScheduledJob]:
-        """Prompts that have pages, have not begun, and go before it."""
+        """Prompts that have pages, have not begun, and go before it; those that load only if it must load too."""
         rank = self.scheduler.rank
-        prepared = [each for each in self.prompts if each.stage in (Stage.LOADING, Stage.READY) and not each.started]
+        prepared = [
+            each
+            for each in self.prompts
+            if each.stage in (Stage.LOADING, Stage.READY)
+            and not each.started
+            and (work.loads or not (each.stage is Stage.LOADING and each.loads))
+        ]
         return [each for each in prepared if (rank(each), each.order) < (rank(work), work.order)]
 
     @rule(found=st.floats(0, 0.99))
@@ -121,7 +127,7 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
                 self.free -= work.pages
                 self.prompts[work].pages += work.pages
                 assert work in starved or len(self.prepared_before(work)) < PREPARED_AHEAD
-                self.scheduler.allocate(work, int(work.tokens * found))
+                self.scheduler.allocate(work, int(work.tokens * found), loads=work.loads)
         assert len(set(offered)) == len(offered)
         if starved:
             assert offered[0] is min(starved, key=lambda each: each.order), "another was offered pages before it"

@@ -37,7 +37,8 @@ def test_defaults_flags_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("home", "pool", "cache"), [("auto", 7, 0), ("device", 0, 7), ("host", 0, 7)])
 def test_host_memory_is_for_the_pool_or_for_cached_prefixes(home: str, pool: int, cache: int) -> None:
     config = load(PrefillConfig, ["--model=m", f"--kv-home={home}", "--host-memory=7"])
-    assert (config.engine_config().host_memory, config.cache_memory) == (pool, cache)
+    engine = config.engine_config()
+    assert (engine.host_memory, engine.cache_memory, config.cache_memory) == (pool, cache, cache)
 
 
 def test_booleans_with_and_without_value() -> None:

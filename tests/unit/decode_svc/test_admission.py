@@ -80,7 +80,8 @@ class Worker:
         self.reports: list[StepReport] = []
         self.loop = DecodeLoop(self.engine, Progress(), self.reports.append)
         self.attempts = Attempts(self.engine, reserve_tokens)
-        self.admission = Admission(self.engine, self.attempts, SlotForecast(slots, 0.0), self.loop, lambda: False)
+        forecast = SlotForecast(slots, 0.0)
+        self.admission = Admission(self.engine, self.attempts, forecast, self.loop.missing_pages, lambda: False)
         self.asked: dict[str, Asked] = {}
         self.now = 0.0
 
@@ -245,6 +246,21 @@ def test_many_choices_start_on_a_worker_that_is_nearly_full_and_nobody_waits_for
     assert worker.attempts.pending_choices == 36 - 28
     assert worker.ask("other", [5], 30, 1)
     worker.finish()
+
+
+def test_after_a_preemption_a_request_is_granted_that_leaves_the_batch_its_next_pages() -> None:
+    worker = Worker(8, pages=20)
+    for name in ("old", "young"):
+        assert worker.ask(name, [1, 2, 3], 60, 1)
+    while not worker.asked["young"].failed:
+        worker.turn()
+    # The other one has 11 pages, and needs 16 at its end.
+    with pytest.raises(Overloaded, match="needs 5 pages, 9 of 20 are free, 5 are kept for sequences that run"):
+        worker.admission.reserve(1, Reserve(AttemptKey("large", 0), 16, 4, 1), worker.now)
+    worker.admission.cancel_claim((1, AttemptKey("large", 0)))
+    assert worker.ask("small", [5] * 12, 4, 1)
+    worker.finish()
+    assert [name for name, asked in worker.asked.items() if asked.failed] == ["young"]
 
 
 @pytest.mark.parametrize("slots", [1, 2, 8])

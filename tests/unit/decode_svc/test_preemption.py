@@ -110,10 +110,13 @@ class Bench:
 
     def replay(self) -> None:
         """Make the attempts that the worker would grant now."""
-        while self.to_replay and not self.loop.short_of_pages:
-            if self.pages(self.to_replay[0]) > self.engine.stats().free + self.engine.stats().cached:
-                return
+        while self.to_replay and self.fits(self.to_replay[0]):
             self.start(self.to_replay.pop(0))
+
+    def fits(self, request: Request) -> bool:
+        """Whether its pages are free beside those that are kept for the batch."""
+        stats = self.engine.stats()
+        return self.pages(request) <= stats.free + stats.cached - self.loop.missing_pages()
 
     def finish(self, most: int = 3000) -> None:
         for _ in range(most):
@@ -185,7 +188,7 @@ def test_one_that_is_alone_is_replayed_when_others_hold_the_pages_and_gets_all_t
             bench.turn()
         # Nobody else is there for whom pages would be kept, though its own are still being read.
         assert bench.engine.stats().free == 0
-        assert not bench.loop.short_of_pages
+        assert bench.loop.missing_pages() == 0
     assert set(bench.engine.audit()) == {"on its way"}
     bench.replay()
     assert bench.to_replay, "it needs a page more than are free"
@@ -209,10 +212,9 @@ def test_any_mix_of_requests_that_each_fit_alone_ends_and_every_try_brings_token
         coming.append(bench.ask(number, prompt, tokens, dice.choice([None, 3])))
     while coming or bench.live or bench.to_replay:
         count = sum(len(request.tokens) for request in bench.asked.values())
-        # As the service does: not while the batch lacks pages, and only with pages.
         bench.replay()
-        granted = not bench.to_replay and not bench.loop.short_of_pages and dice.random() < 0.5
-        if coming and granted and bench.pages(coming[0]) <= bench.engine.stats().free:
+        granted = not bench.to_replay and dice.random() < 0.5
+        if coming and granted and bench.fits(coming[0]):
             bench.start(coming.pop(0))
         if bench.live:
             bench.turn()

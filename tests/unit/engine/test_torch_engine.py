@@ -344,6 +344,9 @@ def test_host_memory_that_cuda_does_not_register_names_the_field(settings: Any, 
 def test_both_pools_of_a_cpu_must_fit_its_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factory.host_memory, "available", lambda: 50 << 20)
     with pytest.raises(
-        ConfigError, match=f"host_memory with kv_memory: {60 << 20} bytes are asked for, {50 << 20} bytes are"
+        ConfigError, match=rf"host_memory with kv_memory: 629\d+ bytes are asked for, {50 << 20} bytes are"
     ):
         engine_of(checkpoint, kv_memory=30 << 20, host_memory=30 << 20)
+    for home, field in (("auto", "host_memory"), ("device", "cache_memory"), ("host", "cache_memory")):
+        with pytest.raises(ConfigError, match=r"host_memory with kv_memory: \d+ bytes are asked for"):
+            engine_of(checkpoint, kv_memory=0, kv_home=home, **{field: 49 << 20})

@@ -14,12 +14,13 @@ def allocate(
     now: float,
     fits: Callable[[ScheduledJob], bool] = lambda _: True,
     deferred: Collection[ScheduledJob] = (),
+    loads: bool = False,
 ) -> list[ScheduledJob]:
     """One round: allocate to all whose turn it is, and whose pages are free; those that got theirs."""
     allocated, refused = [], set()
     while (prompt := s.next_allocation(now, deferred, refused)) is not None:
         if fits(prompt):
-            s.allocate(prompt, prompt.done)
+            s.allocate(prompt, prompt.done, loads=loads)
             allocated.append(prompt)
         else:
             s.mark_refused(prompt, now)
@@ -230,6 +231,20 @@ def test_only_a_few_are_prepared_ahead() -> None:
     s.finish_chunk(entries[3], 100, 0.1)
     assert allocate(s, 0.1) == [entries[1]]
     assert PREPARED_AHEAD == 2
+
+
+def test_prompts_that_load_hold_up_only_others_that_load() -> None:
+    s = scheduler()
+    slow = [s.admit(tokens, b"a") for tokens in (900, 910, 920)]
+    for prompt in slow:
+        s.await_pages(prompt, 890, loads=True)
+    assert allocate(s, 0.0, loads=True) == slow[:2]
+    others = [s.admit(tokens, b"b") for tokens in (500, 510, 520)]
+    for prompt in others:
+        s.await_pages(prompt, 0)
+    assert allocate(s, 0.0) == others[:2]
+    s.make_ready(slow[0], 890)
+    assert allocate(s, 0.0) == [], "it is prepared now as the others are"
 
 
 def test_small_ones_pass_one_without_pages_until_its_patience_ends() -> None:

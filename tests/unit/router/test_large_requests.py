@@ -26,10 +26,6 @@ from tests.unit.router.dispatching import FakeAttempt, FakePool
 PAGES, PAGE, HOLD_S, LATENCY_S = 100, 4, 1.0, 0.001
 
 
-class Batch:
-    short_of_pages = False
-
-
 class SharedWorker:
     """A decode worker that several routers share."""
 
@@ -37,7 +33,7 @@ class SharedWorker:
         self.loop = loop
         self.engine = FakeEngine(page_size=PAGE, pages=PAGES, slots=PAGES, max_model_len=PAGES * PAGE)
         self.attempts = Attempts(self.engine, reserve_tokens=1)
-        self.admission = Admission(self.engine, self.attempts, SlotForecast(PAGES, 0.0), Batch(), lambda: False)
+        self.admission = Admission(self.engine, self.attempts, SlotForecast(PAGES, 0.0), lambda: 0, lambda: False)
         self.routers: list[RouterPool] = []
         self.asked = 0
 
