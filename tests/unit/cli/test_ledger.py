@@ -20,9 +20,8 @@ from tests.certificates import fleet, tls
 class Process(admin_pb2_grpc.AdminServicer):
     """A process with a ledger, which notes the API key of each caller."""
 
-    def __init__(self, role: str, count: int = 1, violation: str = "") -> None:
-        entries = [LedgerEntry(f"request-{index}/1", "reservation", "held", detail="d" * 200) for index in range(count)]
-        self._ledger = Ledger(f"{role}-1", role, "i", tuple(entries), violation=violation)
+    def __init__(self, role: str, violation: str = "") -> None:
+        self._ledger = Ledger(f"{role}-1", role, "i", (LedgerEntry("r/1", "reservation", "held"),), violation=violation)
         self.keys: list[Any] = []
 
     async def Ledger(self, request: Any, context: Any) -> admin_pb2.LedgerResponse:
