@@ -23,6 +23,14 @@ async def on_thread(address: str, use: Callable[[Client], Any], model: str = "")
     return await asyncio.to_thread(work)
 
 
+async def ask(face: str, address: str, use: Callable[[Any], Any]) -> Any:
+    """The answer to a call of either client."""
+    if face == "sync":
+        return await on_thread(address, use)
+    async with AsyncClient(address) as client:
+        return await use(client)
+
+
 @pytest.fixture
 async def router() -> Router:
     return Router()
@@ -32,11 +40,7 @@ async def router() -> Router:
 async def test_complete(router: Router, face: str) -> None:
     arguments: dict[str, Any] = {"max_tokens": 4, "temperature": 0.0, "stop": "b", "logit_bias": {7: 1.0}, "n": 2}
     async with served(router) as listener:
-        if face == "async":
-            async with AsyncClient(listener.address) as client:
-                completion = await client.complete("hello", **arguments)
-        else:
-            completion = await on_thread(listener.address, lambda client: client.complete("hello", **arguments))
+        completion = await ask(face, listener.address, lambda client: client.complete("hello", **arguments))
     assert (completion.text, completion.token_ids) == ("ab", [1, 2])
     assert completion.finish_reason is FinishReason.STOP
     assert completion.choices[0].stop == "b"
@@ -74,13 +78,8 @@ async def test_a_very_long_prompt_travels_in_fixed_width(router: Router) -> None
 async def test_a_request_says_how_the_cache_is_used(router: Router, face: str) -> None:
     async with served(router) as listener:
         for cache, salt in ((CachePolicy.READ, "a"), ("off", "é" * 128)):
-            if face == "async":
-                async with AsyncClient(listener.address) as client:
-                    await client.complete("x", cache=cache, cache_salt=salt)
-            else:
-                await on_thread(listener.address, lambda c, a=cache, b=salt: c.complete("x", cache=a, cache_salt=b))
-        async with AsyncClient(listener.address) as client:
-            await client.complete("x")
+            await ask(face, listener.address, lambda c, a=cache, b=salt: c.complete("x", cache=a, cache_salt=b))
+        await ask(face, listener.address, lambda client: client.complete("x"))
     seen = [(request.cache, request.cache_salt) for request in router.seen]
     plain = (pb.CACHE_POLICY_READ_WRITE, "")
     assert seen == [(pb.CACHE_POLICY_READ, "a"), (pb.CACHE_POLICY_OFF, "é" * 128), plain]
@@ -111,27 +110,16 @@ async def test_none_is_as_good_as_nothing(router: Router) -> None:
 @pytest.mark.parametrize("face", ["async", "sync"])
 async def test_the_other_calls(router: Router, face: str) -> None:
     async with served(router) as listener:
-        if face == "async":
-            async with AsyncClient(listener.address) as client:
-                answers = [
-                    await client.tokenize("x", add_special_tokens=False),
-                    await client.detokenize([5, 6]),
-                    (await client.get_model()).name,
-                    await client.health(),
-                ]
-        else:
-            answers = await on_thread(
-                listener.address,
-                lambda c: [
-                    c.tokenize("x", add_special_tokens=False),
-                    c.detokenize([5, 6]),
-                    c.get_model().name,
-                    c.health(),
-                ],
-            )
+        calls: list[Callable[[Any], Any]] = [
+            lambda client: client.tokenize("x", add_special_tokens=False),
+            lambda client: client.detokenize([5, 6]),
+            lambda client: client.get_model(),
+            lambda client: client.health(),
+        ]
+        *answers, model, healthy = [await ask(face, listener.address, call) for call in calls]
         listener.set_serving(False)
         assert await on_thread(listener.address, lambda client: client.health()) is False
-    assert answers == [[5, 6], "hé", "tiny", True]
+    assert (answers, model.name, healthy) == ([[5, 6], "hé"], "tiny", True)
     assert router.seen[0].add_special_tokens is False
 
 
@@ -162,13 +150,8 @@ async def test_leaving_the_loop_cancels_sync(router: Router) -> None:
 async def test_the_deadline_ends_the_request_on_both_sides(router: Router, face: str) -> None:
     router.hang = True
     async with served(router) as listener:
-        if face == "async":
-            async with AsyncClient(listener.address) as client:
-                with pytest.raises(DeadlineExceeded, match=r"^the deadline of 1 s passed after 1 token$"):
-                    await client.complete("x", timeout=1)
-        else:
-            with pytest.raises(DeadlineExceeded, match=r"^the deadline of 1 s passed after 1 token$"):
-                await on_thread(listener.address, lambda client: client.complete("x", timeout=1))
+        with pytest.raises(DeadlineExceeded, match=r"^the deadline of 1 s passed after 1 token$"):
+            await ask(face, listener.address, lambda client: client.complete("x", timeout=1))
         await asyncio.wait_for(router.closed.wait(), 60)
 
 

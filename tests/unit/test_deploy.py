@@ -28,7 +28,11 @@ CONFIGS = {"router": RouterConfig, "prefill_svc": PrefillConfig, "decode_svc": D
 
 
 def configured(module: str, environment: dict[str, str]) -> Any:
+    """Settings of a service, which must have a use for every variable."""
     settings: Any = CONFIGS[module]
+    fields = {field.name for field in dataclasses.fields(settings)}
+    foreign = {name for name in environment if name.removeprefix("BATON_").lower() not in fields}
+    assert not foreign, f"{module} has no use for {foreign}"
     with patch.dict(os.environ, environment, clear=True):
         return load(settings, [])
 
@@ -64,13 +68,12 @@ def environment_of(container: dict[str, Any]) -> dict[str, str]:
 
 def kubernetes_environments() -> Iterator[tuple[str, dict[str, str]]]:
     """Module and environment of each of our containers."""
-    common = dict(text.split("=", 1) for text in kustomization()["configMapGenerator"][0]["literals"])
+    common = literals(kustomization())
     for _, document in manifests():
         if document["kind"] == "Deployment":
             for container in document["spec"]["template"]["spec"]["containers"]:
                 if container["image"] == "baton":
-                    own = environment_of(container)
-                    yield container["command"][-1], common | own
+                    yield container["command"][-1], common | environment_of(container)
 
 
 def patched(base: Any, patch: Any) -> Any:
@@ -104,9 +107,8 @@ def secure_kubernetes() -> Iterator[tuple[str, dict[str, str], set[str]]]:
     common = literals(kustomization()) | literals(overlay())
     for document in secure_deployments():
         (container,) = document["spec"]["template"]["spec"]["containers"]
-        own = environment_of(container)
         mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
-        yield container["command"][-1], common | own, mounts
+        yield container["command"][-1], common | environment_of(container), mounts
 
 
 def secure_compose() -> Iterator[tuple[str, dict[str, str], set[str]]]:
@@ -151,11 +153,7 @@ def test_services_understand_their_environment(environments: Any) -> None:
     seen = dict(environments())
     assert seen.keys() == CONFIGS.keys()
     for module, environment in seen.items():
-        config = configured(module, environment)
-        fields = {field.name for field in dataclasses.fields(config)}
-        foreign = {name for name in environment if name.removeprefix("BATON_").lower() not in fields}
-        assert not foreign, f"{module} has no use for {foreign}"
-        assert config.insecure
+        assert configured(module, environment).insecure
 
 
 def test_workers_start_no_more_threads_than_their_pods_request() -> None:
@@ -181,9 +179,6 @@ def test_secure_services_have_their_files_and_are_not_insecure(environments: Any
     assert seen.keys() == CONFIGS.keys()
     for module, (environment, mounts) in seen.items():
         config = configured(module, environment)
-        fields = {field.name for field in dataclasses.fields(config)}
-        foreign = {name for name in environment if name.removeprefix("BATON_").lower() not in fields}
-        assert not foreign, f"{module} has no use for {foreign}"
         assert not config.insecure
         keys = {"ticket_key", "api_keys"} if module == "router" else {"ticket_keys"}
         assert config.fleet_secret

@@ -21,6 +21,7 @@ PURE = (
     "baton.config.roles",
     "baton.engine.contract",
     "baton.engine.core",
+    "baton.engine.fake",
     "baton.engine.plan",
     "baton.errors",
     "baton.kv.format",
@@ -182,15 +183,20 @@ def test_stubs_are_used_only_at_the_edges() -> None:
     assert users - touches(users, EDGES) == set()
 
 
-@pytest.mark.parametrize("module", TORCH_FREE)
-def test_router_and_client_load_neither_torch_nor_transformers(module: str) -> None:
-    code = f"import sys, {module}; print(*sorted(set(sys.modules) & {{'torch', 'transformers', 'numpy', 'redis'}}))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""
-
-
-def test_importing_baton_is_light() -> None:
-    code = "import sys, baton; print(*sorted(set(sys.modules) & {'grpc', 'google.protobuf', 'click'}))"
+@pytest.mark.parametrize(
+    ("modules", "heavy"),
+    [
+        *((module, {"torch", "transformers", "numpy", "redis"}) for module in TORCH_FREE),
+        ("baton", {"grpc", "google.protobuf", "click"}),
+        ("baton.model.config, baton.model.checkpoint, baton.model.fingerprint", {"torch", "transformers", "numpy"}),
+        (
+            "prefill_svc.app, decode_svc.app, baton.engine.factory",
+            {"transformers", "torch._dynamo", "sympy", "cryptography", "redis", "tokenizers", "jinja2"},
+        ),
+    ],
+)
+def test_no_process_loads_what_it_may_not_need(modules: str, heavy: set[str]) -> None:
+    code = f"import sys, {modules}; print(*{{*sys.modules}} & {heavy})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
 
@@ -214,13 +220,6 @@ def test_the_installed_package_wins_over_a_folder_named_baton(tmp_path: Path) ->
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     code = "from baton import Client"
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environ, check=True)
-
-
-def test_a_worker_loads_nothing_that_it_may_not_need() -> None:
-    heavy = ("transformers", "torch._dynamo", "sympy", "cryptography", "redis", "tokenizers", "jinja2")
-    code = f"import sys, prefill_svc.app, decode_svc.app, baton.engine.factory; print(*{{*sys.modules}} & {{*{heavy}}})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""
 
 
 @pytest.mark.parametrize("chosen", [None, "ERROR"])

@@ -48,11 +48,9 @@ def test_lengths_of_each_distribution() -> None:
     ("text", "words"),
     [
         ("0", "at least 1, got '0'"),
-        ("-1", "at least 1, got '-1'"),
         ("many", "at least 1, got 'many'"),
         ("uniform:5", "must be N or uniform"),
         ("uniform:5:4", "the lower bound 5 is greater than the upper bound 4"),
-        ("poisson:3", "must be N or uniform"),
     ],
 )
 def test_what_is_no_distribution_is_refused(text: str, words: str) -> None:
@@ -114,13 +112,10 @@ def test_lines_of_every_form(tmp_path: Path) -> None:
         ("{}", "prompt: must have one of text, prompt, token_ids, prompt_token_ids, got none"),
         ('{"text": "a", "token_ids": [1]}', "got text, token_ids"),
         ('{"text": ""}', "text: must be a text that is not empty, got ''"),
-        ('{"text": [1]}', "text: must be a text that is not empty, got [1]"),
         ('{"token_ids": "a"}', "token_ids: must be a list of token ids that is not empty, got 'a'"),
-        ('{"prompt": [1, true]}', "prompt: must be a text or a list of token ids that is not empty, got [1, True]"),
         ('{"prompt": [1, -2]}', "prompt[1]: must be in [0, 4294967296), got -2"),
         ('{"text": "a", "max_token": 3}', "max_token: unknown field; known are text"),
         ('{"text": "a", "max_tokens": 0}', "max_tokens: must be a whole number of at least 1, got 0"),
-        ('{"text": "a", "output_tokens": true}', "output_tokens: must be a whole number of at least 1, got True"),
         ('{"text": "a", "output_tokens": 1, "max_tokens": 1}', "may have one of max_tokens, output_tokens"),
         ('{"text": "a", "cache_salt": 3}', "cache_salt: must be text, got 3"),
     ],

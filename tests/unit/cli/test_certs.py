@@ -75,14 +75,10 @@ def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
     assert (tmp_path / "ca.crt").read_bytes() == before["ca.crt"]
     run("--out", str(tmp_path), "--force")
     assert (tmp_path / "ca.crt").read_bytes() != before["ca.crt"]
-    with pytest.raises(ConfigError, match="tls_ca"):
-        tls("decode", _mixed(tmp_path, before))
-
-
-def _mixed(directory: Path, before: dict[str, bytes]) -> Path:
     for name in ("decode.crt", "decode.key"):
-        (directory / name).write_bytes(before[name])
-    return directory
+        (tmp_path / name).write_bytes(before[name])
+    with pytest.raises(ConfigError, match="tls_ca"):
+        tls("decode", tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """`baton generate` against a router that is played by a small servicer."""
 
 import asyncio
-import io
 import json
 import math
 import os
@@ -10,20 +9,16 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from rich.console import Console
 
 import baton.cli.generate
-from baton.cli.generate import print_account
 from baton.cli.main import main
-from baton.completion import Choice, Completion
 from baton.errors import DeadlineExceeded, EngineError, InvalidRequest, NotFound, Overloaded, Unavailable
 from baton.pb import inference_pb2 as pb
-from baton.request import PARAMETERS, FinishReason, Sampling, SamplingParams, Usage
+from baton.request import PARAMETERS, Sampling, SamplingParams
 from baton.rpc.convert import sampling_from_proto
 from tests.fake_router import Router, served
 
@@ -42,24 +37,6 @@ async def test_text_streams_and_the_account_follows() -> None:
     assert account in result.stderr
 
 
-def test_the_account_is_not_wrapped_where_there_is_no_terminal() -> None:
-    choices = [Choice(index, finish_reason=FinishReason.LENGTH) for index in range(20)]
-    stream = io.StringIO()
-    print_account(Completion(choices=choices, usage=Usage(3, 2, 3)), Console(file=stream, width=80))
-    assert stream.getvalue().count("\n") == 1
-    assert stream.getvalue().endswith(", length\n")
-
-
-def test_version() -> None:
-    result = CliRunner().invoke(main, ["--version"])
-    assert result.exit_code == 0
-    assert result.stdout == f"baton, version {version('baton')}\n"
-
-
-async def test_quiet() -> None:
-    assert (await generate(Router(), "hello", "--quiet")).stderr == ""
-
-
 async def test_json_is_one_object_with_all_choices() -> None:
     result = await generate(Router(), "hello", "--json", "--logprobs=1", "-n", "2")
     answer = json.loads(result.stdout)
@@ -73,7 +50,8 @@ async def test_json_is_one_object_with_all_choices() -> None:
 
 
 async def test_several_choices_are_shown_whole() -> None:
-    assert (await generate(Router(), "hello", "-n", "2", "--quiet")).stdout == "[0] ab\n[1] xy\n"
+    result = await generate(Router(), "hello", "-n", "2", "--quiet")
+    assert (result.stdout, result.stderr) == ("[0] ab\n[1] xy\n", "")
 
 
 PROGRESS = [
@@ -238,21 +216,9 @@ def test_a_bad_file_is_named(content: bytes | None, flag: str, part: str, tmp_pa
     assert part in result.stderr
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        [],
-        ["hello", "--token-ids=1"],
-        ["--token-ids=1,x"],
-        ["hello", "--logit-bias=5", "x"],
-        ["hello", "--target=nowhere"],
-        ["--nope"],
-        ["hello", "--logprobs=1"],
-        ["hello", "--prompt-logprobs=0"],
-    ],
-)
-def test_usage(arguments: list[str]) -> None:
-    assert CliRunner().invoke(main, ["generate", *arguments]).exit_code == 2
+@pytest.mark.parametrize("arguments", ["hello --token-ids=1", "--token-ids=1,x", "hello --logprobs=1"])
+def test_usage(arguments: str) -> None:
+    assert CliRunner().invoke(main, ["generate", *arguments.split()]).exit_code == 2
 
 
 def test_ctrl_c_while_modules_load_ends_quietly() -> None:

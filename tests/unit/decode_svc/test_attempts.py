@@ -37,6 +37,12 @@ def committed(attempts: Attempts, ours: DecodeAttempt, **handoff: object) -> int
     return (first is not None) + attempts.pending_choices
 
 
+def started(attempts: Attempts, request: Reserve) -> DecodeAttempt:
+    attempt = attempts.reserve(1, request, 0.0)
+    attempts.start(attempt, 0.0)
+    return attempt
+
+
 def forked(attempts: Attempts, ours: DecodeAttempt, ready: Handoff, now: float = 0.0) -> list[DecodeSequence]:
     """All sequences of an attempt, begun at once."""
     first = attempts.commit(ours, ready, 1.0, now)
@@ -157,8 +163,7 @@ def test_further_choices_take_their_pages_one_by_one_and_the_last_takes_the_cont
 def test_a_fork_without_pages_changes_nothing_and_its_attempt_keeps_its_turn() -> None:
     fake = engine(pages=5)
     attempts = of(fake)
-    attempt = attempts.reserve(1, Reserve(KEY, 6, 6, 3), 0.0)
-    attempts.start(attempt, 0.0)
+    attempt = started(attempts, Reserve(KEY, 6, 6, 3))
     ready = prefill([1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=6, seed=1, n=3), choices=range(3)).handoff
     attempts.commit(attempt, ready, 0.0, 0.0)
     with pytest.raises(OutOfPages):
@@ -185,8 +190,7 @@ def test_the_oldest_attempt_and_the_one_with_the_fewest_pending_choices_lead_alt
 def test_a_pending_choice_that_is_cancelled_never_runs_and_the_last_gives_the_context_back() -> None:
     fake = engine()
     attempts = of(fake)
-    attempt = attempts.reserve(1, Reserve(KEY, 5, 4, 3), 0.0)
-    attempts.start(attempt, 0.0)
+    attempt = started(attempts, Reserve(KEY, 5, 4, 3))
     ready = prefill([1, 2, 3, 4, 5], SamplingParams(max_tokens=4, seed=1, n=3), choices=range(3)).handoff
     first = attempts.commit(attempt, ready, 0.0, 0.0)
     attempts.join(first.id, 0.0)
@@ -204,8 +208,7 @@ def test_a_pending_choice_that_is_cancelled_never_runs_and_the_last_gives_the_co
 def test_choices_that_ended_with_their_first_token_or_were_cancelled_are_not_decoded() -> None:
     fake = engine()
     attempts = of(fake)
-    attempt = attempts.reserve(1, Reserve(KEY, 5, 4, 4), 0.0)
-    attempts.start(attempt, 0.0)
+    attempt = started(attempts, Reserve(KEY, 5, 4, 4))
     assert attempts.cancel_choice(attempt, 3, 0.0) == []
     ready = prefill([1, 2, 3, 4, 5], SamplingParams(max_tokens=4, seed=1, n=4), choices=range(4)).handoff
     firsts = list(ready.first_tokens)
@@ -222,8 +225,7 @@ def test_choices_that_ended_with_their_first_token_or_were_cancelled_are_not_dec
 def test_with_no_choice_left_nothing_is_decoded_and_the_end_frees_all() -> None:
     fake = engine()
     attempts = of(fake)
-    attempt = attempts.reserve(1, Reserve(KEY, 5, 4, 1), 0.0)
-    attempts.start(attempt, 0.0)
+    attempt = started(attempts, Reserve(KEY, 5, 4, 1))
     first = replace(prefill([1, 2, 3, 4, 5]).handoff.first_tokens[0], finish=FinishReason.STOP)
     assert committed(attempts, attempt, first_tokens=(first,)) == 0
     assert attempts.end(attempt, 0.0) == []
@@ -247,8 +249,7 @@ def test_with_no_choice_left_nothing_is_decoded_and_the_end_frees_all() -> None:
 def test_a_handoff_of_another_shape_is_refused(change: dict[str, object], error: type[BatonError], words: str) -> None:
     fake = engine()
     attempts = of(fake)
-    attempt = attempts.reserve(1, Reserve(KEY, 5, 4, 1), 0.0)
-    attempts.start(attempt, 0.0)
+    attempt = started(attempts, Reserve(KEY, 5, 4, 1))
     with pytest.raises(error, match=words):
         committed(attempts, attempt, **change)
     attempts.end(attempt, 0.0)
@@ -257,8 +258,7 @@ def test_a_handoff_of_another_shape_is_refused(change: dict[str, object], error:
 
 def test_a_replay_reserves_what_is_left_and_continues_its_choice() -> None:
     attempts = of(engine())
-    attempt = attempts.reserve(1, Reserve(AttemptKey("r", 1), 7, 2, 1), 0.0)
-    attempts.start(attempt, 0.0)
+    attempt = started(attempts, Reserve(AttemptKey("r", 1), 7, 2, 1))
     params = SamplingParams(max_tokens=4, seed=3, n=4)
     ready = prefill([1, 2, 3, 4, 5], params, attempt=1, choices=[2], outputs=[8, 9]).handoff
     (sequence,) = forked(attempts, attempt, ready)
@@ -288,8 +288,7 @@ def test_every_state_has_the_deadline_of_the_request_or_its_own_if_that_comes_fi
 def test_an_attempt_is_where_the_foremost_of_its_choices_is() -> None:
     fake = engine()
     attempts = of(fake)
-    attempt = attempts.reserve(1, Reserve(KEY, 5, 4, 3), 0.0)
-    attempts.start(attempt, 0.0)
+    attempt = started(attempts, Reserve(KEY, 5, 4, 3))
     ready = prefill([1, 2, 3, 4, 5], SamplingParams(max_tokens=4, seed=1, n=3), choices=range(3))
     one, two, three = (each.id for each in forked(attempts, attempt, ready.handoff))
     assert attempt.life.state is State.SLOT_WAIT
@@ -310,8 +309,7 @@ def test_an_attempt_is_where_the_foremost_of_its_choices_is() -> None:
 def test_the_context_takes_over_its_spare_though_others_wait_for_every_page() -> None:
     fake = engine(pages=9)
     attempts = of(fake)
-    attempt = attempts.reserve(1, Reserve(KEY, 6, 6, 4), 0.0)
-    attempts.start(attempt, 0.0)
+    attempt = started(attempts, Reserve(KEY, 6, 6, 4))
     ready = prefill([1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=6, seed=1, n=4), choices=range(4))
     # A page that is returned for a moment would be taken by others.
     fake.watch_pages(lambda: fake.reserve("thief", 4))

@@ -47,21 +47,22 @@ class Turns:
         pytest.fail(f"{numbers} have not finished, but {self.finished}")
 
     def turn(self) -> StepReport:
-        """One turn and its report, with what changed before the step; a drop of nothing keeps it from waiting."""
+        """One turn, with all that it told as one report; a drop of nothing keeps it from waiting."""
         self.loop.drop([])
         told = len(self.reports)
         assert self.loop.turn()
-        *changes, report = self.reports[told:]
-        assert not [each for each in changes if each.outputs or each.batch]
-        for each in changes:
-            report.joined += each.joined
-            report.failures = each.failures + report.failures
-        for output in report.outputs:
+        whole = StepReport()
+        for each in self.reports[told:]:
+            whole.joined += each.joined
+            whole.failures += each.failures
+            whole.outputs += each.outputs
+            whole.batch = max(whole.batch, each.batch)
+        for output in whole.outputs:
             assert output.output_index == len(self.tokens[output.id])
             self.tokens[output.id] += [token.token_id for token in output.tokens]
             if output.finish is not None:
                 self.finished[output.id] = output.finish
-        return report
+        return whole
 
 
 def test_a_freed_slot_is_filled_in_the_very_next_step() -> None:
@@ -243,33 +244,8 @@ def test_the_loop_sleeps_without_work_and_stops_when_told() -> None:
     assert turns.engine.audit() == {}
 
 
-class Ahead(Turns):
-    """Turns of a loop whose engine takes a step ahead; a turn's reports are one."""
-
-    def __init__(self, **settings: int) -> None:
-        super().__init__(steps_ahead=1, **settings)
-
-    def turn(self) -> StepReport:
-        """One turn, with all that it told as one report."""
-        self.loop.drop([])
-        told = len(self.reports)
-        assert self.loop.turn()
-        whole = StepReport()
-        for each in self.reports[told:]:
-            whole.joined += each.joined
-            whole.failures += each.failures
-            whole.outputs += each.outputs
-            whole.batch = max(whole.batch, each.batch)
-        for output in whole.outputs:
-            assert output.output_index == len(self.tokens[output.id])
-            self.tokens[output.id] += [token.token_id for token in output.tokens]
-            if output.finish is not None:
-                self.finished[output.id] = output.finish
-        return whole
-
-
 def test_each_step_is_launched_before_the_one_before_it_is_emitted() -> None:
-    turns = Ahead()
+    turns = Turns(steps_ahead=1)
     turns.add(1, [3, 1, 4], 4)
     emitted = [len(turns.turn().outputs) for _ in range(4)]
     # The last turn finds the end in the third step, and has launched a fourth: it is read at once.
@@ -280,7 +256,7 @@ def test_each_step_is_launched_before_the_one_before_it_is_emitted() -> None:
 
 
 def test_tokens_and_ends_are_those_of_single_steps() -> None:
-    turns = Ahead(slots=2, eos_token_ids=frozenset(range(0, 1000, 9)))  # type: ignore[arg-type]
+    turns = Turns(steps_ahead=1, slots=2, eos_token_ids=frozenset(range(0, 1000, 9)))  # type: ignore[arg-type]
     single = Turns(slots=2, eos_token_ids=frozenset(range(0, 1000, 9)))  # type: ignore[arg-type]
     for number in range(1, 9):
         for each in (turns, single):
@@ -294,7 +270,7 @@ def test_tokens_and_ends_are_those_of_single_steps() -> None:
 
 
 def test_a_freed_slot_is_filled_in_the_next_step_launched_after_its_end_is_known() -> None:
-    turns = Ahead(slots=1)
+    turns = Turns(steps_ahead=1, slots=1)
     turns.add(1, [1], 3)
     turns.add(2, [2], 3)
     turns.until_finished(1, 2)
@@ -304,7 +280,7 @@ def test_a_freed_slot_is_filled_in_the_next_step_launched_after_its_end_is_known
 
 
 def test_a_cancelled_sequence_drops_the_token_in_flight_and_its_pages_return() -> None:
-    turns = Ahead()
+    turns = Turns(steps_ahead=1)
     turns.add(1, [1], 8)
     turns.add(2, [2], 8)
     turns.turn()
@@ -319,7 +295,7 @@ def test_a_cancelled_sequence_drops_the_token_in_flight_and_its_pages_return() -
 
 
 def test_the_loop_does_not_sleep_on_an_unread_step() -> None:
-    turns = Ahead()
+    turns = Turns(steps_ahead=1)
     turns.add(1, [1], 8)
     turns.turn()
     turns.loop._free([1])
@@ -329,7 +305,7 @@ def test_the_loop_does_not_sleep_on_an_unread_step() -> None:
 
 
 def test_a_step_that_cant_be_launched_comes_after_the_one_in_flight() -> None:
-    turns = Ahead()
+    turns = Turns(steps_ahead=1)
     for number in (1, 2, 3):
         turns.add(number, [number], 2 if number == 1 else 4)
     turns.turn()
@@ -345,7 +321,7 @@ def test_a_step_that_cant_be_launched_comes_after_the_one_in_flight() -> None:
 
 
 def test_a_step_that_fails_when_it_is_read_fails_its_batch_and_the_next_one() -> None:
-    turns = Ahead(slots=2)
+    turns = Turns(steps_ahead=1, slots=2)
     for number in (1, 2, 3):
         turns.add(number, [number], 4)
 
@@ -370,7 +346,7 @@ def test_a_step_that_fails_when_it_is_read_fails_its_batch_and_the_next_one() ->
 
 
 def test_a_sequence_that_is_as_long_as_the_model_allows_ends_there() -> None:
-    turns = Ahead(max_model_len=8)
+    turns = Turns(steps_ahead=1, max_model_len=8)
     sequence = turns.add(1, [1, 2, 3], 40)
     sequence.state = replace(sequence.state, params=greedy(40))
     turns.until_finished(1)
@@ -379,7 +355,7 @@ def test_a_sequence_that_is_as_long_as_the_model_allows_ends_there() -> None:
 
 
 def test_stopping_waits_for_what_is_in_flight() -> None:
-    turns = Ahead()
+    turns = Turns(steps_ahead=1)
     turns.add(1, [1], 8)
     turns.turn()
     turns.loop.stop()
@@ -388,7 +364,7 @@ def test_stopping_waits_for_what_is_in_flight() -> None:
 
 
 def test_what_the_engine_has_read_by_itself_is_reported_in_order() -> None:
-    turns = Ahead()
+    turns = Turns(steps_ahead=1)
     turns.engine._spec = replace(turns.engine.spec, steps_ahead=2)
     turns.add(1, [3, 1, 4], 9)
     assert [len(turns.turn().outputs) for _ in range(3)] == [0, 0, 1]

@@ -43,6 +43,14 @@ def record(scheduler: DecodeScheduler, one: DecodeSequence, *tokens: int, now: f
     return scheduler.record_tokens(one, [TokenInfo(token) for token in tokens], now)
 
 
+def admitted(*sequences: DecodeSequence, spec: EngineSpec = SPEC, now: float = 0.0) -> DecodeScheduler:
+    """A scheduler that has given slots to these, as far as there are any."""
+    scheduler = DecodeScheduler(spec)
+    scheduler.add(sequences)
+    scheduler.admit(now)
+    return scheduler
+
+
 def test_slots_go_to_those_that_were_ready_first() -> None:
     scheduler = DecodeScheduler(SPEC)
     scheduler.add([sequence(5), sequence(2)])
@@ -53,10 +61,8 @@ def test_slots_go_to_those_that_were_ready_first() -> None:
 
 
 def test_a_slot_is_free_for_the_next_as_soon_as_a_sequence_ends() -> None:
-    scheduler = DecodeScheduler(SPEC)
     last = sequence(1, max_tokens=2)
-    scheduler.add([last, sequence(2), sequence(3)])
-    scheduler.admit(0.0)
+    scheduler = admitted(last, sequence(2), sequence(3))
     output = record(scheduler, last, 60)
     assert output is not None
     assert (output.output_index, output.finish) == (1, FinishReason.LENGTH)
@@ -64,10 +70,8 @@ def test_a_slot_is_free_for_the_next_as_soon_as_a_sequence_ends() -> None:
 
 
 def test_tokens_after_the_one_that_ends_a_sequence_are_left_out() -> None:
-    scheduler = DecodeScheduler(SPEC)
     one = sequence(1, max_tokens=9)
-    scheduler.add([one])
-    scheduler.admit(0.0)
+    scheduler = admitted(one)
     output = record(scheduler, one, 60, 1, 61)
     assert output is not None
     assert [token.token_id for token in output.tokens] == [60, 1]
@@ -76,10 +80,8 @@ def test_tokens_after_the_one_that_ends_a_sequence_are_left_out() -> None:
 
 
 def test_steps_that_were_read_together_are_taken_over_one_after_the_other() -> None:
-    scheduler = DecodeScheduler(SPEC)
     one = sequence(1, max_tokens=4)
-    scheduler.add([one])
-    scheduler.admit(0.0)
+    scheduler = admitted(one)
     one.output_ids += [60, 61, 62, 63]
     outputs = [scheduler.record_tokens(one, [TokenInfo(token)], 0.0) for token in (60, 61, 62, 63)]
     assert outputs[3] is None, "it had ended"
@@ -88,10 +90,8 @@ def test_steps_that_were_read_together_are_taken_over_one_after_the_other() -> N
 
 
 def test_a_sequence_ends_at_the_models_length_whatever_it_may_generate() -> None:
-    scheduler = DecodeScheduler(replace(SPEC, max_model_len=6))
     one = sequence(1, max_tokens=50)
-    scheduler.add([one])
-    scheduler.admit(0.0)
+    scheduler = admitted(one, spec=replace(SPEC, max_model_len=6))
     first = record(scheduler, one, 60)
     second = record(scheduler, one, 61)
     assert first is not None
@@ -100,10 +100,8 @@ def test_a_sequence_ends_at_the_models_length_whatever_it_may_generate() -> None
 
 
 def test_timings_come_once_and_are_durations() -> None:
-    scheduler = DecodeScheduler(SPEC)
     one = sequence(1, ready_at=100.0)
-    scheduler.add([one])
-    scheduler.admit(100.25)
+    scheduler = admitted(one, now=100.25)
     first = record(scheduler, one, 60, now=100.75)
     second = record(scheduler, one, 61, now=101.0)
     assert first is not None
@@ -115,10 +113,8 @@ def test_timings_come_once_and_are_durations() -> None:
 
 
 def test_dropping_takes_a_sequence_out_wherever_it_is_and_only_once() -> None:
-    scheduler = DecodeScheduler(SPEC)
     running = sequence(1)
-    scheduler.add([running, sequence(2), sequence(3)])
-    scheduler.admit(0.0)
+    scheduler = admitted(running, sequence(2), sequence(3))
     assert ids(scheduler.drop([3, 1, 77])) == [3, 1]
     assert scheduler.drop([3, 1]) == []
     assert (scheduler.running, scheduler.waiting) == (1, 0)
@@ -126,10 +122,8 @@ def test_dropping_takes_a_sequence_out_wherever_it_is_and_only_once() -> None:
 
 
 def test_no_tokens_are_nothing_to_tell() -> None:
-    scheduler = DecodeScheduler(SPEC)
     one = sequence(1)
-    scheduler.add([one])
-    scheduler.admit(0.0)
+    scheduler = admitted(one)
     assert record(scheduler, one) is None
     assert scheduler.running == 1
 
@@ -138,19 +132,15 @@ LONG = replace(SPEC, max_model_len=1000, slots=3)
 
 
 def test_those_without_room_for_the_next_token_are_told_oldest_first() -> None:
-    scheduler = DecodeScheduler(LONG)
     full = {number: sequence(number, age=age, capacity=3) for number, age in ((1, 7), (2, 5), (3, 5))}
-    scheduler.add(full.values())
-    scheduler.admit(0.0)
+    scheduler = admitted(*full.values(), spec=LONG)
     assert ids(scheduler.sequences_to_extend()) == [2, 3, 1]
     full[2].handle.capacity = 4  # type: ignore[misc]
     assert ids(scheduler.sequences_to_extend()) == [3, 1]
 
 
 def test_the_youngest_by_reservation_is_named_wherever_it_is() -> None:
-    scheduler = DecodeScheduler(replace(LONG, slots=2))
-    scheduler.add([sequence(1, age=7), sequence(2, age=5), sequence(3, age=6)])
-    scheduler.admit(0.0)
+    scheduler = admitted(sequence(1, age=7), sequence(2, age=5), sequence(3, age=6), spec=replace(LONG, slots=2))
     found = []
     while not scheduler.idle:
         youngest = scheduler.youngest()
@@ -161,15 +151,12 @@ def test_the_youngest_by_reservation_is_named_wherever_it_is() -> None:
 
 def test_missing_pages_are_what_the_batch_needs_to_go_on_for_a_while_or_to_its_end() -> None:
     # Pages of 16 tokens. A sequence has 4 tokens and goes on for 64: 68 tokens are 5 pages.
-    scheduler = DecodeScheduler(LONG)
-    scheduler.add([sequence(1, max_tokens=500, capacity=16), sequence(2, max_tokens=500, capacity=16 * 9)])
-    scheduler.add([sequence(3, max_tokens=20, capacity=16), sequence(4, max_tokens=500, capacity=0)])
-    scheduler.admit(0.0)
+    first, second = sequence(1, max_tokens=500, capacity=16), sequence(2, max_tokens=500, capacity=16 * 9)
+    third, fourth = sequence(3, max_tokens=20, capacity=16), sequence(4, max_tokens=500, capacity=0)
+    scheduler = admitted(first, second, third, fourth, spec=LONG)
     # 4 for the first, none for the second, 1 to the end of the third; the fourth waits.
     assert scheduler.missing_pages() == 5
-    short = DecodeScheduler(replace(LONG, max_model_len=30))
-    short.add([sequence(1, max_tokens=500, capacity=16)])
-    short.admit(0.0)
+    short = admitted(sequence(1, max_tokens=500, capacity=16), spec=replace(LONG, max_model_len=30))
     assert short.missing_pages() == 1
 
 

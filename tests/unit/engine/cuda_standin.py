@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from baton.model.attention.flash_backend import FlashAttention, FlashKernels
+from baton.model.attention.flash_backend import FlashAttention
 from tests.unit.model.flash_standin import KERNELS
 
 
@@ -114,30 +114,4 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     return made
 
 
-def with_kvcache(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    cache_seqlens: Tensor,
-    block_table: Tensor,
-    causal: bool,
-    window_size: tuple[int, int],
-) -> Tensor:
-    """flash-attn's kernel for steps, which like the real one learns lengths and pages from tensors alone."""
-    assert causal
-    group = q.shape[2] // keys.shape[2]
-    k, v = (
-        part[block_table.long()].flatten(1, 2).repeat_interleave(group, dim=2).transpose(1, 2)
-        for part in (keys, values)
-    )
-    places = torch.arange(k.shape[2])[None]
-    seen = places < cache_seqlens[:, None]
-    if window_size[0] != -1:
-        seen &= places >= cache_seqlens[:, None] - 1 - window_size[0]
-    scores = (q.transpose(1, 2) @ k.transpose(2, 3)) * q.shape[3] ** -0.5
-    weights = scores.masked_fill(~seen[:, None, None], float("-inf")).softmax(-1)
-    return (weights @ v).transpose(1, 2)
-
-
-FLASH = FlashAttention(FlashKernels(with_kvcache, KERNELS.varlen))
+FLASH = FlashAttention(KERNELS)

@@ -174,20 +174,16 @@ def test_the_host_is_a_few_layers_ahead_of_the_device(cuda: Cuda, monkeypatch: p
 def test_a_write_that_fails_midway_is_waited_for(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pages may have another owner as soon as it has raised."""
     kv, waited = cache_of(torch.float32), []
-    parts = TorchMemory(kv).read([1], 0, range(PAGE), range(HEADS))
+    source, memory = TorchMemory(kv), CudaMemory(kv)
+    keys, values = source.read([1], 0, range(PAGE), range(HEADS))
+    (payload,) = source.read_blocks([1], 0, PAGE, 1)
     monkeypatch.setattr(Event, "synchronize", lambda event: waited.append(event))
     with pytest.raises(RuntimeError):
-        CudaMemory(kv).write([3], 0, 0, 0, [parts[0], replace(parts[1], shape=(PAGE + 1, HEADS, WIDTH))])
+        memory.write([3], 0, 0, 0, [keys, replace(values, shape=(PAGE + 1, HEADS, WIDTH))])
     assert len(waited) == 1
-
-
-def test_blocks_that_fail_midway_are_waited_for(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    kv, waited = cache_of(torch.float32), []
-    (payload,) = TorchMemory(kv).read_blocks([1], 0, PAGE, 1)
-    monkeypatch.setattr(Event, "synchronize", lambda event: waited.append(event))
     with pytest.raises(RuntimeError):
-        CudaMemory(kv).write_blocks([3, 4], 0, PAGE, [payload, payload[:-1]])
-    assert len(waited) == 1
+        memory.write_blocks([3, 4], 0, PAGE, [payload, payload[:-1]])
+    assert len(waited) == 2
 
 
 def test_blocks_of_a_device_are_read_after_their_kernels(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:

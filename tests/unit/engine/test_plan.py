@@ -1,8 +1,8 @@
-"""Plans are all that a ModelRunner is given: sent as JSON, they make another one choose the same tokens."""
+"""Plans are all that a ModelRunner is given: copied, they make another one choose the same tokens."""
 
 from __future__ import annotations
 
-import json
+import pickle
 from array import array
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -21,7 +21,7 @@ from baton.engine.plan import ForwardPlan, Growth, Join, PlanResult, PromptInput
 from baton.errors import EngineError
 from baton.kv.format import KvFormat, KvPart
 from baton.model.attention.segments import Segment, SegmentViews
-from baton.request import SamplingParams, SequenceState
+from baton.request import SequenceState
 from tests.checkpoints import make_checkpoint
 from tests.contract.engines import MIXED, ExecutorStub, start, state
 
@@ -52,34 +52,8 @@ def runner(model: LoadedModel, spec: EngineSpec) -> Callable[[], ModelRunner]:
     return lambda: ModelRunner(model, model.new_kv_cache(60, 16), spec)
 
 
-def state_of(data: dict[str, Any]) -> SequenceState:
-    params = {key: tuple(map(tuple, v)) if key == "logit_bias" else v for key, v in data["params"].items()}
-    return SequenceState(SamplingParams(**params), data["prompt_ids"], data["output_ids"], data["choice_index"])
-
-
 def pages(numbers: list[int]) -> array[int]:
     return array("q", numbers)
-
-
-def row_of(data: dict[str, Any]) -> Row:
-    source = data["source"]
-    if isinstance(source, dict):
-        source = PromptInput(
-            **{**source, "pages": pages(source["pages"]), "sample": tuple(map(state_of, source["sample"]))}
-        )
-    return Row(source, data["start"], data["count"], tuple(data["sampled"]))
-
-
-def plan_of(text: str) -> ForwardPlan:
-    """A plan from JSON."""
-    data = json.loads(text)
-    return ForwardPlan(
-        data["reset"],
-        tuple(data["left"]),
-        tuple(Join(each["slot"], pages(each["pages"]), state_of(each["state"])) for each in data["joined"]),
-        tuple(Growth(each["slot"], pages(each["pages"])) for each in data["grew"]),
-        tuple(row_of(each) for each in data["rows"]),
-    )
 
 
 def test_another_runner_finds_the_same_tokens_in_the_plans(runner: Callable[[], ModelRunner], spec: EngineSpec) -> None:
@@ -89,10 +63,9 @@ def test_another_runner_finds_the_same_tokens_in_the_plans(runner: Callable[[], 
     kinds = set()
 
     def both(plan: ForwardPlan, on_layer: Any = None) -> Callable[[], PlanResult]:
-        sent = json.dumps(asdict(plan), default=list)
-        kinds.update(key for key, value in json.loads(sent).items() if value)
+        kinds.update(key for key, value in asdict(plan).items() if value)
         first = stub.next.launch(plan, on_layer)()
-        results.append((first, second.launch(plan_of(sent))()))
+        results.append((first, second.launch(pickle.loads(pickle.dumps(plan)))()))
         if len(results) == 9:
             raise EngineError("lost on its way")
         return lambda: first

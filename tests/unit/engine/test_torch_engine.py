@@ -1,9 +1,7 @@
 """The torch engine alone: the build from a config, equality with transformers, failures of the model."""
 
 import json
-import re
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +18,6 @@ from baton.engine.factory import build
 from baton.errors import ConfigError, EngineError
 from baton.model.attention import KvCache, SegmentRing
 from baton.model.zeros import RegistrationError
-from baton.native import library
 from baton.request import SamplingParams
 from tests.checkpoints import lively_prompt, load_reference, make_checkpoint
 from tests.contract.engines import MIXED, compute_between_layers, generate, ignore, prefill, start, state, step
@@ -116,17 +113,6 @@ def test_more_memory_than_there_is_names_the_field(checkpoint: Path, monkeypatch
         engine_of(checkpoint, kv_memory=900 << 30)
 
 
-def test_what_was_loaded_is_logged_once(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "baton.engine.factory"):
-        engine_of(checkpoint, kv_dtype="bfloat16", page_size=8, kv_memory=4 * 4608 + 1)
-    (message,) = (each for each in caplog.messages if each.startswith("loaded"))
-    assert re.search(
-        r"llama\d* on cpu in .* s: float32, KV bfloat16 in 4 pages of 8 tokens \(18432 bytes\), "
-        r"max_model_len 1024, slots 4, threads 1, \d+ of \d+ MiB of memory in huge pages$",
-        message,
-    )
-
-
 def test_greedy_equals_transformers(checkpoint: Path) -> None:
     model = load_reference(checkpoint)
     prompt, reference = lively_prompt(model, 40, 48)
@@ -212,15 +198,6 @@ def test_a_step_failed_between_layers_runs_again(checkpoint: Path, layer: int, m
     assert [outputs for _, outputs in running] == [expected[0], expected[1], expected[2][:6]]
 
 
-def test_a_backend_that_can_not_be_loaded_fails_the_build(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_args: Any) -> None:
-        raise ImportError("undefined symbol")
-
-    monkeypatch.setattr(model_runner, "select", fail)
-    with pytest.raises(ImportError, match="undefined symbol"):
-        engine_of(checkpoint, kernels="torch")
-
-
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_work_within_a_layer_is_counted_while_it_is_done(checkpoint: Path, tmp_path: Path, kernels: str) -> None:
     tokens, end = 100, 1 << 16
@@ -254,29 +231,7 @@ def test_work_within_a_layer_is_counted_while_it_is_done(checkpoint: Path, tmp_p
     assert second - first >= (2 if kernels == "torch" else 3 * 2 * 63)
 
 
-@pytest.fixture
-def no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Stands for an installation where no native kernels were compiled."""
-    monkeypatch.setenv("BATON_NATIVE_LIBRARY", str(tmp_path / "none.so"))
-    library.load.cache_clear()
-    yield
-    library.load.cache_clear()
-
-
-@pytest.mark.usefixtures("no_library")
-def test_the_log_tells_which_kernels_run_and_why(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", factory.__name__):
-        engine_of(checkpoint)
-        engine_of(checkpoint, kernels="torch")
-    found, configured = (each for each in caplog.messages if each.startswith("kernels: torch ("))
-    assert "none.so does not exist" in found
-    assert configured == "kernels: torch (as configured)"
-
-
-@pytest.mark.usefixtures("no_library")
-def test_native_kernels_that_are_demanded_and_missing_end_the_start(checkpoint: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^kernels: native can't be used: .*none\.so does not exist"):
-        engine_of(checkpoint, kernels="native")
+def test_native_kernels_run_on_a_cpu_alone() -> None:
     with pytest.raises(ConfigError, match=r"^kernels: native ones run on a CPU, the device is meta"):
         factory.kernels_for("native", torch.device("meta"))
 

@@ -36,15 +36,24 @@ def flash_attn_with_kvcache(
     causal: bool,
     window_size: tuple[int, int],
 ) -> Tensor:
-    """`q` `[batch, new tokens, heads, head_dim]`; caches `[pages, page_size, kv_heads, head_dim]`."""
+    """One new token of each: `q` `[batch, 1, heads, head_dim]`, caches `[pages, page_size, kv_heads, head_dim]`.
+
+    Like the real one it learns lengths and pages from tensors alone.
+    """
     assert causal
     assert cache_seqlens.dtype == block_table.dtype == torch.int32
-    rows = zip(q, block_table, cache_seqlens.tolist(), strict=True)
-    outs = [
-        dense(one, _paged(k_cache, table, length), _paged(v_cache, table, length), _window(window_size))
-        for one, table, length in rows
-    ]
-    return torch.stack(outs).to(q.dtype)
+    group, window = q.shape[2] // k_cache.shape[2], _window(window_size)
+    k, v = (
+        part[block_table.long()].flatten(1, 2).float().repeat_interleave(group, dim=2).transpose(1, 2)
+        for part in (k_cache, v_cache)
+    )
+    places = torch.arange(k.shape[2])[None]
+    seen = places < cache_seqlens[:, None]
+    if window is not None:
+        seen &= places >= cache_seqlens[:, None] - window
+    scores = (q.float().transpose(1, 2) @ k.transpose(2, 3)) * q.shape[3] ** -0.5
+    weights = scores.masked_fill(~seen[:, None, None], float("-inf")).softmax(-1)
+    return (weights @ v.masked_fill(~seen[:, None, :, None], 0)).transpose(1, 2).to(q.dtype)
 
 
 def flash_attn_varlen_func(

@@ -5,8 +5,7 @@ from inspect import signature
 import pytest
 import torch
 
-from baton.kv.format import attention_parts
-from baton.model.attention import AttentionBackend, AttentionBatch, KvCache, flash_backend, select, torch_backend
+from baton.model.attention import AttentionBackend, AttentionBatch, flash_backend, select, torch_backend
 from baton.model.attention.flash_backend import FlashAttention
 from baton.model.attention.torch_backend import TorchAttention
 from baton.model.attention.varlen_backend import VarlenAttention
@@ -121,11 +120,3 @@ def test_batch_derives_positions_and_slots() -> None:
 def test_impossible_batches_are_refused(query_lens: list[int], context_lens: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AttentionBatch.build(query_lens, context_lens, torch.zeros(2, 2, dtype=torch.int32), 4)
-
-
-def test_cache_describes_itself() -> None:
-    parts = attention_parts("bfloat16", 2, 8)
-    kv = KvCache.allocate(parts, num_layers=3, num_pages=5, page_size=16, device=CPU)
-    assert (kv.num_layers, kv.num_pages, kv.page_size, kv.kv_heads, kv.head_dim) == (3, 5, 16, 2, 8)
-    assert kv.page_bytes == 2 * 3 * 16 * 2 * 8 * 2
-    assert list(kv.parts) == [part.name for part in parts]

@@ -179,10 +179,6 @@ def test_an_index_can_not_lead_out_of_the_directory(checkpoint: Path, tmp_path: 
         load_model(checkpoint, dtype=torch.float32)
 
 
-def test_a_directory_resolves_to_itself(tmp_path: Path) -> None:
-    assert resolve(str(tmp_path)) == tmp_path
-
-
 def test_an_unreachable_name_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)

@@ -142,15 +142,6 @@ def test_with_a_library_native_kernels_run_unless_torch_is_demanded(monkeypatch:
     assert select_kernels("torch").library is None
 
 
-@needs_compiler
-@pytest.mark.usefixtures("not_loaded")
-def test_a_stale_library_is_not_used(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BATON_NATIVE_LIBRARY", str(compiled))
-    assert "is stale" in str(select_kernels("auto"))
-    with pytest.raises(ConfigError, match="is stale"):
-        select_kernels("native")
-
-
 @needs_native
 @pytest.mark.usefixtures("not_loaded")
 def test_a_variable_chooses_an_older_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -309,14 +309,8 @@ def test_without_space_none_share(path: str, monkeypatch: pytest.MonkeyPatch, ca
 def test_a_worker_without_space_is_not_killed(tmp_path: Path, case: str) -> None:
     command = [sys.executable, "-c", CROWDED, f"{tmp_path}/packed", case]
     if case != "limited":
-        mounted = [
-            "unshare",
-            "--map-root-user",
-            "--mount",
-            "sh",
-            "-c",
-            'mount -t tmpfs -o size=1m none "$0" && exec "$@"',
-        ]
+        mount = 'mount -t tmpfs -o size=1m none "$0" && exec "$@"'
+        mounted = ["unshare", "--map-root-user", "--mount", "sh", "-c", mount]
         if not shutil.which("unshare") or subprocess.run([*mounted, tmp_path, "true"], capture_output=True).returncode:
             pytest.skip("this user may mount no tmpfs")
         command = [*mounted, str(tmp_path), *command]

@@ -102,93 +102,82 @@ async def test_a_worker_that_fails_while_it_drains_ends_with_an_error() -> None:
     assert await asyncio.wait_for(serving, 60) == 1
 
 
-ENDING = """
-import asyncio, atexit, contextlib, os, signal, sys
+BEGIN = """
+import asyncio, atexit, contextlib, os, signal, socket, sys, threading
 from dataclasses import dataclass
 from baton.process.service import main
-
-class Service:
-    listening = "x=1"
-    async def drain(self):
-        print("drained")
-
-@contextlib.asynccontextmanager
-async def run(settings):
-    service = Service()
-    service.failed = asyncio.get_running_loop().create_future()
-    asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
-    yield service
-    print("stopped")
 
 @dataclass(frozen=True)
 class Settings:
     pass
 
-atexit.register(print, "taken apart")
-sys.exit(main("decode", "decode_svc", Settings, run))
-"""
-
-
-async def test_the_process_ends_when_all_is_stopped_and_takes_nothing_apart() -> None:
-    child = await asyncio.create_subprocess_exec(sys.executable, "-c", ENDING, stdout=PIPE, stderr=PIPE)
-    async with asyncio.timeout(60):
-        said, errors = await child.communicate()
-    assert (child.returncode, said) == (0, b"listening x=1\ndrained\nstopped\n"), errors
-
-
-LOOKING_UP = """
-import asyncio, contextlib, socket, sys, threading
-from dataclasses import dataclass
-from baton.process.service import main
-
-def getaddrinfo(*_, **__):
-    print("looking up", flush=True)
-    threading.Event().wait()
-
 class Service:
     listening = "x=1"
+    def __init__(self):
+        self.failed = asyncio.get_running_loop().create_future()
     async def drain(self):
-        pass
+        print("drained", flush=True)
+"""
+END = 'sys.exit(main("decode", "decode_svc", Settings, run))'
+
 
 @contextlib.asynccontextmanager
-async def run(settings):
-    loop = asyncio.get_running_loop()
-    socket.getaddrinfo = getaddrinfo
-    look_up = asyncio.ensure_future(loop.getaddrinfo("name", 1))
-    service = Service()
-    service.failed = loop.create_future()
-    yield service
-    look_up.cancel()
-    print("stopped", flush=True)
-
-@dataclass(frozen=True)
-class Settings:
-    pass
-
-sys.exit(main("decode", "decode_svc", Settings, run))
-"""
-
-
-async def test_a_look_up_of_a_name_that_hangs_does_not_hold_up_the_end() -> None:
-    child = await asyncio.create_subprocess_exec(sys.executable, "-c", LOOKING_UP, stdout=PIPE, stderr=PIPE)
+async def script(*parts: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A process of a service whose code has these parts, killed at the end."""
+    code = "\n".join([BEGIN, *parts, END])
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=PIPE, stderr=PIPE)
     try:
         async with asyncio.timeout(60):
-            said = {await child.stdout.readline(), await child.stdout.readline()}
-            child.send_signal(signal.SIGTERM)
-            rest, errors = await child.communicate()
-        assert said == {b"listening x=1\n", b"looking up\n"}
-        assert (child.returncode, rest) == (0, b"stopped\n"), errors
+            yield child
     finally:
         if child.returncode is None:
             child.kill()
             await child.wait()
 
 
-LOADING = """
-import asyncio, contextlib, sys, threading
-from dataclasses import dataclass
-from baton.process.service import main
+ENDING = """
+@contextlib.asynccontextmanager
+async def run(settings):
+    service = Service()
+    asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
+    yield service
+    print("stopped")
 
+atexit.register(print, "taken apart")
+"""
+
+
+async def test_the_process_ends_when_all_is_stopped_and_takes_nothing_apart() -> None:
+    async with script(ENDING) as child:
+        said, errors = await child.communicate()
+    assert (child.returncode, said) == (0, b"listening x=1\ndrained\nstopped\n"), errors
+
+
+LOOKING_UP = """
+def getaddrinfo(*_, **__):
+    print("looking up", flush=True)
+    threading.Event().wait()
+
+@contextlib.asynccontextmanager
+async def run(settings):
+    socket.getaddrinfo = getaddrinfo
+    look_up = asyncio.ensure_future(asyncio.get_running_loop().getaddrinfo("name", 1))
+    yield Service()
+    look_up.cancel()
+    print("stopped", flush=True)
+"""
+
+
+async def test_a_look_up_of_a_name_that_hangs_does_not_hold_up_the_end() -> None:
+    async with script(LOOKING_UP) as child:
+        said = {await child.stdout.readline(), await child.stdout.readline()}
+        child.send_signal(signal.SIGTERM)
+        rest, errors = await child.communicate()
+    assert said == {b"listening x=1\n", b"looking up\n"}
+    assert (child.returncode, rest) == (0, b"drained\nstopped\n"), errors
+
+
+LOADING = """
 @contextlib.asynccontextmanager
 async def run(settings):
     def load():
@@ -199,13 +188,6 @@ async def run(settings):
     finally:
         print("left", flush=True)
     yield
-
-@dataclass(frozen=True)
-class Settings:
-    pass
-
-{before}
-sys.exit(main("decode", "decode_svc", Settings, run))
 """
 IMPORTING = """
 def run(settings):
@@ -215,19 +197,11 @@ def run(settings):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize(("before", "said"), [("", b"loading\nleft\n"), (IMPORTING, b"importing\n")])
-async def test_a_signal_during_the_start_ends_it_at_once(number: signal.Signals, before: str, said: bytes) -> None:
-    script = LOADING.format(before=before)
-    child = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=PIPE, stderr=PIPE)
-    try:
-        async with asyncio.timeout(60):
-            first = await child.stdout.readline()
-            child.send_signal(number)
-        async with asyncio.timeout(60):
-            rest, errors = await child.communicate()
-        assert (child.returncode, first + rest) == (0, said), errors
-        assert b"Traceback" not in errors
-    finally:
-        if child.returncode is None:
-            child.kill()
-            await child.wait()
+@pytest.mark.parametrize(("code", "said"), [(LOADING, b"loading\nleft\n"), (IMPORTING, b"importing\n")])
+async def test_a_signal_during_the_start_ends_it_at_once(number: signal.Signals, code: str, said: bytes) -> None:
+    async with script(code) as child:
+        first = await child.stdout.readline()
+        child.send_signal(number)
+        rest, errors = await child.communicate()
+    assert (child.returncode, first + rest) == (0, said), errors
+    assert b"Traceback" not in errors

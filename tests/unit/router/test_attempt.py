@@ -20,6 +20,16 @@ from router.workers.pool import Pool
 from tests.unit.router.dispatching import FakePool, dispatcher, settle
 
 
+def attempt_of(pool: FakePool, threads: Threads, **fields: Any) -> tuple[Attempt, OutputProcessor]:
+    """An attempt at one token after a prompt of two."""
+    now = asyncio.get_running_loop().time
+    config = RouterConfig(prefill=("p:1",), decode=("d:1",))
+    deps = AttemptDeps(cast(Pool, pool), dispatcher(pool), config, AbandonCalls(), None, threads)
+    request = Request("r", [1, 2], SamplingParams(max_tokens=1, seed=1), 1, now(), **fields)
+    output = OutputProcessor(request, now)
+    return Attempt(deps, RequestState(request, output), (0,), RetryHistory()), output
+
+
 async def outcome(monkeypatch: pytest.MonkeyPatch, *, arrives: bool) -> OutputProcessor:
     """Run an attempt whose last token arrives after its deadline's timer went off, and before it is judged; or not."""
     loop = asyncio.get_running_loop()
@@ -40,14 +50,8 @@ async def outcome(monkeypatch: pytest.MonkeyPatch, *, arrives: bool) -> OutputPr
         await loop.create_future()
 
     monkeypatch.setattr(router.request_runner, "call_prefill", prefill)
-    config = RouterConfig(prefill=("p:1",), decode=("d:1",))
-    pool = FakePool()
-    deps = AttemptDeps(cast(Pool, pool), dispatcher(pool), config, AbandonCalls(), None, Threads(1))
-    params = SamplingParams(max_tokens=1, seed=1)
-    now = loop.time()
-    request = Request("r", [1, 2], params, 1, now, deadline=deadline)
-    output = OutputProcessor(request, loop.time)
-    await Attempt(deps, RequestState(request, output), (0,), RetryHistory()).run(0.0)
+    attempt, output = attempt_of(FakePool(), Threads(1), deadline=deadline)
+    await attempt.run(0.0)
     return output
 
 
@@ -69,13 +73,8 @@ async def test_a_long_prompt_waits_for_its_tenants_threads_before_its_place(monk
         deliver(Prefilled((FirstToken(0, TokenInfo(7), FinishReason.LENGTH),), 0))
 
     monkeypatch.setattr(router.request_runner, "call_prefill", prefill)
-    pool, loop, threads, busy, go = (
-        FakePool(),
-        asyncio.get_running_loop(),
-        Threads(1, 1),
-        asyncio.Event(),
-        threading.Event(),
-    )
+    pool, loop, threads = FakePool(), asyncio.get_running_loop(), Threads(1, 1)
+    busy, go = asyncio.Event(), threading.Event()
 
     def work() -> None:
         loop.call_soon_threadsafe(busy.set)
@@ -83,11 +82,8 @@ async def test_a_long_prompt_waits_for_its_tenants_threads_before_its_place(monk
 
     working = asyncio.create_task(threads.run("t", work))
     await busy.wait()
-    config = RouterConfig(prefill=("p:1",), decode=("d:1",))
-    deps = AttemptDeps(cast(Pool, pool), dispatcher(pool), config, AbandonCalls(), None, threads)
-    request = Request("r", [1, 2], SamplingParams(max_tokens=1, seed=1), 1, loop.time(), tenant="t")
-    output = OutputProcessor(request, loop.time)
-    attempt = asyncio.create_task(Attempt(deps, RequestState(request, output), (0,), RetryHistory()).run(0.0))
+    made, output = attempt_of(pool, threads, tenant="t")
+    attempt = asyncio.create_task(made.run(0.0))
     await settle()
     early = pool.assignments
     go.set()

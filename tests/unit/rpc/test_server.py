@@ -13,7 +13,6 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from baton import errors
 from baton.pb import inference_pb2 as pb
@@ -265,27 +264,11 @@ async def test_health_follows_set_serving() -> None:
     assert seen == [status.NOT_SERVING, status.SERVING, status.NOT_SERVING]
 
 
-async def test_reflection_lists_the_services() -> None:
-    def names(address: str) -> list[str]:
-        with grpc.insecure_channel(address) as channel:
-            return list(ProtoReflectionDescriptorDatabase(channel).get_services())
-
-    async with serving(Service()) as listener:
-        assert {INFERENCE, "grpc.health.v1.Health"} <= set(await asyncio.to_thread(names, listener.address))
-
-
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "10.1.2.3:80", "example.org:80"])
 async def test_beyond_loopback_only_when_insecure(address: str) -> None:
     with pytest.raises(errors.ConfigError, match="--insecure") as caught:
         await serving(Service(), address).__aenter__()
     assert str(caught.value).startswith(f"address: {address} can be reached")
-
-
-async def test_insecure_binds_everywhere() -> None:
-    async with listen("0.0.0.0:0", insecure=True, add=Service().add, services=[INFERENCE]) as listener:
-        assert listener.address.startswith("0.0.0.0:")
-        async with control_channel(listener.address.replace("0.0.0.0", "127.0.0.1")) as channel:
-            await inference_pb2_grpc.InferenceStub(channel).Tokenize(pb.TokenizeRequest(text="x"))
 
 
 async def test_a_taken_port_is_named() -> None:

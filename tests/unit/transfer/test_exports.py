@@ -42,13 +42,9 @@ def places(frames: list[Any]) -> list[tuple[int, int, int]]:
     return [(f.layer, f.tokens.start, f.tokens.stop) for f in frames if isinstance(f, wire.KvData)]
 
 
-def nothing() -> None:
-    """An end that nobody watches."""
-
-
 async def test_frames_follow_production(exports: ExportRegistry, engine: Engine) -> None:
     handle = prefilled(engine, TOKENS)
-    export = exports.open("t", handle, TOKENS, on_closed=nothing)
+    export = exports.open("t", handle, TOKENS, on_closed=lambda: None)
     seen = []
     async with aclosing(export.frames(whole(TOKENS))) as frames:
         for chunk_end in (5, 12):
@@ -69,7 +65,7 @@ async def test_frames_follow_production(exports: ExportRegistry, engine: Engine)
 
 
 async def test_progress_made_while_a_frame_is_being_sent_is_seen(exports: ExportRegistry, engine: Engine) -> None:
-    export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=nothing)
+    export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=lambda: None)
     export.mark_final(0, 4)
     async with aclosing(export.frames(whole(TOKENS))) as frames:
         await anext(frames)
@@ -113,7 +109,7 @@ async def test_marking_from_a_thread_wakes_the_loop_once_at_a_time(
         wakes.append(getattr(callback, "__name__", ""))
         return original(callback, *args, **kw)
 
-    export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=nothing)
+    export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=lambda: None)
     monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
 
     def mark() -> None:
@@ -130,7 +126,7 @@ async def test_marking_from_a_thread_wakes_the_loop_once_at_a_time(
 
 
 async def test_progress_outside_the_export_is_refused(exports: ExportRegistry, engine: Engine) -> None:
-    export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=nothing)
+    export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=lambda: None)
     with pytest.raises(InvalidRequest, match="layer"):
         export.mark_final(LAYERS, 1)
     with pytest.raises(InvalidRequest, match="token_end"):
@@ -138,7 +134,7 @@ async def test_progress_outside_the_export_is_refused(exports: ExportRegistry, e
 
 
 async def test_a_commit_needs_every_layer_and_happens_once(exports: ExportRegistry, engine: Engine) -> None:
-    export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=nothing)
+    export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=lambda: None)
     mark_all_final(export, TOKENS - 1)
     with pytest.raises(IncompleteTransfer, match="11 of 12 tokens of layer 0"):
         export.commit(handoff(TOKENS))
@@ -174,20 +170,16 @@ async def test_read_ahead_is_one_frame(exports: ExportRegistry, engine: Engine) 
             await anext(frames)
             for _ in range(ahead):
                 assert await asyncio.to_thread(begun.acquire, timeout=60)
-            await asyncio.to_thread(nothing)
+            await asyncio.to_thread(int)
             assert not begun.acquire(blocking=False)
     assert engine.most_in_flight == 1
 
 
 async def test_a_read_that_fails_ends_the_stream(exports: ExportRegistry, engine: Engine) -> None:
     handle = engine.reserve("prefill", TOKENS)
-    prefill_chunk(engine, handle, prompt(TOKENS), 0, TOKENS, on_layer=nothing_for)
-    export = exports.open("t", handle, TOKENS, on_closed=nothing)
+    prefill_chunk(engine, handle, prompt(TOKENS), 0, TOKENS, on_layer=lambda _: None)
+    export = exports.open("t", handle, TOKENS, on_closed=lambda: None)
     mark_all_final(export, TOKENS)
     engine.free(handle)
     with pytest.raises(EngineError):
         await collect(export, whole(TOKENS))
-
-
-def nothing_for(layer: int) -> None:
-    """A layer that nobody waits for."""

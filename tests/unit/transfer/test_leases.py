@@ -38,13 +38,9 @@ async def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def nothing() -> None:
-    """An end that nobody watches."""
-
-
 async def test_the_lease_ends_an_export_without_fetches(exports: ExportRegistry, engine: Engine, clock: Clock) -> None:
     before = count(LEASES_EXPIRED)
-    uncommitted = exports.open("u", prefilled(engine, TOKENS), TOKENS, on_closed=nothing)
+    uncommitted = exports.open("u", prefilled(engine, TOKENS), TOKENS, on_closed=lambda: None)
     _, ends = ready(exports, engine, "t", TOKENS)
     await clock.advance(9.9)
     assert ends == []
@@ -114,6 +110,6 @@ async def test_close_fails_everything(engine: Engine) -> None:
     with pytest.raises(Unavailable):
         await waiting
     with pytest.raises(Unavailable):
-        exports.open("v", prefilled(engine, TOKENS), TOKENS, on_closed=nothing)
+        exports.open("v", prefilled(engine, TOKENS), TOKENS, on_closed=lambda: None)
     await exports.wait_closed()
     assert ends == ["t"]

@@ -15,7 +15,6 @@ from baton.errors import InvalidRequest
 from baton.kv.format import KvFormat, KvPart, Shard
 from baton.model.checkpoint import tokenizer_digest
 from baton.process.executors import EngineThread
-from baton.worker import status as status_module
 from baton.worker.health import HANG_CHECKS, Progress, watch_progress
 from baton.worker.status import (
     StatusHub,
@@ -90,13 +89,6 @@ async def test_every_status_says_anew_whose_tickets_are_taken() -> None:
     assert hub.status().identity.ticket_key_ids == (b"old",)
     taken = (b"old", b"new")
     assert hub.status().identity.ticket_key_ids == (b"old", b"new")
-
-
-async def test_a_watch_speaks_without_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status_module, "MAX_INTERVAL_S", 0.03)
-    hub = StatusHub(new_identity(WorkerConfig(), WorkerRole.DECODE, SPEC, ""), WorkerLoad)
-    watch = hub.watch()
-    assert await anext(watch) == await anext(watch)
 
 
 async def test_calls_run_in_order_on_one_other_thread() -> None:

@@ -9,12 +9,9 @@ from typing import cast
 import pytest
 
 from baton.errors import InvalidRequest, Overloaded
-from baton.pb import inference_pb2
 from baton.tokenizer import Tokenizer
 from router.serving.validator import (
-    MAX_CHAT_MESSAGES,
     WAITING_BYTES,
-    ChatPrompt,
     RequestValidator,
     ServedModel,
     TextPrompt,
@@ -149,10 +146,3 @@ async def test_what_waits_for_a_tenant_is_bounded_in_bytes() -> None:
         gate.open.set()
         await asyncio.gather(running, second, other, third)
         made.check("a", 100 * WAITING_BYTES)
-
-
-async def test_a_chat_of_too_many_messages_is_refused() -> None:
-    validator = RequestValidator(ServedModel("m", 300, (), cast(Tokenizer, object())), lambda: 10**6, Threads(1))
-    chat = ChatPrompt([inference_pb2.ChatMessage(role="user")] * (MAX_CHAT_MESSAGES + 1))
-    with pytest.raises(InvalidRequest, match=r"^chat.messages: at most 4096 messages are allowed, got 4097$"):
-        await validator.tokenize(chat, 1)

@@ -18,55 +18,9 @@ CHATML = (
     "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-LLAMA3 = """{{- bos_token }}
-{%- if not date_string is defined %}
-    {%- set date_string = strftime_now("%d %b %Y") %}
-{%- endif %}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content']|trim %}
-    {%- set messages = messages[1:] %}
-{%- else %}
-    {%- set system_message = "" %}
-{%- endif %}
-{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
-{%- if tools is not none %}
-    {{- "Environment: ipython\\n" }}
-{%- endif %}
-{{- "Today Date: " + date_string + "\\n\\n" }}
-{{- system_message }}
-{{- "<|eot_id|>" }}
-{%- for message in messages %}
-    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
-    {{- message['content'] | trim + '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}
-"""
-MISTRAL = """{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content'] %}
-    {%- set loop_messages = messages[1:] %}
-{%- else %}
-    {%- set loop_messages = messages %}
-{%- endif %}
-
-{{- bos_token }}
-{%- for message in loop_messages %}
-    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
-        {{- raise_exception('Conversation roles must alternate user/assistant!') }}
-    {%- endif %}
-    {%- if message['role'] == 'user' %}
-        {%- if loop.first and system_message is defined %}
-            {{- ' [INST] ' + system_message + '\\n\\n' + message['content'] + ' [/INST]' }}
-        {%- else %}
-            {{- ' [INST] ' + message['content'] + ' [/INST]' }}
-        {%- endif %}
-    {%- elif message['role'] == 'assistant' %}
-        {{- ' ' + message['content'] + eos_token }}
-    {%- endif %}
-{%- endfor %}
-"""
-LOOPS = """{% set ns = namespace(n=0) %}
+HELPERS = """{{- bos_token }} {{ strftime_now("%d %b %Y") }} {{ tools is none }}
+{%- if messages|length == 2 %}{{ raise_exception('Roles must alternate!') }}{% endif %}
+{% set ns = namespace(n=0) %}
 {% for m in messages %}
     {% if m.role == 'skip' %}{% continue %}{% endif %}
     {% if m.role == 'halt' %}{% break %}{% endif %}
@@ -76,7 +30,7 @@ LOOPS = """{% set ns = namespace(n=0) %}
   {% endgeneration %}
 {% endfor %}
 {{ ns.n }} {{ pad_token }} {{ eos_token }}"""
-TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL, "loops": LOOPS}
+TEMPLATES = {"chatml": CHATML, "helpers": HELPERS}
 CHATS = {
     "one": [("user", "Hello, wörld <b>&'\"")],
     "system": [("system", "  Be brief.\n"), ("user", " Why? ")],

@@ -59,15 +59,6 @@ async def test_a_name_whose_look_up_hangs_delays_no_other(monkeypatch: pytest.Mo
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_a_real_name() -> None:
-    found: asyncio.Queue[set[str]] = asyncio.Queue()
-    task = asyncio.create_task(Discovery("--prefill", ["dns:///localhost:7000"], 5, found.put_nowait).run())
-    addresses = await asyncio.wait_for(found.get(), 60)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    assert addresses & {"127.0.0.1:7000", "[::1]:7000"}
-
-
 @pytest.mark.parametrize("target", ["dns:///a..b:7000", f"{'x' * 64}:7000"])
 def test_names_that_can_not_be_looked_up_are_refused(target: str) -> None:
     with pytest.raises(ConfigError, match=r"--prefill: .* names no host: .*label"):

@@ -3,6 +3,7 @@
 import asyncio
 
 import grpc.aio
+import pytest
 
 from baton.pb import decode_pb2
 from baton.request import CachePolicy
@@ -34,23 +35,17 @@ async def granted(session: DecodeSession, events: list[Event]) -> decode_pb2.Att
 BEATS = [decode_pb2.SessionDown(heartbeat=decode_pb2.Heartbeat())] * 3
 
 
-async def test_an_attempt_that_the_worker_has_ended_is_not_missed() -> None:
+@pytest.mark.parametrize("ended", [True, False])
+async def test_an_attempt_that_the_worker_no_longer_lists_fails_unless_it_was_told_to_have_ended(ended: bool) -> None:
     async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
         events: list[Event] = []
         session = DecodeSession(channel, "d", "r0")
         key = await granted(session, events)
-        for down in (decode_pb2.SessionDown(ended=[key]), *BEATS):
+        for down in (decode_pb2.SessionDown(ended=[key] if ended else []), *BEATS):
             session._dispatch(down)
-        assert events == [DecodeEnded()]
-
-
-async def test_an_attempt_that_the_worker_has_lost_fails() -> None:
-    async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
-        events: list[Event] = []
-        session = DecodeSession(channel, "d", "r0")
-        await granted(session, events)
-        for down in BEATS:
-            session._dispatch(down)
-        (failed,) = events
-        assert isinstance(failed, Failed)
-        assert "knows nothing of attempt r/0" in str(failed.error)
+    (event,) = events
+    if ended:
+        assert event == DecodeEnded()
+    else:
+        assert isinstance(event, Failed)
+        assert "knows nothing of attempt r/0" in str(event.error)
