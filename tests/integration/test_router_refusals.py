@@ -174,111 +174,66 @@ async def test_health_follows_the_fleet(tmp_path: Path) -> None:
         assert (await b.answer(max_tokens=1)).text() == "a"
 
 
-def asked(**fields: Any) -> inference_pb2.GenerateRequest:
-    return inference_pb2.GenerateRequest(**fields)
+BAD: list[tuple[str, dict[str, Any]]] = [
+    ("text", {"text": ""}),
+    ("text", {"text": "x" * 63}),
+    ("text", {"text": "x" * 4_000_000}),
+    ("prompt", {}),
+    ("token_ids", {"token_ids": {}}),
+    ("token_ids", {"token_ids": {"ids": [1] * 65}}),
+    ("token_ids[1]", {"token_ids": {"ids": [1, 300]}}),
+    ("chat", {"chat": {"messages": [{"role": "user", "content": "x"}]}}),
+    ("chat.messages", {"chat": {}}),
+    ("chat.messages", {"chat": {"messages": [{"role": "user", "content": ""}] * 65}}),
+    ("chat.messages[0].role", {"chat": {"messages": [{"content": "x"}]}}),
+    ("chat.messages[0].role", {"chat": {"messages": [{"role": "u" * 4_000_000}]}}),
+    ("allowed_token_ids", {"text": "x", "sampling": {"allowed_token_ids": [1] * 301}}),
+    ("temperature", {"text": "x", "sampling": {"temperature": float("nan")}}),
+    ("top_p", {"text": "x", "sampling": {"top_p": 0}}),
+    ("stop", {"text": "x", "sampling": {"stop": ["x"] * 10_000}}),
+    ("stop_token_ids[0]", {"text": "x", "sampling": {"stop_token_ids": [999]}}),
+    ("max_tokens", {"text": "x", "sampling": {"max_tokens": 0}}),
+    ("max_tokens", {"text": "x" * 9, "sampling": {"max_tokens": 60}}),
+]
 
 
-NO_TEMPLATE = {"messages": [{"role": "user", "content": "x"}]}
-BAD = {
-    "empty text": (asked(text=""), "text: must not be empty"),
-    "no prompt": (asked(), "prompt: one of text, token_ids and chat must be set"),
-    "no ids": (asked(token_ids={}), "token_ids: must not be empty"),
-    "id outside": (asked(token_ids={"ids": [1, 300]}), "token_ids[1]: must be in [0, 300), got 300"),
-    "no template": (asked(chat=NO_TEMPLATE), "chat: the model has no chat template"),
-    "no messages": (asked(chat={}), "chat.messages: must not be empty"),
-    "no role": (asked(chat={"messages": [{"content": "x"}]}), "chat.messages[0].role: must have 1 to 64 characters"),
-    "huge role": (
-        asked(chat={"messages": [{"role": "u", "content": "x"}, {"role": "u" * 4_000_000}]}),
-        "chat.messages[1].role: must have 1 to 64 characters, got 'uuu",
-    ),
-    "turns": (
-        asked(chat={"messages": [{"role": "user", "content": ""}] * 65}),
-        "chat.messages: at most 64 fit the model's length, got 65",
-    ),
-    "ids": (asked(token_ids={"ids": [1] * 65}), "token_ids: at most 64 fit the model's length, got 65"),
-    "allowed ids": (
-        asked(text="x", sampling={"allowed_token_ids": [1] * 301}),
-        "allowed_token_ids: at most 300 token ids are allowed, got 301",
-    ),
-    "temperature": (asked(text="x", sampling={"temperature": float("nan")}), "temperature: must be in"),
-    "negative": (asked(text="x", sampling={"temperature": -1}), "temperature: must be in"),
-    "top_p 0": (asked(text="x", sampling={"top_p": 0}), "top_p: must be in (0.0, 1.0], got 0"),
-    "top_p 2": (asked(text="x", sampling={"top_p": 2}), "top_p: must be in (0.0, 1.0], got 2"),
-    "stops": (asked(text="x", sampling={"stop": ["x"] * 10_000}), "stop: at most 64 strings"),
-    "stop id": (asked(text="x", sampling={"stop_token_ids": [999]}), "stop_token_ids[0]: must be in [0, 300)"),
-    "max_tokens 0": (asked(text="x", sampling={"max_tokens": 0}), "max_tokens: must be in"),
-    "too long": (
-        asked(text="x" * 9, sampling={"max_tokens": 60}),
-        "max_tokens: 10 prompt tokens + 60 to generate exceed the model's length of 64",
-    ),
-    "full prompt": (asked(text="x" * 63), "text: 64 prompt tokens + 1 to generate exceed the model's length of 64"),
-    "huge": (asked(text="x" * 4_000_000), "text: 4000000 bytes can't fit: 64 tokens"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-async def test_bad_input_is_answered_at_once_and_names_the_field(tmp_path: Path, name: str) -> None:
-    bad, words = BAD[name]
+async def test_bad_input_is_answered_at_once_and_names_the_field(tmp_path: Path) -> None:
     async with router_rig(tmp_path) as b:
-        error = await refused(b.client.Generate(bad, timeout=60))
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert words in (error.details() or "")
+        for name, fields in BAD:
+            error = await refused(b.client.Generate(inference_pb2.GenerateRequest(**fields), timeout=60))
+            assert (error.code(), error.details().partition(":")[0]) == (grpc.StatusCode.INVALID_ARGUMENT, name)
         assert b.prefill[0].requests == []
         assert (await b.answer(max_tokens=3)).text() == "abc"
 
 
 async def test_unknown_model_is_not_found_and_the_served_one_named(tmp_path: Path) -> None:
     async with router_rig(tmp_path) as b:
-        error = await refused(b.client.Generate(asked(text="x", model="gpt")))
+        error = await refused(b.client.Generate(inference_pb2.GenerateRequest(text="x", model="gpt")))
         assert error.code() is grpc.StatusCode.NOT_FOUND
         assert error.details() == f"model: 'gpt' is not served; {tmp_path.name!r} is"
 
 
-LIMITS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "n": ({"n": MAX_CHOICES}, {"n": MAX_CHOICES + 1}, "n: must be in [1, 64], got 65"),
-    "stop": (
-        {"stop": ["#"] * MAX_STOP_STRINGS},
-        {"stop": ["#"] * (MAX_STOP_STRINGS + 1)},
-        "stop: at most 64 strings are allowed, got 65",
-    ),
-    "stop length": (
-        {"stop": ["#" * MAX_STOP_LENGTH]},
-        {"stop": ["x", "#" * (MAX_STOP_LENGTH + 1)]},
-        "stop[1]: must have 1 to 1024 characters, got '###",
-    ),
-    "stop characters": (
-        {"stop": ["#" * 1024] * 4},
-        {"stop": ["#" * 1024] * 4 + ["x"]},
-        "stop: may have at most 4096 characters in all, got 4097",
-    ),
-    "stop_token_ids": (
-        {"stop_token_ids": [299] * MAX_STOP_TOKEN_IDS},
-        {"stop_token_ids": [299] * (MAX_STOP_TOKEN_IDS + 1)},
-        "stop_token_ids: at most 1024 token ids are allowed, got 1025",
-    ),
-    "logit_bias": (
-        {"logit_bias": dict.fromkeys(range(300), 1.0)},
-        {"logit_bias": dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0)},
-        "logit_bias: at most 1024 entries are allowed, got 1025",
-    ),
-    "logit_bias value": ({"logit_bias": {7: 100.0}}, {"logit_bias": {7: 100.5}}, "logit_bias[7]: must be in [-100"),
-    "logprobs": ({"logprobs": MAX_LOGPROBS}, {"logprobs": MAX_LOGPROBS + 1}, "logprobs: must be in [0, 20], got 21"),
-    "prompt_logprobs": (
-        {"prompt_logprobs": MAX_LOGPROBS},
-        {"prompt_logprobs": MAX_LOGPROBS + 1},
-        "prompt_logprobs: must be in [0, 20], got 21",
-    ),
-}
+LIMITS: list[tuple[str, Any, Any]] = [
+    ("n", MAX_CHOICES, MAX_CHOICES + 1),
+    ("stop", ["#"] * MAX_STOP_STRINGS, ["#"] * (MAX_STOP_STRINGS + 1)),
+    ("stop[1]", ["x", "#" * MAX_STOP_LENGTH], ["x", "#" * (MAX_STOP_LENGTH + 1)]),
+    ("stop", ["#" * 1024] * 4, ["#" * 1024] * 4 + ["x"]),
+    ("stop_token_ids", [299] * MAX_STOP_TOKEN_IDS, [299] * (MAX_STOP_TOKEN_IDS + 1)),
+    ("logit_bias", dict.fromkeys(range(300), 1.0), dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0)),
+    ("logit_bias[7]", {7: 100.0}, {7: 100.5}),
+    ("logprobs", MAX_LOGPROBS, MAX_LOGPROBS + 1),
+    ("prompt_logprobs", MAX_LOGPROBS, MAX_LOGPROBS + 1),
+]
 
 
 async def test_a_value_at_its_limit_is_served_and_one_beyond_refused_by_name(tmp_path: Path) -> None:
     async with router_rig(tmp_path) as b:
-        for served, (name, (within, beyond, words)) in enumerate(LIMITS.items()):
-            error = await refused(b.call(max_tokens=1, **beyond))
-            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, name
-            assert (error.details() or "").startswith(words)
+        for served, (name, within, beyond) in enumerate(LIMITS):
+            field = name.partition("[")[0]
+            error = await refused(b.call(max_tokens=1, **{field: beyond}))
+            assert (error.code(), error.details().partition(":")[0]) == (grpc.StatusCode.INVALID_ARGUMENT, name)
             assert len(b.prefill[0].requests) == served
-            assert (await b.answer(max_tokens=1, **within)).usage.prompt_tokens == 3
+            assert (await b.answer(max_tokens=1, **{field: within})).usage.prompt_tokens == 3
 
 
 async def test_messages_and_metadata_beyond_their_limits_are_refused_with_sizes(tmp_path: Path) -> None:
