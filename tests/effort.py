@@ -9,7 +9,6 @@ import functools
 import inspect
 import os
 import random
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,6 +19,8 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, seed, settings
+
+from baton.bench.machine import commit
 
 PERCENT = int(os.environ.get("FUZZ_EXAMPLES", "100"))
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
@@ -112,32 +113,18 @@ def named(what: str, number: int) -> Iterator[None]:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print what was tried."""
-    terminalreporter.section(f"inputs tried (seed {SEED})")
-    for what, count in sorted(TRIED.items()):
-        terminalreporter.write_line(f"{count:>10,}  {what}")
-    terminalreporter.write_line(f"{TRIED.total():>10,}  in all")
+    stats = {kind: terminalreporter.stats.get(kind, []) for kind in ("passed", "failed", "error")}
+    lines = [
+        f"# Property tests and fuzzing, {date.today()}",
+        "",
+        f"`make fuzz FUZZ_EXAMPLES={PERCENT} SEED={SEED}` at {commit()}, {time.monotonic() - _BEGAN:.0f} s, "
+        f"{len(stats['passed'])} tests passed. A state machine's input is a sequence of up to 50 steps.",
+        "",
+        *(f"- failed: {each.nodeid}" for kind in ("failed", "error") for each in stats[kind]),
+        *(f"- {count:,} {what}" for what, count in sorted(TRIED.items())),
+        f"- {TRIED.total():,} in all",
+    ]
+    for line in lines:
+        terminalreporter.write_line(line)
     if path := os.environ.get("FUZZ_REPORT"):
-        Path(path).write_text(_report(terminalreporter), encoding="utf-8")
-
-
-def _report(reporter: pytest.TerminalReporter) -> str:
-    head = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    failed = [f"- {each.nodeid}" for kind in ("failed", "error") for each in reporter.stats.get(kind, [])]
-    rows = [f"| {what} | {count:,} |" for what, count in sorted(TRIED.items())]
-    return "\n".join(
-        [
-            f"# Property tests and fuzzing, {date.today()}",
-            "",
-            f"`make fuzz FUZZ_EXAMPLES={PERCENT} SEED={SEED}` at {head.stdout.strip()}, "
-            f"{time.monotonic() - _BEGAN:.0f} s, {len(reporter.stats.get('passed', []))} tests passed, "
-            f"{len(failed)} failed. A state machine's input is a sequence of up to 50 steps.",
-            "",
-            *failed,
-            *([""] if failed else []),
-            "| what | inputs |",
-            "|---|---:|",
-            *rows,
-            f"| in all | {TRIED.total():,} |",
-            "",
-        ]
-    )
+        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")

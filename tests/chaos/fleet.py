@@ -55,9 +55,8 @@ class Shape:
     model_len: int = 4096
     tenants: Mapping[str, int | None] = field(default_factory=dict)
     """Most streams of each tenant, None for no limit; with tenants the routers ask for API keys."""
-    worker_flags: Sequence[str] = ("--stall-s", "3")
-    """An engine that hangs is replaced after about 9 s."""
-    router_flags: Sequence[str] = ()
+    stall_s: float = 3.0
+    """An engine that hangs is replaced after about three times as long."""
 
 
 class Process:
@@ -210,7 +209,7 @@ class Fleet:
         command = [sys.executable, "-m", "tests.chaos.process", role, *flags]
         command += ["--model-len", str(self.shape.model_len)]
         command += ["--control", f"127.0.0.1:{self.control[name]}", "--ops", f"127.0.0.1:{self.ops[name]}"]
-        command += ["--worker-id", name, "--drain-s", str(self.shape.drain_s), *self.shape.worker_flags]
+        command += ["--worker-id", name, "--drain-s", str(self.shape.drain_s), "--stall-s", str(self.shape.stall_s)]
         self._add(name, command)
 
     async def _start_router(self, name: str) -> None:
@@ -224,7 +223,7 @@ class Fleet:
         command += ["--ops", f"127.0.0.1:{self.ops[name]}", "--queue-capacity", str(self.shape.queue_capacity)]
         command += ["--prefill", ",".join(targets[each] for each in self.prefill)]
         command += ["--decode", ",".join(targets[each] for each in self.decode)]
-        command += ["--drain-s", str(self.shape.drain_s), *self.shape.router_flags]
+        command += ["--drain-s", str(self.shape.drain_s)]
         command += ["--api-keys", str(self._key_file)] if self.keys else []
         self._add(name, command)
 

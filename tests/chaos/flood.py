@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
+from baton.bench.stats import percentile
 from baton.client import AsyncClient
 from baton.errors import BatonError, Overloaded
 from tests.chaos.cases import Case
@@ -28,7 +29,7 @@ from tests.chaos.fleet import ROOT, Fleet, Shape
 from tests.chaos.load import Load, Mix, Spec, tokenizer
 from tests.chaos.observe import ledger
 from tests.chaos.process import VOCABULARY
-from tests.chaos.scene import BAD, TOLD, Row, Trickle, told
+from tests.chaos.scene import BAD, TOLD, Row, told
 
 FLOODER, OTHER = "flooder", "other"
 MAX_STREAMS = 8
@@ -157,8 +158,7 @@ class Other:
 
 async def run_flood(fleet: Fleet, case: Case, rng: random.Random) -> Row:
     """Alternate the other tenant alone and in the flood; what both saw."""
-    trickle = Trickle()
-    row = Row(case, hit="r0", trickle=trickle)
+    row = Row(case, hit="r0")
     alone: list[tuple[float, float]] = []
     flooded: list[tuple[float, float]] = []
     async with AsyncClient(fleet.direct("r0"), api_key=fleet.keys[FLOODER]) as client:
@@ -177,7 +177,7 @@ async def run_flood(fleet: Fleet, case: Case, rng: random.Random) -> Row:
     row.problems += flooder.problems[:TOLD]
     row.problems += [told(outcome) for outcome in load.outcomes if outcome.end in BAD][:TOLD]
     row.lost = row.counts["failed"]
-    _compare(row, trickle, answers, alone, flooded)
+    _compare(row, answers, alone, flooded)
     await row.settle(fleet, LEAK_BOUND_S)
     return row
 
@@ -201,20 +201,23 @@ async def _window(during: Awaitable[None], seconds: float = math.inf) -> tuple[f
 
 def _compare(
     row: Row,
-    trickle: Trickle,
     answers: list[dict[str, Any]],
     alone: list[tuple[float, float]],
     flooded: list[tuple[float, float]],
 ) -> None:
     """Sort the other tenant's requests into those alone and those in the flood, and compare their first tokens."""
+    firsts: tuple[list[float], list[float]] = [], []
     for answer in answers:
         if answer["end"] != "finished":
             row.problems.append(f"a request of the other tenant: {answer['end']}, {answer['error']}")
             continue
-        for times, windows in ((trickle.alone, alone), (trickle.flooded, flooded)):
+        for times, windows in zip(firsts, (alone, flooded), strict=True):
             if any(began <= answer["sent"] < end for began, end in windows):
                 times.append(answer["first"] - answer["sent"])
-    if not (trickle.alone and trickle.flooded):
+    if not all(firsts):
         row.problems.append("the other tenant has too few answers to compare")
-    elif trickle.ratio > BAR:
-        row.problems.append(f"p99 to the first token of the other tenant is {trickle.ratio:.2f} times that alone")
+        return
+    before, within = (percentile(times, 0.99) for times in firsts)
+    row.note = f"p99 to the first token of the other tenant: {before:.3f} s alone, {within:.3f} s in the flood"
+    if within > BAR * before:
+        row.problems.append(f"{row.note}, more than {BAR:g} times that alone")

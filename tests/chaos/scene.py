@@ -6,7 +6,6 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from baton.bench.stats import percentile
 from tests.chaos.cases import Case
 from tests.chaos.fleet import Fleet
 from tests.chaos.load import Load, Outcome
@@ -31,16 +30,17 @@ class Row:
     """Accepted requests that another worker could have served, and that failed."""
     leaked: int = 0
     detect: float | None = None
+    """From the fault until a router counts a failed attempt or a client sees a status."""
     stall: float = 0.0
     """Longest time without a token in a stream that went on after the fault."""
     refusal: float | None = None
     """Slowest refusal."""
     heal: float | None = None
+    """From the end of the fault until every router answers and every worker works again."""
     settled: float = 0.0
+    """Until every ledger was empty."""
     note: str = ""
     """Further results of this kind of case, in words."""
-    trickle: Trickle | None = None
-    """The other tenant of a flood."""
     problems: list[str] = field(default_factory=list)
 
     async def settle(self, fleet: Fleet, bound: float) -> None:
@@ -53,19 +53,6 @@ class Row:
     @property
     def good(self) -> bool:
         return not self.problems
-
-
-@dataclass
-class Trickle:
-    """First tokens of the tenant that floods nothing, in seconds after each request, without a flood and in one."""
-
-    alone: list[float] = field(default_factory=list)
-    flooded: list[float] = field(default_factory=list)
-
-    @property
-    def ratio(self) -> float:
-        """p99 in the flood over p99 alone."""
-        return percentile(self.flooded, 0.99) / percentile(self.alone, 0.99)
 
 
 @dataclass

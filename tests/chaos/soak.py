@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 from baton.bench.stats import percentile
@@ -168,7 +167,7 @@ def page(soak: Soak, load: Tally, left: Leak, problems: list[str], *, seed: int,
 
 
 async def run(arguments: argparse.Namespace, directory: Path) -> int:
-    async with Fleet.running(replace(SHAPE), directory) as fleet:
+    async with Fleet.running(SHAPE, directory) as fleet:
         soak = Soak(fleet, arguments.seed)
         load, left = await soak.run(60 * arguments.minutes)
         problems = soak.problems + load.told

@@ -1,11 +1,11 @@
-"""`baton bench serve` against a real fleet, and against an OpenAI-shaped server that misbehaves."""
+"""`baton bench serve` against a real fleet, and against OpenAI-shaped servers that misbehave or want certificates."""
 
 import asyncio
 import json
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,14 @@ from baton.bench.load.session import Load, LoadSettings, connect, measure
 from baton.bench.load.targets import Endpoint
 from baton.bench.load.workload import Job, lengths
 from baton.bundled import path as bundled_path
-from baton.errors import InvalidRequest
+from baton.cli.main import main
+from baton.errors import ConfigError, InvalidRequest
+from tests import certificates
 from tests import openai_server as behaviour
 from tests.fake_router import Router, served
 from tests.fleet import Fleet
-from tests.openai_server import openai_server
+from tests.integration.secure_fleet import secure_fleet
+from tests.openai_server import choice, data, openai_server
 
 BATON = [sys.executable, "-m", "baton", "bench"]
 QUIET = Console(quiet=True)
@@ -219,33 +222,152 @@ async def test_the_key_of_the_environment_is_for_baton_alone(monkeypatch: pytest
     assert not any("authorization" in headers for headers in server.headers)
 
 
+HTTP = "http://a/v1/completions"
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["http://a/v1/completions"], "give one of --rate, --concurrency"),
-        (["http://a/v1/completions", "--rate=1", "--concurrency=2", "--requests=1"], "give one of --rate"),
-        (["http://a/v1/completions", "--rate=1"], "give one of --requests, --seconds"),
-        (["http://a/v1/completions", "--rate=-1", "--requests=1"], "--rate"),
-        (["http://a/v1/completions", "--concurrency=1.5", "--requests=1"], "whole numbers"),
+        ([HTTP, "--requests=1"], "give one of --rate, --concurrency"),
+        ([HTTP, "--rate=1", "--concurrency=2", "--requests=1"], "give one of --rate"),
+        ([HTTP, "--rate=1"], "give one of --requests, --seconds"),
+        ([HTTP, "--rate=-1", "--requests=1"], "--rate"),
+        ([HTTP, "--concurrency=1.5", "--requests=1"], "whole numbers"),
+        ([HTTP, "--concurrency=2", "--requests=1", "--max-concurrency=2"], "--max-concurrency is for --rate"),
         (["http://a/v1/chat/completions", "--rate=1", "--requests=1"], "give the server's /v1/completions"),
-        (["grpc://a", "--rate=1", "--requests=1"], "TARGET"),
         (["a:1", "--rate=1", "--requests=1"], "must be grpc://HOST:PORT or http"),
         (["grpc://a:1", "--rate=1", "--requests=1", '--body={"a": 1}'], "--tokenizer and --body are for http://"),
-        (["http://a/v1/completions", "--rate=1", "--requests=1", "--connections=2"], "--connections is for grpc://"),
-        (["http://a/v1/completions", "--rate=1", "--requests=1", "--input-tokens=x"], "--input-tokens"),
-        (["http://a/v1/completions", "--rate=1", "--requests=1", "--shared-prefix=1:2:3"], "TOKENS[:GROUPS]"),
+        ([HTTP, "--rate=1", "--requests=1", "--connections=2"], "--connections is for grpc://"),
+        ([HTTP, "--rate=1", "--requests=1", "--shared-prefix=1:2:3"], "TOKENS[:GROUPS]"),
+        ([HTTP, "--rate=2", "--prompt-file=FILE", "--input-tokens=3"], "does not go with --prompt-file"),
+        ([HTTP, "--rate=2", "--prompt-file=FILE"], "line 2: max_tokens: must be a whole number of at least 1, got 'x'"),
     ],
 )
-def test_bad_usage_is_refused_by_flag_and_value(flags: list[str], words: str) -> None:
-    from baton.cli.bench.serve import serve
-
-    done = CliRunner().invoke(serve, flags)
+def test_bad_usage_is_refused_by_flag_and_value(flags: list[str], words: str, tmp_path: Path) -> None:
+    file = prompts(tmp_path, {"text": "a"}, {"text": "b", "max_tokens": "x"}).removeprefix("--prompt-file=")
+    done = CliRunner().invoke(main, ["bench", "serve", *(flag.replace("FILE", file) for flag in flags)])
     assert done.exit_code == 2
-    assert words in done.output
+    assert words in " ".join(done.output.split())
 
 
-async def test_what_does_not_serve_is_said_in_a_line() -> None:
-    async with openai_server(404) as server:
-        status, out, err = await command("serve", server.url, "--rate=1", "--requests=1")
-    assert (status, out) == (1, "")
-    assert err.startswith(f"error: {server.url} does not serve: http 404:")
+TEXT = "It is a truth universally acknowledged, that a prompt which is sent twice must be in want of a cache. " * 4
+
+
+def prompts(tmp_path: Path, *lines: Any) -> str:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    return f"--prompt-file={file}"
+
+
+async def test_prompts_of_a_file_reach_a_fleet_and_hits_are_told(tmp_path: Path) -> None:
+    lines = [
+        {"text": TEXT, "max_tokens": 3},
+        {"text": TEXT, "max_tokens": 3},
+        {"text": TEXT, "max_tokens": 3, "cache_salt": "other"},
+        {"token_ids": list(range(100, 180)), "output_tokens": 4},
+        {"prompt": list(range(100, 180))},
+    ]
+    async with Fleet(bundled_path(), dtype="float32") as fleet:
+        app = await fleet.start_router([await fleet.prefill()], [await fleet.decode()])
+        client = await fleet.client(app)
+        text_tokens = len(await client.tokenize(TEXT))
+        flags = [prompts(tmp_path, *lines), "--concurrency=1", "--output-tokens=2", "--warmup=1", "--wait=60"]
+        status, out, err = await command("serve", f"grpc://{app.address}", *flags, f"--json={tmp_path / 'a'}")
+        assert status == 0, err
+        found = json.loads((tmp_path / "a").read_text())
+        asked = [await client.complete(TEXT, max_tokens=1, cache_salt=salt) for salt in ("", "third")]
+        lines[1] = {"token_ids": [1, 5000]}
+        unknown, _, said = await command("serve", f"grpc://{app.address}", prompts(tmp_path, *lines), *flags[1:])
+    assert (unknown, "'--prompt-file': line 2: token id 5000 must be below 4096" in said) == (2, True)
+    assert found["requests"]["finished"] == 5
+    assert found["output_tokens"] == 3 * 3 + 4 + 2
+    assert found["input_tokens"] == 3 * text_tokens + 2 * 80
+    # The same text has cached tokens, and none come from another salt or from the warm-up.
+    same, other = (each.usage.cached_tokens for each in asked if each.usage)
+    assert other == 0 < same
+    assert same <= found["cached_tokens"] < same + 80
+    assert found["cached_share"] == round(found["cached_tokens"] / found["input_tokens"], 4)
+    assert f"cached     {found['cached_tokens']} prompt tokens" in out
+    assert (found["workload"]["prompt_file"], found["workload"]["prompts"]) == ("prompts.jsonl", 5)
+
+
+def telling(*cached: int | None) -> list[behaviour.Stream]:
+    """Servers that count text as 10 tokens, and tell how many of them were cached."""
+
+    def stream(tokens: int | None) -> behaviour.Stream:
+        async def streams(body: dict[str, Any]) -> AsyncIterator[bytes]:
+            count = body["max_tokens"]
+            yield data(choice("", "length", token_ids=[behaviour.TOKEN] * count))
+            details = None if tokens is None else {"cached_tokens": tokens}
+            usage = {"prompt_tokens": 10, "completion_tokens": count, "prompt_tokens_details": details}
+            yield data({"choices": [], "usage": usage}) + data(b"[DONE]")
+
+        return streams
+
+    return [stream(each) for each in cached]
+
+
+async def test_texts_reach_other_servers_as_texts(tmp_path: Path) -> None:
+    lines = [{"prompt": "a b", "max_tokens": 2}, {"text": "c", "cache_salt": "s"}, {"prompt": "d"}]
+    async with openai_server(*telling(None, None, 8, None)) as server:
+        flags = [prompts(tmp_path, *lines), "--concurrency=1", "--output-tokens=3"]
+        status, out, err = await command("serve", server.url, *flags, f"--json={tmp_path / 'a'}")
+    assert status == 0, err
+    # The first finds out whether the server is there; one that takes no token ids takes it too.
+    asked = [(body["prompt"], body["max_tokens"], body.get("cache_salt")) for body in server.bodies]
+    assert asked == [("Hello", 1, None), ("a b", 2, None), ("c", 3, "s"), ("d", 3, None)]
+    found = json.loads((tmp_path / "a").read_text())
+    assert (found["input_tokens"], found["cached_tokens"], found["cached_share"]) == (30, 8, 0.2667)
+    assert "cached     8 prompt tokens, 26.7%" in out
+
+
+OURS, THEIRS = certificates.fleet(), certificates.fleet("theirs")
+OWN = {"ca": OURS / "ca.crt", "cert": OURS / "client.crt", "key": OURS / "client.key"}
+RUN = ["--concurrency=2", "--requests=4", "--input-tokens=8", "--output-tokens=3", "--vocab-size=200", "--json=-"]
+
+
+async def measured(target: str, reach: Mapping[str, Any]) -> str:
+    """The report of `baton bench serve`, of whose requests all finish."""
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in reach.items()]
+    status, out, err = await command("serve", target, *RUN, *given)
+    assert status == 0, err
+    assert json.loads(out)["requests"]["finished"] == 4
+    return out
+
+
+async def refused(url: str, reach: Mapping[str, Any]) -> str:
+    """The kind of failure that a run with these credentials ends with."""
+    with pytest.raises(RequestFailed) as caught:
+        await one(settings(url, endpoint=Endpoint(url, model="m", reach=reach, connections=2), requests=1))
+    return caught.value.kind
+
+
+async def test_a_router_that_wants_keys_and_certificates(tmp_path: Path) -> None:
+    async with secure_fleet(tmp_path, client_certs=True) as running:
+        url = f"grpc://{running.app.address}"
+        given = {**OWN, "api_key": running.keys["beta"], "server_name": "router.baton"}
+        assert given["api_key"] not in await measured(url, given)  # type: ignore[operator]
+        assert await refused(url, given | {"api_key": None}) == "Unauthenticated"
+        for wrong in (
+            {"cert": None, "key": None},
+            {"cert": THEIRS / "client.crt", "key": THEIRS / "client.key"},
+            {"ca": THEIRS / "ca.crt"},
+            {"server_name": "elsewhere.example"},
+        ):
+            assert await refused(url, given | wrong) == "Unavailable"
+        with pytest.raises(ConfigError, match="key: is missing"):
+            await refused(url, given | {"key": None})
+
+
+async def test_an_http_server_that_wants_certificates() -> None:
+    async with openai_server(behaviour.with_ids, tls=certificates.settings(OURS, "router")) as server:
+        await measured(server.url, {**OWN, "api_key": "sesame"})
+        assert server.headers[-1]["authorization"] == "Bearer sesame"
+        asked = len(server.bodies)
+        for reach in (
+            {"ca": OURS / "ca.crt"},
+            {**OWN, "ca": THEIRS / "ca.crt"},
+            {**OWN, "server_name": "elsewhere.example"},
+        ):
+            assert await refused(server.url, reach) in ("connection", "connection lost")
+        assert len(server.bodies) == asked

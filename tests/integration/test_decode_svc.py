@@ -1,4 +1,4 @@
-"""The decode service over real sockets: a router's session on one side, a KV exporter on the other."""
+"""The decode service over real sockets: sessions of routers on one side, a KV exporter on the other, short memory."""
 
 import asyncio
 import itertools
@@ -8,13 +8,17 @@ import threading
 import grpc
 import pytest
 
-from baton.pb import decode_pb2, decode_pb2_grpc
+import decode_svc.worker
+from baton.errors import EngineError
+from baton.pb import admin_pb2, admin_pb2_grpc, decode_pb2, decode_pb2_grpc
 from baton.request import SamplingParams
+from baton.rpc.admin import ledger_from_proto
 from baton.rpc.channel import control_channel
 from decode_svc.attempts import AttemptKey, Reserve
 from decode_svc.worker import Cancel, Start
-from tests.decode_rig import WAIT_S, rig
+from tests.decode_rig import WAIT_S, key, rig
 from tests.decoding import alone, greedy
+from tests.metrics import sample
 
 Failure = decode_pb2.AttemptFailure
 
@@ -225,3 +229,120 @@ async def test_the_worker_leaves_no_task_and_no_thread_behind() -> None:
     left = {task.get_name() for task in asyncio.all_tasks()} - before
     assert not {name for name in left if name.startswith(("fetch", "session", "watch"))}
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("decode-engine")]
+
+
+async def test_what_a_router_does_not_list_is_ended_and_the_rest_goes_on() -> None:
+    async with rig() as all_:
+        router, other = await all_.router(beats=False), await all_.router()
+        all_.engine.gate.clear()
+        for name in ("kept", "forgotten"):
+            await router.request(name, [1, 2, 3], greedy(9))
+        assert (await router.reserve("unstarted", 10, 10)).granted
+        assert (await other.reserve("foreign", 10, 10)).granted
+        await router.say(heartbeat=decode_pb2.Heartbeat(live=[key("kept"), key("never heard of")]))
+        assert not (await router.reserve("barrier", 0, 1)).granted
+        assert {each.key.request_id for each in all_.app.service.worker.attempts} == {"kept", "foreign"}
+        all_.engine.gate.set()
+        await router.until_finished(("kept", 0))
+        assert router.tokens["kept", 0] == alone([1, 2, 3], greedy(9))
+        assert not router.failures
+
+
+async def test_a_cancel_of_what_was_refused_gives_back_the_pages_kept_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with rig({"reserve_tokens": 4}, pages=20, max_model_len=80) as all_:
+        router, other = await all_.router(), await all_.router()
+        assert (await router.reserve("held", 36, 4)).granted
+        assert not (await router.reserve("large", 60, 4)).granted
+        assert "are kept for a larger request" in (await other.reserve("half", 28, 4)).reason
+        told: list[str] = []
+        monkeypatch.setattr(all_.app.service.status, "notify", lambda: told.append("routers"))
+        await router.cancel("large")
+        assert not (await router.reserve("barrier", 0, 1)).granted
+        assert told, "so that they ask again"
+        assert (await other.reserve("half", 28, 4)).granted
+
+
+async def test_answers_that_are_not_read_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_svc.worker, "MAX_ANSWERS", 50)
+    async with rig() as all_:
+        router, other = await all_.router(), await all_.router()
+        assert (await router.reserve("r", 10, 10)).granted
+        assert (await other.reserve("s", 10, 10)).granted
+        (session, _) = all_.app.service.worker.sessions.values()
+        for number in range(52):
+            # All at once, so that no message leaves in between.
+            all_.app.service.worker.handle(session, Reserve(AttemptKey(f"flood{number}", 0), 0, 1, 1))
+        assert session.unread == 0
+        assert await router.call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "51 answers were not read; at most 50" in await router.call.details()
+        assert {each.key.request_id for each in all_.app.service.worker.attempts} == {"s"}
+
+
+async def test_a_flood_of_hopeless_reservations_is_answered_to_a_router_that_reads() -> None:
+    async with rig() as all_:
+        router = await all_.router()
+        for number in range(2000):
+            await router.say(reserve=decode_pb2.Reserve(key=key(f"flood{number}"), context_tokens=0, choices=1))
+        async with asyncio.timeout(60):
+            await router.until(lambda: len(router.reserved) == 2000)
+        assert not any(result.granted for result in router.reserved.values())
+
+
+async def test_the_youngest_goes_back_to_its_router_and_nothing_takes_the_pages_that_the_rest_needs() -> None:
+    before = sample("baton_sequences_preempted_total")
+    async with rig({"reserve_tokens": 4}, pages=20, max_model_len=80) as all_:
+        router = await all_.router()
+        await router.reserve("c", 1, 1)
+        assert all_.app.service.status.status().load.requests_without_token == 1
+        await router.cancel("c")
+        all_.engine.gate.clear()
+        for name in ("a", "b"):
+            await router.request(name, [1, 2, 3], greedy(60))
+        await all_.until_decoding(router, 2)
+        loop = all_.app.service.worker.decode_loop
+        while not loop.missing_pages():
+            await asyncio.to_thread(all_.engine.entered.acquire)
+            if not loop.missing_pages():
+                all_.engine.gate.set()
+                all_.engine.gate.clear()
+        await router.until(lambda: "b" in router.failures)
+        failure = router.failures.pop("b")
+        assert failure.kind == Failure.KIND_PREEMPTED
+        assert "gives back its 10 pages of 20: no page is left" in failure.message
+        assert all_.app.service.status.status().load.requests_without_token == 0, "both have had tokens"
+        for name in ("c", "d"):
+            refused = await router.reserve(name, 30, 1)
+            assert (refused.granted, refused.never) == (False, False)
+            assert "are kept for sequences that run" in refused.reason
+            assert refused.retry_after_ms > 0
+            await router.cancel(name)
+        assert (await router.reserve("small", 1, 1)).granted
+        await router.cancel("small")
+        assert (await router.reserve("e", 80, 1)).never
+        async with control_channel(all_.app.addresses.control) as channel:
+            ledger = ledger_from_proto(await admin_pb2_grpc.AdminStub(channel).Ledger(admin_pb2.LedgerRequest()))
+        assert (ledger.role, ledger.violation, ledger.pages_total) == ("decode", "", 20)
+        (held,) = ledger.entries
+        assert (held.owner, held.kind, held.state) == ("a/0", "kv", "decoding")
+        assert held.pages == all_.engine.audit()["a/0"]
+        all_.engine.gate.set()
+        await router.until_finished(("a", 0))
+        assert router.tokens["a", 0] == alone([1, 2, 3], greedy(60))
+        # Its stream continues elsewhere: these are the tokens that it would have had here.
+        told = router.tokens["b", 0]
+        assert told == alone([1, 2, 3], greedy(60))[: len(told)]
+        await all_.until_free()
+    assert sample("baton_sequences_preempted_total") == before + 1
+
+
+async def test_an_idle_worker_whose_pages_dont_add_up_fails_with_the_ledger(caplog: pytest.LogCaptureFixture) -> None:
+    async with rig() as all_:
+        router = await all_.router()
+        lost = all_.engine.reserve("lost/0", 20)
+        await router.request("r", [1, 2, 3], greedy(3))
+        await router.until_finished(("r", 0))
+        async with asyncio.timeout(WAIT_S):
+            with pytest.raises(EngineError, match="owns the pages of lost/0"):
+                await asyncio.shield(all_.app.failed)
+        assert "lost/0" in caplog.text
+        all_.engine.free(lost)

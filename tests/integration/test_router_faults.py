@@ -1,22 +1,42 @@
-"""Faults on either side of the router, over real gRPC: streams go on without a seam, and nothing is left behind."""
+"""Faults of workers and of what they say, over real gRPC: streams go on without a seam, and nothing is left behind."""
 
 import asyncio
 import functools
+import logging
+import time
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from prometheus_client import REGISTRY
 
+import router.workers.calls
+import router.workers.failures
+from baton import AsyncClient
 from baton.errors import EngineError
-from baton.pb import decode_pb2, inference_pb2, prefill_pb2, worker_pb2
+from baton.kv.hashing import tenant_salt
+from baton.pb import decode_pb2, inference_pb2, kv_pb2, prefill_pb2, worker_pb2
 from baton.request import Prefilled, TokenInfo
+from baton.rpc.channel import control_channel
 from baton.worker.status import WorkerStatus
 from router import output as output_module
 from router.workers import calls
 from router.workers import pool as pool_module
-from tests.integration.router_rig import Answer, refused, router_rig, until, whole
-from tests.integration.router_stubs import LENGTH, DownStream, StubDecode, continue_by_hand, granted, letter, text
+from tests.integration.router_rig import Answer, RouterRig, refused, request, router_rig, until, whole
+from tests.integration.router_stubs import (
+    LENGTH,
+    DownStream,
+    Script,
+    StubDecode,
+    continue_by_hand,
+    granted,
+    letter,
+    never_ending,
+    text,
+)
 
 Kind = decode_pb2.AttemptFailure
 
@@ -227,3 +247,269 @@ async def test_a_cancel_ends_the_prefill_call_and_the_reservation(tmp_path: Path
         await b.decode[0].log.until(lambda: len(b.decode[0].cancels) == 1)
         await b.prefill[0].log.until(lambda: b.prefill[0].cancelled == 1)
         await until(b.app, lambda: all(view.own_requests == 0 for view in b.app.pool.fleet.prefill.values()))
+
+
+def wasted() -> float:
+    """Tokens that were prefilled in vain so far."""
+    return REGISTRY.get_sample_value("baton_wasted_prefill_tokens_total") or 0.0
+
+
+def fails(kind: int, times: int, *, tokens: int = 1) -> Script:
+    """Fail the first attempts, each after that many tokens of decode's own, then go on by hand."""
+    failed: list[decode_pb2.AttemptKey] = []
+
+    async def script(down: DownStream, start: decode_pb2.Start, asked: prefill_pb2.PrefillRequest) -> None:
+        if len(failed) >= times:
+            await continue_by_hand(down, start, asked)
+            return
+        failed.append(start.key)
+        first = len(asked.output_token_ids) + 1
+        for index in range(first, first + tokens):
+            down.send(start.key, 0, index, [letter(index)])
+        down.fail(start.key, kind)
+
+    return script
+
+
+async def running(b: RouterRig, **sampling: object) -> tuple[grpc.aio.UnaryStreamCall, StubDecode, StubDecode]:
+    """A call whose first token has come, the decode worker that it is at, and the other one, which would go on."""
+    for stub in b.decode:
+        stub.script = never_ending
+    call = b.call(**sampling)
+    assert (await call.read()).choices[0].text == "a"
+    first = next(stub for stub in b.decode if stub.reserves)
+    # The first token may be quicker than the message.
+    await first.log.until(lambda: bool(first.starts))
+    other = next(stub for stub in b.decode if stub is not first)
+    other.script = continue_by_hand
+    return call, first, other
+
+
+async def test_heartbeats_list_what_lives_and_nothing_else(tmp_path: Path) -> None:
+    async with router_rig(tmp_path, decode=2) as b:
+        call, first, _ = await running(b, max_tokens=4)
+        down = first.sessions[-1]
+        await first.log.until(lambda: bool(down.ups))
+        assert [(key.request_id, key.attempt) for key in down.ups[-1].live] == [(first.starts[0].key.request_id, 0)]
+        call.cancel()
+        await first.log.until(lambda: bool(first.cancels))
+        seen = len(down.ups)
+        await first.log.until(lambda: len(down.ups) > seen)
+        assert list(down.ups[-1].live) == []
+
+
+async def test_what_decode_does_not_list_once_may_have_ended_by_its_first_token(tmp_path: Path) -> None:
+    async with router_rig(tmp_path, decode=2, max_attempts=1) as b:
+        call, first, other = await running(b, max_tokens=4)
+        down, key = first.sessions[-1], first.starts[0].key
+        for live in ([], [key], []):
+            down.beat(*live)
+        down.send(key, 0, 1, [letter(1), letter(2), letter(3)], LENGTH)
+        assert (await whole(call)).text() == "bcd"
+        assert other.starts == []
+
+
+async def test_a_finished_attempt_that_decode_no_longer_lists_is_not_lost(tmp_path: Path) -> None:
+    async with router_rig(tmp_path) as b:
+        gate = asyncio.Event()
+
+        async def late(_: prefill_pb2.PrefillRequest) -> None:
+            await gate.wait()
+
+        async def early(down: DownStream, start: decode_pb2.Start, _: prefill_pb2.PrefillRequest) -> None:
+            down.send(start.key, 0, 1, [letter(1), letter(2)], LENGTH)
+            down.beat()
+            b.decode[0].log.add("all said")
+
+        b.prefill[0].script, b.decode[0].script = late, early
+        call = b.call(max_tokens=3)
+        await b.decode[0].log.until(lambda: len(b.decode[0].starts) == 1)
+        b.prefill[0].handoffs.of(b.decode[0].starts[0].source.transfer_id).set_result(prefill_pb2.PrefillRequest())
+        await b.decode[0].log.until(lambda: "all said" in b.decode[0].log.entries)
+        b.prefill[0].handoffs.prefilled.clear()
+        gate.set()
+        assert (await whole(call)).text() == "abc"
+        assert len(b.prefill[0].requests) == 1
+
+
+async def test_a_worker_that_answers_and_makes_no_progress_is_lost_until_it_does(tmp_path: Path) -> None:
+    async with router_rig(tmp_path, decode=2, max_attempts=1) as b:
+        call, first, other = await running(b, max_tokens=4)
+        first.status.set_stalled(True)
+        assert (await whole(call)).text() == "bcd"
+        await until(b.app, lambda: [d.name for d in b.app.pool.fleet.decode.values()] == [other.address])
+        assert "makes no progress" in b.app.pool.describe_missing()
+        first.status.set_stalled(False)
+        await until(b.app, lambda: len(b.app.pool.fleet.decode) == 2)
+
+
+async def test_a_drain_is_no_loss_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "router"):
+        async with router_rig(tmp_path, decode=2) as b:
+            call, first, _ = await running(b, max_tokens=4)
+            name = f"decode-{b.decode.index(first)} at {first.address}"
+            first.status.drain()
+            await until(b.app, lambda: any(view.draining for view in b.app.pool.fleet.decode.values()))
+            first.sessions[-1].fail(first.starts[0].key, Kind.KIND_DRAINING, "the worker stops")
+            assert (await whole(call)).text() == "bcd"
+            first.status.close()
+            await until(b.app, lambda: len(b.app.pool.fleet.decode) == 1)
+            said = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert said.count(("INFO", f"decode worker {name} drains")) == 1
+    assert ("INFO", f"decode worker {name} has left: ended its watch") in said
+    moved = f"is tried again: moved away from decode worker {name}: the worker stops"
+    assert [level for level, words in said if words.endswith(moved)] == ["INFO"]
+    assert not [words for level, words in said if level == "WARNING"]
+
+
+async def test_a_loss_is_warned_of_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with router_rig(tmp_path, decode=2) as b:
+        call, first, _ = await running(b, max_tokens=4)
+        name = f"decode-{b.decode.index(first)} at {first.address}"
+        first.status.close()
+        assert (await whole(call)).text() == "bcd"
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"can't watch decode worker {name}: ended its watch" in said
+    (moved,) = [words for words in said if "is tried again" in words]
+    assert moved.endswith(f"is tried again: lost connection to decode worker {name}: ended its watch")
+
+
+async def test_a_silent_prefill_call_fails(tmp_path: Path) -> None:
+    async with router_rig(tmp_path, prefill=2, prefill_silence_s=0.2) as b:
+
+        async def block(_: prefill_pb2.PrefillRequest) -> None:
+            for stub in b.prefill:
+                stub.script = lambda request: asyncio.sleep(0)  # type: ignore[assignment,return-value]
+            await asyncio.get_running_loop().create_future()
+
+        b.prefill[0].script = b.prefill[1].script = block
+        assert (await b.answer(max_tokens=4)).text() == "abcd"
+        assert [len(stub.requests) for stub in b.prefill] == [1, 1]
+
+
+async def test_a_cut_pair_is_avoided_by_everybody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router.workers.failures, "MIN_PAUSE_S", 60.0)
+    async with router_rig(tmp_path, decode=2) as b:
+        cut: list[DownStream] = []
+
+        async def script(down: DownStream, start: decode_pb2.Start, asked: prefill_pb2.PrefillRequest) -> None:
+            if down in (cut or [down]):
+                cut[:] = [down]
+                down.fail(start.key, Kind.KIND_SOURCE_UNREACHABLE)
+            else:
+                await continue_by_hand(down, start, asked)
+
+        b.decode[0].script = b.decode[1].script = script
+        for _ in range(4):
+            assert (await b.answer(max_tokens=3)).text() == "abc"
+        assert sorted(len(stub.starts) for stub in b.decode) == [1, 4]
+
+
+@pytest.mark.parametrize(("tokens", "finishes", "abandoned"), [(0, False, True), (1, False, False), (0, True, False)])
+async def test_kv_that_nobody_took_is_abandoned(tmp_path: Path, tokens: int, finishes: bool, abandoned: bool) -> None:
+    before, told = wasted(), asyncio.Event()
+    async with router_rig(tmp_path) as b:
+        script = continue_by_hand if finishes else fails(Kind.KIND_ENGINE, 1, tokens=tokens)
+
+        async def once_told(down: DownStream, start: decode_pb2.Start, asked: prefill_pb2.PrefillRequest) -> None:
+            await told.wait()
+            await script(down, start, asked)
+
+        b.decode[0].script = once_told
+        call = b.call(max_tokens=5)
+        assert (await call.read()).choices[0].text == "a"
+        told.set()
+        assert (await whole(call)).text() == "bcde"
+        if abandoned:
+            await b.prefill[0].log.until(lambda: bool(b.prefill[0].abandoned))
+    # The router has ended, and what it had to say was said.
+    seen = [(call.transfer_id, call.incarnation) for call in b.prefill[0].abandoned]
+    first = b.prefill[0].requests[0].transfer_id
+    assert seen == ([(first, "incarnation-prefill-0")] if abandoned else [])
+    assert wasted() - before == (3 if abandoned else 0)
+
+
+async def test_a_cancel_during_the_transfer_abandons_the_kv(tmp_path: Path) -> None:
+    async with router_rig(tmp_path) as b:
+        b.decode[0].script = never_ending
+        call = b.call(max_tokens=4)
+        await call.read()
+        call.cancel()
+        await b.prefill[0].log.until(lambda: bool(b.prefill[0].abandoned))
+        assert b.prefill[0].abandoned[0].transfer_id == b.prefill[0].requests[0].transfer_id
+
+
+async def test_a_lost_prefill_worker_is_not_called_and_its_death_is_no_fault(tmp_path: Path) -> None:
+    async with router_rig(tmp_path, prefill=2, max_attempts=1) as b:
+
+        async def unreachable(down: DownStream, start: decode_pb2.Start, asked: prefill_pb2.PrefillRequest) -> None:
+            if start.key.attempt:
+                await continue_by_hand(down, start, asked)
+                return
+            next(stub for stub in b.prefill if stub.requests).status.close()
+            down.fail(start.key, Kind.KIND_SOURCE_UNREACHABLE)
+
+        b.decode[0].script = unreachable
+        assert (await b.answer(max_tokens=4)).text() == "abcd"
+    assert [stub.abandoned for stub in b.prefill] == [[], []]
+
+
+async def test_requests_without_a_deadline_get_one(tmp_path: Path) -> None:
+    async with router_rig(tmp_path, request_timeout_s=0.3) as b:
+        b.decode[0].script = never_ending
+        error = await refused(b.call(timeout=None, max_tokens=4))
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert 0 < b.decode[0].reserves[0].deadline_ms <= 300
+
+
+async def test_the_ledger_lists_every_attempt_until_it_ends(tmp_path: Path) -> None:
+    async with router_rig(tmp_path, decode=2) as b, AsyncClient(b.app.address) as client:
+        call, first, other = await running(b, max_tokens=4)
+        ledger = await client.ledger()
+        (entry,) = ledger.entries
+        assert ledger.role == "router"
+        assert entry.owner == f"{first.starts[0].key.request_id}/0"
+        assert (entry.kind, entry.state) == ("request", "transferring")
+        assert entry.deadline_s is not None
+        # gRPC rounds deadlines up on the wire.
+        assert 0 < entry.deadline_s <= 21
+        assert "prefill-0 at " in entry.detail
+        assert first.address in entry.detail
+        call.cancel()
+        await first.log.until(lambda: bool(first.cancels))
+        assert list((await client.ledger()).entries) == []
+        assert other.starts == []
+
+
+async def test_a_drain_that_takes_too_long_ends_the_rest_with_a_status(tmp_path: Path) -> None:
+    async with router_rig(tmp_path, drain_s=0.1) as b:
+        b.decode[0].script = never_ending
+        channel = control_channel(b.app.address)
+        call = type(b.client)(channel).Generate(request("hi", max_tokens=4), timeout=60)
+        await call.read()
+        await b.app.drain()
+        ended = asyncio.create_task(refused(call))
+    error = await ended
+    await channel.close()
+    assert (error.code(), error.details()) == (
+        grpc.StatusCode.UNAVAILABLE,
+        "the router is stopping, and the request has not ended",
+    )
+    assert len(b.decode[0].cancels) == 1
+
+
+async def test_tickets_and_salts_travel_where_the_fleet_has_keys(tmp_path: Path) -> None:
+    key = Ed25519PrivateKey.generate().private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    path = tmp_path / "ticket.pem"
+    path.write_bytes(key)
+    path.chmod(0o600)
+    async with router_rig(tmp_path, ticket_key=str(path), fleet_secret="secret") as b:
+        assert (await b.answer(max_tokens=3)).text() == "abc"
+        (start,), (asked,) = b.decode[0].starts, b.prefill[0].requests
+        ticket = kv_pb2.Ticket.FromString(kv_pb2.SignedTicket.FromString(start.source.ticket).ticket)
+        assert ticket.transfer_id == start.source.transfer_id
+        assert (ticket.incarnation, ticket.consumer) == ("incarnation-prefill-0", "incarnation-decode-0")
+        assert ticket.expires_unix_ms == pytest.approx(1e3 * time.time() + 20_000, abs=5000)
+        assert asked.cache_salt == tenant_salt("secret", "")

@@ -1,4 +1,4 @@
-"""Several routers on one port, as processes, before stand-in workers: spread, a death, a drain, bad settings."""
+"""`python -m router` as one process and as several: starts, spread, a death, a drain, bad settings."""
 
 import contextlib
 import json
@@ -21,10 +21,12 @@ import pytest
 
 from baton import bundled
 from baton.config.router import RouterConfig
-from baton.errors import ConfigError
+from baton.errors import BatonError, ConfigError
 from baton.pb import inference_pb2, inference_pb2_grpc
 from baton.process.supervisor import bind_to_parent
+from router.app import run
 from router.processes import run_router_processes
+from tests.integration.router_stubs import checkpoint
 from tests.processes import gone
 
 STEP_MS = 10
@@ -223,3 +225,33 @@ def test_a_router_that_does_not_start_ends_all_with_two() -> None:
         _, log = refused.communicate(timeout=60)
     assert refused.returncode == 2
     assert "/no/such/place" in log
+
+
+def test_starts_and_stops(tmp_path: Path) -> None:
+    with process("router", f"--model={checkpoint(tmp_path)}", *NOBODY) as router:
+        line = router.stdout.readline()
+        assert re.fullmatch(r"listening grpc=127\.0\.0\.1:\d+ ops=127\.0\.0\.1:\d+\n", line)
+        router.send_signal(signal.SIGINT)
+        _, log = router.communicate(timeout=60)
+    assert router.returncode == 0, log
+
+
+def test_a_full_disk_under_its_output_does_not_end_a_service(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "router", f"--model={checkpoint(tmp_path)}", *NOBODY, "--log-level=info"]
+    with Path("/dev/full").open("w") as full, subprocess.Popen(command, stdout=full, stderr=subprocess.PIPE) as router:
+        assert router.stderr is not None
+        assert any(b"listening grpc=" in line for line in router.stderr)
+        router.send_signal(signal.SIGTERM)
+        _, log = router.communicate(timeout=60)
+    assert router.returncode == 0, log
+    assert b"draining after SIGTERM" in log
+
+
+@pytest.mark.parametrize(("setting", "value"), [("grpc", "0.0.0.0:0"), ("model", "/no/such/place")])
+async def test_bad_settings_of_one_router_are_named(tmp_path: Path, setting: str, value: str) -> None:
+    """Settings that flags alone do not show to be bad; for the others see the unit tests of the settings."""
+    workers: dict[str, Any] = {"prefill": ("127.0.0.1:1",), "decode": ("127.0.0.1:1",)}
+    config = RouterConfig(**{"model": str(checkpoint(tmp_path)), **workers, setting: value})
+    with pytest.raises(BatonError, match=value):
+        async with run(config):
+            pytest.fail("it has started")

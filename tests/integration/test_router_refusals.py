@@ -1,4 +1,4 @@
-"""Refusals of the router, and their texts: full fleets, workers that do not match, bad input."""
+"""Refusals of the router: full fleets, workers that do not match, bad input, and values beyond a limit."""
 
 import asyncio
 import logging
@@ -9,13 +9,27 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton import bundled
+from baton.engine.fake import FakeEngine
+from baton.errors import InvalidRequest
 from baton.kv.format import KvFormat
 from baton.pb import inference_pb2, prefill_pb2
+from baton.request import (
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
+from baton.rpc.channel import METADATA_BYTES, METADATA_MAX_BYTES
 from baton.transfer.tickets import TicketSigner
 from baton.worker.status import WIRE_VERSION, WorkerRole
+from router.serving.validator import largest_message
 from tests.certificates import fleet
-from tests.integration.router_rig import refused, router_rig, until
-from tests.integration.router_stubs import KV, StubDecode, StubPrefill
+from tests.fleet import Fleet
+from tests.integration.router_rig import refused, request, router_rig, until, whole
+from tests.integration.router_stubs import KV, MAX_MODEL_LEN, StubDecode, StubPrefill
 
 
 async def test_full_line_refuses_at_once_with_a_delay(tmp_path: Path) -> None:
@@ -160,61 +174,110 @@ async def test_health_follows_the_fleet(tmp_path: Path) -> None:
         assert (await b.answer(max_tokens=1)).text() == "a"
 
 
-def asked(**fields: Any) -> inference_pb2.GenerateRequest:
-    return inference_pb2.GenerateRequest(**fields)
+BAD: list[tuple[str, dict[str, Any]]] = [
+    ("text", {"text": ""}),
+    ("text", {"text": "x" * 63}),
+    ("text", {"text": "x" * 4_000_000}),
+    ("prompt", {}),
+    ("token_ids", {"token_ids": {}}),
+    ("token_ids", {"token_ids": {"ids": [1] * 65}}),
+    ("token_ids[1]", {"token_ids": {"ids": [1, 300]}}),
+    ("chat", {"chat": {"messages": [{"role": "user", "content": "x"}]}}),
+    ("chat.messages", {"chat": {}}),
+    ("chat.messages", {"chat": {"messages": [{"role": "user", "content": ""}] * 65}}),
+    ("chat.messages[0].role", {"chat": {"messages": [{"content": "x"}]}}),
+    ("chat.messages[0].role", {"chat": {"messages": [{"role": "u" * 4_000_000}]}}),
+    ("allowed_token_ids", {"text": "x", "sampling": {"allowed_token_ids": [1] * 301}}),
+    ("temperature", {"text": "x", "sampling": {"temperature": float("nan")}}),
+    ("top_p", {"text": "x", "sampling": {"top_p": 0}}),
+    ("stop", {"text": "x", "sampling": {"stop": ["x"] * 10_000}}),
+    ("stop_token_ids[0]", {"text": "x", "sampling": {"stop_token_ids": [999]}}),
+    ("max_tokens", {"text": "x", "sampling": {"max_tokens": 0}}),
+    ("max_tokens", {"text": "x" * 9, "sampling": {"max_tokens": 60}}),
+]
 
 
-NO_TEMPLATE = {"messages": [{"role": "user", "content": "x"}]}
-BAD = {
-    "empty text": (asked(text=""), "text: must not be empty"),
-    "no prompt": (asked(), "prompt: one of text, token_ids and chat must be set"),
-    "no ids": (asked(token_ids={}), "token_ids: must not be empty"),
-    "id outside": (asked(token_ids={"ids": [1, 300]}), "token_ids[1]: must be in [0, 300), got 300"),
-    "no template": (asked(chat=NO_TEMPLATE), "chat: the model has no chat template"),
-    "no messages": (asked(chat={}), "chat.messages: must not be empty"),
-    "no role": (asked(chat={"messages": [{"content": "x"}]}), "chat.messages[0].role: must have 1 to 64 characters"),
-    "huge role": (
-        asked(chat={"messages": [{"role": "u", "content": "x"}, {"role": "u" * 4_000_000}]}),
-        "chat.messages[1].role: must have 1 to 64 characters, got 'uuu",
-    ),
-    "turns": (
-        asked(chat={"messages": [{"role": "user", "content": ""}] * 65}),
-        "chat.messages: at most 64 fit the model's length, got 65",
-    ),
-    "ids": (asked(token_ids={"ids": [1] * 65}), "token_ids: at most 64 fit the model's length, got 65"),
-    "allowed ids": (
-        asked(text="x", sampling={"allowed_token_ids": [1] * 301}),
-        "allowed_token_ids: at most 300 token ids are allowed, got 301",
-    ),
-    "temperature": (asked(text="x", sampling={"temperature": float("nan")}), "temperature: must be in"),
-    "negative": (asked(text="x", sampling={"temperature": -1}), "temperature: must be in"),
-    "top_p 0": (asked(text="x", sampling={"top_p": 0}), "top_p: must be in (0.0, 1.0], got 0"),
-    "top_p 2": (asked(text="x", sampling={"top_p": 2}), "top_p: must be in (0.0, 1.0], got 2"),
-    "stops": (asked(text="x", sampling={"stop": ["x"] * 10_000}), "stop: at most 64 strings"),
-    "stop id": (asked(text="x", sampling={"stop_token_ids": [999]}), "stop_token_ids[0]: must be in [0, 300)"),
-    "max_tokens 0": (asked(text="x", sampling={"max_tokens": 0}), "max_tokens: must be in"),
-    "too long": (
-        asked(text="x" * 9, sampling={"max_tokens": 60}),
-        "max_tokens: 10 prompt tokens + 60 to generate exceed the model's length of 64",
-    ),
-    "full prompt": (asked(text="x" * 63), "text: 64 prompt tokens + 1 to generate exceed the model's length of 64"),
-    "huge": (asked(text="x" * 4_000_000), "text: 4000000 bytes can't fit: 64 tokens"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-async def test_bad_input_is_answered_at_once_and_names_the_field(tmp_path: Path, name: str) -> None:
-    bad, words = BAD[name]
+async def test_bad_input_is_answered_at_once_and_names_the_field(tmp_path: Path) -> None:
     async with router_rig(tmp_path) as b:
-        error = await refused(b.client.Generate(bad, timeout=60))
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert words in (error.details() or "")
+        for name, fields in BAD:
+            error = await refused(b.client.Generate(inference_pb2.GenerateRequest(**fields), timeout=60))
+            assert (error.code(), error.details().partition(":")[0]) == (grpc.StatusCode.INVALID_ARGUMENT, name)
         assert b.prefill[0].requests == []
         assert (await b.answer(max_tokens=3)).text() == "abc"
 
 
 async def test_unknown_model_is_not_found_and_the_served_one_named(tmp_path: Path) -> None:
     async with router_rig(tmp_path) as b:
-        error = await refused(b.client.Generate(asked(text="x", model="gpt")))
+        error = await refused(b.client.Generate(inference_pb2.GenerateRequest(text="x", model="gpt")))
         assert error.code() is grpc.StatusCode.NOT_FOUND
         assert error.details() == f"model: 'gpt' is not served; {tmp_path.name!r} is"
+
+
+LIMITS: list[tuple[str, Any, Any]] = [
+    ("n", MAX_CHOICES, MAX_CHOICES + 1),
+    ("stop", ["#"] * MAX_STOP_STRINGS, ["#"] * (MAX_STOP_STRINGS + 1)),
+    ("stop[1]", ["x", "#" * MAX_STOP_LENGTH], ["x", "#" * (MAX_STOP_LENGTH + 1)]),
+    ("stop", ["#" * 1024] * 4, ["#" * 1024] * 4 + ["x"]),
+    ("stop_token_ids", [299] * MAX_STOP_TOKEN_IDS, [299] * (MAX_STOP_TOKEN_IDS + 1)),
+    ("logit_bias", dict.fromkeys(range(300), 1.0), dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0)),
+    ("logit_bias[7]", {7: 100.0}, {7: 100.5}),
+    ("logprobs", MAX_LOGPROBS, MAX_LOGPROBS + 1),
+    ("prompt_logprobs", MAX_LOGPROBS, MAX_LOGPROBS + 1),
+]
+
+
+async def test_a_value_at_its_limit_is_served_and_one_beyond_refused_by_name(tmp_path: Path) -> None:
+    async with router_rig(tmp_path) as b:
+        for served, (name, within, beyond) in enumerate(LIMITS):
+            field = name.partition("[")[0]
+            error = await refused(b.call(max_tokens=1, **{field: beyond}))
+            assert (error.code(), error.details().partition(":")[0]) == (grpc.StatusCode.INVALID_ARGUMENT, name)
+            assert len(b.prefill[0].requests) == served
+            assert (await b.answer(max_tokens=1, **{field: within})).usage.prompt_tokens == 3
+
+
+async def test_messages_and_metadata_beyond_their_limits_are_refused_with_sizes(tmp_path: Path) -> None:
+    async with router_rig(tmp_path) as b:
+        small = METADATA_BYTES // 2
+        assert (await whole(b.client.Generate(request("hi", max_tokens=1), metadata=(("x", "y" * small),)))).events
+        error = await refused(b.client.Generate(request("hi"), metadata=(("x", "y" * METADATA_MAX_BYTES),), timeout=60))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert f"vs. {METADATA_MAX_BYTES}" in (error.details() or "")
+        largest = largest_message(MAX_MODEL_LEN, 300)
+        error = await refused(b.client.Generate(request("x" * largest), timeout=60))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert f"vs. {largest}" in (error.details() or "")
+        assert (await b.answer(max_tokens=1)).text() == "a"
+
+
+async def test_without_max_tokens_the_output_may_fill_the_workers_memory(caplog: pytest.LogCaptureFixture) -> None:
+    small, large = (FakeEngine(page_size=16, pages=pages, max_model_len=400) for pages in (3, 4))
+    async with Fleet(bundled.path()) as fleet:
+        prefill = await fleet.prefill(engine=FakeEngine(max_model_len=400))
+        assert not [record for record in caplog.records if "KV memory" in record.message]
+        workers = [await fleet.decode(engine=engine) for engine in (small, large)]
+        assert [record.levelname for record in caplog.records if "KV memory" in record.message] == ["WARNING"] * 2
+        assert "holds 48 tokens, less than max_model_len, which is 400" in caplog.text
+        assert "--kv-memory" in caplog.text
+        client = await fleet.router([prefill], workers)
+        done = await client.complete([5, 7], temperature=0, timeout=60, ignore_eos=True)
+        assert len(done.token_ids) == 4 * 16 - 2
+        with pytest.raises(InvalidRequest, match=r"max_tokens: .* any decode worker can hold .*5 pages, there are 4"):
+            await client.complete([5, 7], max_tokens=63, timeout=60)
+        with pytest.raises(InvalidRequest, match="token_ids: 64 prompt tokens leave no room in the 64"):
+            await client.complete([5] * 64, timeout=60)
+
+
+async def test_a_prompt_that_fits_no_prefill_worker_is_the_requests_fault_and_finds_one_that_it_fits() -> None:
+    async with Fleet(bundled.path()) as fleet:
+        small = await fleet.prefill(engine=FakeEngine(page_size=16, pages=2, max_model_len=400))
+        decode = await fleet.decode(engine=FakeEngine(max_model_len=400))
+        client = await fleet.router([small], [decode])
+        problem = r"prompt_token_ids: .* need 3 pages, .* KV memory has 2, which hold 32 tokens \(--kv-memory\), got 33"
+        with pytest.raises(InvalidRequest, match=problem):
+            await client.complete([5] * 33, max_tokens=4, timeout=60)
+        large = await fleet.prefill(engine=FakeEngine(max_model_len=400))
+        both = await fleet.router([small, large], [decode])
+        for _ in range(4):
+            done = await both.complete([5] * 33, max_tokens=4, temperature=0, timeout=60, ignore_eos=True)
+            assert len(done.token_ids) == 4

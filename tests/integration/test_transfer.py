@@ -1,8 +1,11 @@
-"""KV over real gRPC servers and sockets: layouts, overlap, boxes, back-pressure, and the service's calls."""
+"""KV over real gRPC servers and sockets: layouts, overlap, boxes, back-pressure, and every fault."""
+
+from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import grpc
@@ -10,29 +13,191 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.errors import BatonError, IncompleteTransfer, TransferError, WrongPrefix
+from baton.errors import (
+    BatonError,
+    EngineError,
+    IncompleteTransfer,
+    SourceUnreachable,
+    StaleIncarnation,
+    TransferError,
+    WrongPrefix,
+)
 from baton.kv.format import PartData, Shard
 from baton.pb import kv_pb2, kv_pb2_grpc
+from baton.request import Handoff, RemoteExport
+from baton.rpc.channel import kv_channel
 from baton.rpc.errors import from_rpc_error
-from baton.telemetry.metrics import TRANSFER_BYTES, TRANSFER_FAULTS
+from baton.rpc.server import listen
+from baton.telemetry.metrics import EXPORTS_OPEN, TRANSFER_BYTES, TRANSFER_FAULTS
 from baton.transfer.export import ExportRegistry
-from baton.transfer.fetcher import fetch, pull
-from baton.transfer.transport import KvServicer
+from baton.transfer.fetcher import fetch, fetch_prefix, pull
+from baton.transfer.transport import SERVICE, GrpcSource, KvServicer
 from baton.transfer.wire import Box
 from tests.engine_calls import prefill_chunk
-from tests.integration.transfer_pair import TOKENS, Pair, fetch_shards, flip, running, sharded
 from tests.metrics import count
 from tests.unit.transfer.support import (
     HEADS,
     INCARNATION,
     LAYERS,
+    WHOLE,
     Engine,
-    advance_all,
+    Gate,
+    contents,
+    faults,
     handoff,
+    mark_all_final,
     prefilled,
     prompt,
     ready,
+    whole,
 )
+
+TOKENS = 40
+Mangle = Callable[[int, int, bytes], list[bytes]]
+
+
+class FaultyServicer(KvServicer):
+    """Passes frames on as `mangle(number of the stream, number of the frame, frame)` makes them."""
+
+    def __init__(self, exports: ExportRegistry) -> None:
+        super().__init__(exports)
+        self.mangle: Mangle = lambda stream, number, frame: [frame]
+        self.requests: list[kv_pb2.FetchKvRequest] = []
+        self.requested = asyncio.Event()
+        self.stopped = asyncio.Event()
+
+    async def FetchKv(
+        self, request: kv_pb2.FetchKvRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncGenerator[bytes, None]:
+        self.requests.append(request)
+        self.requested.set()
+        stream, number = len(self.requests) - 1, 0
+        try:
+            async for frame in super().FetchKv(request, context):
+                for mangled in self.mangle(stream, number, frame):
+                    yield mangled
+                number += 1
+        finally:
+            self.stopped.set()
+
+
+class Pair:
+    """A worker that exports and one that fetches, of different page sizes, over loopback."""
+
+    def __init__(self, **sizes: Any) -> None:
+        self.exporter = Engine(page_size=sizes.get("from_pages", 16), kv_dtype=sizes.get("dtype", "float32"))
+        self.engine = Engine(page_size=sizes.get("to_pages", 64))
+        token_bytes = self.exporter.spec.kv_format.token_bytes // LAYERS
+        self.exports = ExportRegistry(
+            self.exporter,
+            INCARNATION,
+            frame_bytes=sizes.get("frame_tokens", 8) * token_bytes,
+            unknown_wait_s=0.05,
+            lease_s=sizes.get("lease_s", 10.0),
+            shards=sizes.get("shards", ()),
+        )
+        self.shard = sizes.get("shard", WHOLE)
+        self.servicer = FaultyServicer(self.exports)
+        self.handle = self.engine.reserve("decode", TOKENS)
+        self.address = ""
+        self.channel: grpc.aio.Channel
+
+    async def fetch(self, transfer_id: str = "t", **changes: Any) -> Handoff:
+        """Fetch all; `changes` are those of `source`, and `first`."""
+        first = changes.pop("first", 0)
+        timeout_s = changes.get("timeout_s", 30.0)
+        sources = [self.source(transfer_id, **changes)]
+        return await fetch(sources, self.engine, self.handle, tokens=TOKENS, first=first, timeout_s=timeout_s)
+
+    async def fetch_prefix(self, tokens: range, **changes: Any) -> None:
+        options = {"length": TOKENS, "digest": b"name", "timeout_s": 30.0, **changes}
+        await fetch_prefix([self.source()], self.engine, self.handle, tokens=tokens, **options)
+
+    def source(
+        self, transfer_id: str = "t", *, incarnation: str = INCARNATION, shard: Shard | None = None, **changes: Any
+    ) -> GrpcSource:
+        shard = shard or self.shard
+        options = {"timeout_s": 30.0, "stall_timeout_s": 20.0, **changes}
+        return GrpcSource(self.channel, RemoteExport(transfer_id, incarnation, (shard,)), shard, **options)
+
+    def assert_equal(self, box: Box | None = None) -> None:
+        """The consumer's pages hold what a prefill of the same prompt gives."""
+        box = box or whole(TOKENS)
+        expected = Engine(kv_dtype="float32")
+        assert contents(self.engine, self.handle, box) == contents(expected, prefilled(expected, TOKENS), box)
+
+
+@asynccontextmanager
+async def running(**sizes: Any) -> AsyncIterator[Pair]:
+    pair, exports_open = Pair(**sizes), count(EXPORTS_OPEN)
+    async with listen(
+        "127.0.0.1:0", insecure=False, add=pair.servicer.add_to_server, services=[SERVICE], grace=0.0
+    ) as listener:
+        pair.address = listener.address
+        try:
+            async with kv_channel(listener.address) as pair.channel:
+                yield pair
+        finally:
+            pair.exports.close()
+            await pair.exports.wait_closed()
+        assert count(EXPORTS_OPEN) == exports_open
+    assert pair.exporter.copies == pair.engine.copies == 0
+
+
+@asynccontextmanager
+async def sharded(*layers: range) -> AsyncIterator[list[Pair]]:
+    """Processes of one exporter, each of which has some layers; all else is as in a Pair."""
+    shards = [Shard("", each, range(HEADS)) for each in layers]
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(running(shards=shards, shard=each)) for each in shards]
+
+
+async def fetch_shards(*pairs: Pair) -> Handoff:
+    """Fetch all from these processes of one exporter, into the first consumer's pages."""
+    sources = [pair.source() for pair in pairs]
+    return await fetch(sources, pairs[0].engine, pairs[0].handle, tokens=TOKENS, timeout_s=30.0)
+
+
+def flip(frame: bytes) -> bytes:
+    return frame[:-1] + bytes((frame[-1] ^ 16,))
+
+
+class Cable:
+    """A TCP proxy that can be cut."""
+
+    def __init__(self, address: str) -> None:
+        self._host, self._port = address.split(":")
+        self._writers: list[asyncio.StreamWriter] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self.server: asyncio.Server
+        self.address = ""
+
+    async def __aenter__(self) -> Cable:
+        self.server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        host, port = self.server.sockets[0].getsockname()
+        self.address = f"{host}:{port}"
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.cut()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def cut(self) -> None:
+        self.server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection(self._host, int(self._port))
+        self._writers += [writer, far_writer]
+        self._tasks += [asyncio.create_task(_pump(reader, far_writer)), asyncio.create_task(_pump(far_reader, writer))]
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(1 << 16):
+        writer.write(data)
+        await writer.drain()
+
 
 SIZES = (TOKENS, LAYERS, HEADS)
 
@@ -198,7 +363,7 @@ def test_any_box_arrives_in_any_layout(
                 pull([pair.source()], pair.engine, pair.handle, box, length=TOKENS, timeout_s=30)
             )
             for end in [*sorted(chunks), TOKENS]:
-                await asyncio.to_thread(advance_all, export, end)
+                await asyncio.to_thread(mark_all_final, export, end)
             export.commit(handoff(TOKENS))
             try:
                 assert await pulling == handoff(TOKENS)
@@ -303,3 +468,146 @@ async def _refused(call: Awaitable[object], complaint: str) -> None:
         await call
     with pytest.raises(BatonError, match=complaint):
         raise from_rpc_error(caught.value)
+
+
+async def test_a_flipped_bit_costs_one_frame(pair: Pair) -> None:
+    ready(pair.exports, pair.exporter, "t", TOKENS)
+    pair.servicer.mangle = lambda stream, number, frame: [flip(frame) if (stream, number) == (0, 4) else frame]
+    before = faults("bad_frame")
+    assert await pair.fetch() == handoff(TOKENS)
+    pair.assert_equal()
+    again = pair.servicer.requests[1]
+    assert (again.token_start, again.token_end) == (8, 16)
+    assert (again.layer_start, again.layer_end) == (1, 2)
+    # A ticket is good for each retry once.
+    assert [request.retry for request in pair.servicer.requests] == [0, 1]
+    assert len(pair.servicer.requests) == 2
+    assert faults("bad_frame") == before + 1
+
+
+async def test_another_incarnation_is_told_apart(pair: Pair) -> None:
+    _, ends = ready(pair.exports, pair.exporter, "t", TOKENS)
+    before = faults("stale_incarnation")
+    with pytest.raises(StaleIncarnation, match="'second'"):
+        await pair.fetch(incarnation="second")
+    assert faults("stale_incarnation") == before + 1
+    assert ends == []
+
+
+async def test_a_failing_exporter_ends_the_stream(pair: Pair) -> None:
+    handle = prefilled(pair.exporter, TOKENS)
+    export = pair.exports.open("t", handle, TOKENS, on_closed=lambda: pair.exporter.free(handle))
+    export.mark_final(0, TOKENS)
+    written = threading.Event()
+    pair.engine.before_write = written.set
+    fetching = asyncio.create_task(pair.fetch())
+    await asyncio.to_thread(written.wait, 60)
+    export.fail(EngineError("NaN in layer 1"))
+    with pytest.raises(TransferError, match="NaN in layer 1"):
+        await fetching
+
+
+@pytest.mark.parametrize("final", [0, 10])
+async def test_a_stalled_exporter_is_left(pair: Pair, final: int) -> None:
+    export = pair.exports.open("t", prefilled(pair.exporter, TOKENS), TOKENS, on_closed=lambda: None)
+    export.mark_final(0, final)
+    before = faults("source_unreachable")
+    with pytest.raises(SourceUnreachable, match=r"nothing for 0\.1 s"):
+        await pair.fetch(stall_timeout_s=0.1)
+    assert export.ended
+    assert faults("source_unreachable") == before + 1
+
+
+async def test_standing_in_line_is_no_stall(pair: Pair) -> None:
+    pair.exports.announce("t")
+    fetching = asyncio.create_task(pair.fetch(stall_timeout_s=0.1))
+    await pair.servicer.requested.wait()
+    done, _ = await asyncio.wait({fetching}, timeout=0.3)
+    assert not done
+    fetching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+
+
+async def test_the_whole_is_bounded(pair: Pair) -> None:
+    export = pair.exports.open("t", prefilled(pair.exporter, TOKENS), TOKENS, on_closed=lambda: None)
+    mark_all_final(export, TOKENS)
+    before = faults("timeout") + faults("incomplete_transfer")
+    with pytest.raises(IncompleteTransfer):
+        await pair.fetch(timeout_s=0.2)
+    assert faults("timeout") + faults("incomplete_transfer") == before + 1
+
+
+async def test_a_cut_connection_is_noticed_at_both_ends(pair: Pair) -> None:
+    export = pair.exports.open("t", prefilled(pair.exporter, TOKENS), TOKENS, on_closed=lambda: None)
+    export.mark_final(0, 10)
+    written = threading.Event()
+    pair.engine.before_write = written.set
+    async with Cable(pair.address) as cable, kv_channel(cable.address) as pair.channel:
+        fetching = asyncio.create_task(pair.fetch())
+        await asyncio.to_thread(written.wait, 60)
+        assert not pair.servicer.stopped.is_set()
+        cable.cut()
+        with pytest.raises(SourceUnreachable):
+            await fetching
+        await asyncio.wait_for(pair.servicer.stopped.wait(), 60)
+
+
+@pytest.mark.parametrize("opened", [False, True])
+async def test_a_closed_channel_is_an_error_not_a_cancellation(pair: Pair, opened: bool) -> None:
+    pair.exports.announce("t")
+    fetching = asyncio.create_task(pair.fetch())
+    await pair.servicer.requested.wait()
+    if opened:
+        written = threading.Event()
+        pair.engine.before_write = written.set
+        export = pair.exports.open("t", prefilled(pair.exporter, TOKENS), TOKENS, on_closed=lambda: None)
+        export.mark_final(0, 10)
+        await asyncio.to_thread(written.wait, 60)
+    await pair.channel.close()
+    with pytest.raises(SourceUnreachable):
+        await fetching
+    with pytest.raises(SourceUnreachable):
+        await pair.fetch()
+
+
+async def test_after_a_cancel_no_write_is_in_flight_and_the_export_is_gone(pair: Pair) -> None:
+    _, ends = ready(pair.exports, pair.exporter, "t", TOKENS)
+    gate = pair.engine.before_write = Gate()
+    fetching = asyncio.create_task(pair.fetch())
+    await asyncio.to_thread(gate.reached.wait, 60)
+    for _ in range(3):
+        fetching.cancel()
+        await asyncio.sleep(0)
+    assert not fetching.done()
+    gate.open()
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+    assert pair.engine.copies == 0
+    pair.engine.free(pair.handle)
+    assert pair.engine.stats().used == 0
+    await pair.exports.wait_closed()
+    assert ends == ["t"]
+
+
+async def test_a_cancel_during_the_release_does_not_end_the_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    releasing, go_on = asyncio.Event(), asyncio.Event()
+    honest = GrpcSource.release
+
+    async def release(self: GrpcSource) -> None:
+        releasing.set()
+        await go_on.wait()
+        await honest(self)
+
+    monkeypatch.setattr(GrpcSource, "release", release)
+    async with running() as pair:
+        _, ends = ready(pair.exports, pair.exporter, "t", TOKENS)
+        fetching = asyncio.create_task(pair.fetch())
+        await releasing.wait()
+        fetching.cancel()
+        await asyncio.sleep(0)
+        assert ends == []
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
+        assert ends == ["t"]

@@ -140,7 +140,7 @@ class ExportsMachine(RuleBasedStateMachine):
     def advance(self, index: int, layers: range, end: int) -> None:
         if ours := self.picked(index):
             for layer in layers:
-                self.loop.call(ours.export.advance, layer, end)
+                self.loop.call(ours.export.mark_final, layer, end)
 
     @rule(index=IDS, finish=st.booleans())
     def commit(self, index: int, finish: bool) -> None:
@@ -182,7 +182,7 @@ class ExportsMachine(RuleBasedStateMachine):
     def go_on_after_the_end(self, index: int) -> None:
         ours = self.all[index % len(self.all)]
         if ours.export.ended:
-            self.loop.call(ours.export.advance, 0, TOKENS)
+            self.loop.call(ours.export.mark_final, 0, TOKENS)
             self.loop.call(ours.export.commit, handoff(TOKENS))
             self.loop.call(ours.export.fail, ValueError("out of memory"))
 
