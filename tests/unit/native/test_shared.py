@@ -254,12 +254,9 @@ def test_who_waits_builds_when_the_builder_is_killed(path: str, caplog: pytest.L
     caplog.set_level(logging.INFO)
     waiting, found = threading.Event(), []
 
-    class Said(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "another worker builds" in record.getMessage():
-                waiting.set()
-
-    handler = Said()
+    handler = logging.Handler()
+    handler.addFilter(lambda record: "another worker builds" in record.getMessage())
+    handler.emit = lambda _: waiting.set()  # type: ignore[method-assign]
     logging.getLogger(shared.__name__).addHandler(handler)
     builder = subprocess.Popen([sys.executable, "-c", BUILDER, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:

@@ -1,5 +1,7 @@
 """A request that can't be decoded is refused by the name of its bad field."""
 
+from typing import Any
+
 import pytest
 
 from baton.pb import decode_pb2, inference_pb2
@@ -9,23 +11,25 @@ from baton.rpc.errors import Undecodable, strict
 GENERATE = "/baton.v1.Inference/Generate"
 
 
-def decoded(message: inference_pb2.GenerateRequest, *, spoil: bytes = b"") -> object:
-    """The message, decoded after the bytes of `spoil` have turned into 0xff."""
-    decode = strict(inference_pb2.GenerateRequest.FromString, GENERATE)
+def refused(data: bytes, message: Any = inference_pb2.GenerateRequest, method: str = GENERATE) -> str:
+    """The error of bytes that are no such message."""
+    decode = strict(message.FromString, method)
     assert decode is not None
-    data = message.SerializeToString()
-    return decode(data.replace(spoil, b"\xff" * len(spoil)) if spoil else data)
-
-
-def refusal(message: inference_pb2.GenerateRequest, spoil: bytes) -> str:
-    result = decoded(message, spoil=spoil)
+    result = decode(data)
     assert isinstance(result, Undecodable)
     return str(result.error)
 
 
+def refusal(message: inference_pb2.GenerateRequest, spoil: bytes) -> str:
+    """The error of a message in which the bytes of `spoil` have turned into 0xff."""
+    return refused(message.SerializeToString().replace(spoil, b"\xff" * len(spoil)))
+
+
 def test_a_good_request_is_decoded() -> None:
     message = inference_pb2.GenerateRequest(text="héllo")
-    assert decoded(message) == message
+    decode = strict(type(message).FromString, GENERATE)
+    assert decode is not None
+    assert decode(message.SerializeToString()) == message
 
 
 def test_the_field_and_the_byte_are_named() -> None:
@@ -48,20 +52,12 @@ def test_maps_do_not_disturb() -> None:
 
 def test_surrogates_and_overlong_forms_are_no_utf8() -> None:
     for bad in (b"\xed\xa0\x80", b"\xc0\xaf"):
-        data = b"\x0a" + bytes([len(bad)]) + bad
-        decode = strict(inference_pb2.GenerateRequest.FromString, GENERATE)
-        assert decode is not None
-        result = decode(data)
-        assert isinstance(result, Undecodable)
-        assert str(result.error).startswith("model: not valid UTF-8 at byte 0")
+        assert refused(b"\x0a" + bytes([len(bad)]) + bad).startswith("model: not valid UTF-8 at byte 0")
 
 
 def test_what_is_no_message_at_all_is_said_so() -> None:
-    decode = strict(decode_pb2.SessionUp.FromString, "/baton.v1.Decode/Session")
-    assert decode is not None
-    result = decode(b"\x0a\xff")
-    assert isinstance(result, Undecodable)
-    assert str(result.error) == "request: not a valid baton.v1.SessionUp message (2 bytes)"
+    problem = refused(b"\x0a\xff", decode_pb2.SessionUp, "/baton.v1.Decode/Session")
+    assert problem == "request: not a valid baton.v1.SessionUp message (2 bytes)"
 
 
 def test_raw_bytes_and_unknown_services_are_left_alone() -> None:
