@@ -144,7 +144,8 @@ def test_requests_that_kill_at_one_router_convict_none_at_another(seed: int) -> 
         storm.kills_decode = lambda asked, index: asked.prompt_token_ids[0] > 100 and index >= 2
         run(storm, work())
         assert [stream.error for stream in storm.streams if not stream.right] == []
-        assert all(isinstance(stream.error, EngineError) for stream in other.streams)
+        # One that kills may use up its attempts before it is known.
+        assert all(isinstance(stream.error, (EngineError, Unavailable)) for stream in other.streams)
 
 
 def test_a_stream_survives_any_number_of_faults_that_lie_far_apart() -> None:
