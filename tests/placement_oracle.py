@@ -1,6 +1,6 @@
 """The plain placement, which looks at every pair: what `router.placement.policy` must equal."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from router.placement.policy import (
     ASKED_OF_MORE,
@@ -14,6 +14,7 @@ from router.placement.policy import (
     Selection,
     can_pair,
 )
+from router.placement.prefix_directory import PrefixMatch
 
 
 def select(
@@ -75,3 +76,9 @@ def _prefill_rank(view: PrefillView, query: PlacementQuery, mean_rate: float) ->
 def _decode_rank(view: DecodeView, query: PlacementQuery) -> tuple[bool, float, int, str]:
     share = min(query.decode_match.tokens(view.name) / max(query.tokens, 1), 1.0)
     return view.free_slots <= 0, -view.free_tokens * (1 + share), view.own_requests, view.name
+
+
+def hits(by_worker: Mapping[str, int]) -> PrefixMatch:
+    """Result of an index where workers hold so many leading tokens."""
+    numbers = sorted({tokens for tokens in by_worker.values() if tokens}, reverse=True)
+    return PrefixMatch([(least, [name for name, held in by_worker.items() if held >= least]) for least in numbers])

@@ -16,11 +16,18 @@ from baton.rpc.admin import ledger_from_proto
 from baton.rpc.channel import control_channel
 from decode_svc.attempts import AttemptKey, Reserve
 from decode_svc.worker import Cancel, Start
-from tests.decode_rig import WAIT_S, key, rig
+from tests.decode_rig import WAIT_S, Rig, SessionRouter, key, rig
 from tests.decoding import alone, greedy
 from tests.metrics import sample
 
 Failure = decode_pb2.AttemptFailure
+
+
+async def held_in_a_step(all_: Rig, router: SessionRouter) -> None:
+    """The router's request "r" is in a step that does not end until the gate of the engine is set."""
+    all_.engine.gate.clear()
+    await router.request("r", [1, 2, 3], greedy(9))
+    await asyncio.to_thread(all_.engine.entered.acquire)
 
 
 async def test_a_request_continues_where_prefill_ended_and_its_account_adds_up() -> None:
@@ -126,9 +133,7 @@ async def test_a_start_without_a_reservation_is_answered() -> None:
 async def test_a_worker_whose_pages_dont_add_up_fails_all_and_takes_no_more() -> None:
     async with rig() as all_:
         router = await all_.router()
-        all_.engine.gate.clear()
-        await router.request("r", [1, 2, 3], greedy(9))
-        await asyncio.to_thread(all_.engine.entered.acquire)
+        await held_in_a_step(all_, router)
         await router.reserve("other", 5, 5)
         all_.engine.fail_next, all_.engine.broken = "NaN", True
         all_.engine.gate.set()
@@ -151,9 +156,7 @@ async def test_a_step_that_counts_its_work_is_wedged_only_when_the_count_stands_
     async with rig({"stall_s": 0.2}) as all_:
         router = await all_.router()
         all_.engine.count_work = count_work
-        all_.engine.gate.clear()
-        await router.request("r", [1, 2, 3], greedy(9))
-        await asyncio.to_thread(all_.engine.entered.acquire)
+        await held_in_a_step(all_, router)
         await asyncio.wait_for(looked.wait(), WAIT_S)
         await all_.until_status(lambda status: status.load.pages_used > 0 and not status.stalled)
         all_.engine.count_work = lambda: -1
@@ -167,9 +170,7 @@ async def test_a_drain_refuses_new_work_and_lets_the_running_finish(caplog: pyte
     caplog.set_level(logging.INFO, "decode_svc")
     async with rig() as all_:
         router = await all_.router()
-        all_.engine.gate.clear()
-        await router.request("r", [1, 2, 3], greedy(9))
-        await asyncio.to_thread(all_.engine.entered.acquire)
+        await held_in_a_step(all_, router)
         draining = asyncio.create_task(all_.app.drain())
         await asyncio.sleep(0)
         assert "draining" in (await router.reserve("next", 5, 5)).reason
@@ -184,9 +185,7 @@ async def test_a_drain_whose_grace_is_over_hands_the_rest_back(caplog: pytest.Lo
     caplog.set_level(logging.INFO, "decode_svc")
     async with rig({"drain_s": 0.01}) as all_:
         router = await all_.router()
-        all_.engine.gate.clear()
-        await router.request("r", [1, 2, 3], greedy(9))
-        await asyncio.to_thread(all_.engine.entered.acquire)
+        await held_in_a_step(all_, router)
         await asyncio.wait_for(all_.app.drain(), WAIT_S)
         await router.until(lambda: "r" in router.failures)
         assert router.failures["r"].kind == Failure.KIND_DRAINING

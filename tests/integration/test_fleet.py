@@ -1,4 +1,4 @@
-"""A fleet of real workers: deaths, damaged transfers, other dtypes and peers change no answer."""
+"""A fleet of real workers: deaths, damaged transfers, other dtypes and peers change no answer; progress is told."""
 
 import asyncio
 import contextlib
@@ -7,6 +7,7 @@ import signal
 import sys
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,32 +16,28 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from baton import AsyncClient
+import prefill_svc.job
+from baton import AsyncClient, bundled
 from baton.completion import Completion
+from baton.engine.fake import FakeEngine, expected_tokens
+from baton.request import PrefillProgress
 from baton.telemetry.metrics import UNSHARED_TOKENS
 from baton.transfer.export import Export
 from tests.checkpoints import make_checkpoint, prompt_ids
 from tests.fleet import SECRET, Fleet
 from tests.metrics import count, sample
-from tests.prefill import fetch_all
+from tests.prefill import WAIT_S, Gate, fetch_all
 from tests.redis_server import running as redis
 
 START_S = 60
 LONG = 250
 STREAMS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0, "ignore_eos": True},
-    "seeded": {"temperature": 0.9, "seed": 7, "top_p": 0.95, "ignore_eos": True},
-    "penalties": {
-        "temperature": 0.7,
-        "seed": 8,
-        "repetition_penalty": 1.3,
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.4,
-        "ignore_eos": True,
-    },
-    "logprobs": {"temperature": 0.8, "seed": 9, "logprobs": 3, "ignore_eos": True},
-    "choices": {"temperature": 1.0, "seed": 10, "n": 2, "ignore_eos": True},
-    "minimum": {"temperature": 1.0, "seed": 11, "min_tokens": LONG},
+    "greedy": {"temperature": 0},
+    "seeded": {"temperature": 0.9, "seed": 7, "top_p": 0.95},
+    "penalties": {"seed": 8, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4},
+    "logprobs": {"temperature": 0.8, "seed": 9, "logprobs": 3},
+    "choices": {"seed": 10, "n": 2},
+    "minimum": {"seed": 11, "min_tokens": LONG},
 }
 
 
@@ -78,7 +75,8 @@ def replays(cause: str) -> float:
 async def read(client: AsyncClient, sampling: dict[str, Any], begun: asyncio.Event) -> Completion:
     """A stream, as read; sets `begun` at the fifth delta."""
     completion, deltas = Completion(), 0
-    async for delta in client.generate(prompt_ids(20), max_tokens=LONG, timeout=240, **sampling):
+    settings = {"max_tokens": LONG, "ignore_eos": "min_tokens" not in sampling, **sampling}
+    async for delta in client.generate(prompt_ids(20), timeout=240, **settings):
         completion.add(delta)
         deltas += 1
         if deltas == 5:
@@ -223,22 +221,20 @@ async def test_kv_of_another_dtype_needs_to_be_asked_for(tmp_path: Path) -> None
     assert found.token_ids == expected.token_ids
 
 
-PROMPT = prompt_ids(100)
-
-
 async def test_a_follow_up_turn_is_fetched_from_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fetch_all(monkeypatch)
+    prompt = prompt_ids(100)
     async with Fleet(make_checkpoint("llama", tmp_path), dtype="float32", page_size=16, block_size=16) as fleet:
         decode = await fleet.decode()
         first = await fleet.router([await fleet.prefill()], [decode])
-        told = await first.complete(PROMPT, max_tokens=30, temperature=0, ignore_eos=True)
-        turn = [*PROMPT, *(token.token_id for token in told.choices[0].tokens), *prompt_ids(20, seed=1)]
+        told = await first.complete(prompt, max_tokens=30, temperature=0, ignore_eos=True)
+        turn = [*prompt, *(token.token_id for token in told.choices[0].tokens), *prompt_ids(20, seed=1)]
         # This router's prefill worker has seen nothing.
         second = await fleet.router([await fleet.prefill()], [decode])
         plain = await first.complete(turn, max_tokens=8, temperature=0, ignore_eos=True, cache="off")
         found = await second.complete(turn, max_tokens=8, temperature=0, ignore_eos=True)
         # All but the last output token has KV at decode; whole blocks of it are held.
-        held = (len(PROMPT) + 29) // 16 * 16
+        held = (len(prompt) + 29) // 16 * 16
         assert (found.usage.cached_tokens, found.usage.cached.peer, found.usage.cached.decode) == (held, held, held)
         assert found.choices[0].tokens == plain.choices[0].tokens
 
@@ -257,3 +253,37 @@ async def test_what_a_converting_worker_decodes_is_left_to_nobody(converts: bool
             shared = (server.client().dbsize() > 0, worker.engine.stats().cached > 0)
             assert shared == (not converts, not converts)
             assert count(UNSHARED_TOKENS) - unshared == (100 if converts else 0)
+
+
+PROMPT = [(7 * i) % 1000 for i in range(40)]
+CHUNK, LAYERS = 10, 2
+
+
+async def test_a_client_that_asks_is_told_after_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_svc.job, "INTERVAL_S", 0.0)
+    gate = Gate()
+    engine = FakeEngine(chunk_time=1.0, delay=gate, layers=LAYERS)
+    async with asyncio.timeout(WAIT_S), Fleet(bundled.path(), stall_s=WAIT_S) as fleet:
+        prefill = await fleet.prefill(engine=engine, chunk_size=CHUNK)
+        client = await fleet.router([prefill], [await fleet.decode(engine=FakeEngine(layers=LAYERS))])
+        sampling = {"max_tokens": 3, "temperature": 0, "ignore_eos": True}
+        async with aclosing(client.generate(PROMPT, report_progress=True, **sampling)) as stream:
+            # Each chunk begins only after the report on the one before was read.
+            assert (await anext(stream)).progress == PrefillProgress(0, len(PROMPT))
+            for done in range(CHUNK, len(PROMPT) + 1, CHUNK):
+                gate.pass_layers(LAYERS)
+                progress = (await anext(stream)).progress
+                assert (progress.tokens_done, progress.tokens_total) == (done, len(PROMPT))
+                assert progress.tokens_per_second > 0
+                assert progress.seconds_left is not None
+                assert (progress.seconds_left > 0) == (done < len(PROMPT))
+            rest = [delta async for delta in stream]
+        assert not [delta for delta in rest if delta.progress is not None]
+        assert [token.token_id for delta in rest for token in delta.tokens] == expected_tokens(PROMPT, 3)
+
+        gate.open()
+        plain = [delta async for delta in client.generate([9, *PROMPT], **sampling)]
+        assert not [delta for delta in plain if delta.progress is not None]
+        async with aclosing(client.generate(PROMPT, report_progress=True, **sampling)) as stream:
+            progress = (await anext(stream)).progress
+        assert progress.tokens_done >= 32, "cached tokens are done"

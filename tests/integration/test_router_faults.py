@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -341,37 +340,6 @@ async def test_a_worker_that_answers_and_makes_no_progress_is_lost_until_it_does
         assert "makes no progress" in b.app.pool.describe_missing()
         first.status.set_stalled(False)
         await until(b.app, lambda: len(b.app.pool.fleet.decode) == 2)
-
-
-async def test_a_drain_is_no_loss_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "router"):
-        async with router_rig(tmp_path, decode=2) as b:
-            call, first, _ = await running(b, max_tokens=4)
-            name = f"decode-{b.decode.index(first)} at {first.address}"
-            first.status.drain()
-            await until(b.app, lambda: any(view.draining for view in b.app.pool.fleet.decode.values()))
-            first.sessions[-1].fail(first.starts[0].key, Kind.KIND_DRAINING, "the worker stops")
-            assert (await whole(call)).text() == "bcd"
-            first.status.close()
-            await until(b.app, lambda: len(b.app.pool.fleet.decode) == 1)
-            said = [(record.levelname, record.getMessage()) for record in caplog.records]
-    assert said.count(("INFO", f"decode worker {name} drains")) == 1
-    assert ("INFO", f"decode worker {name} has left: ended its watch") in said
-    moved = f"is tried again: moved away from decode worker {name}: the worker stops"
-    assert [level for level, words in said if words.endswith(moved)] == ["INFO"]
-    assert not [words for level, words in said if level == "WARNING"]
-
-
-async def test_a_loss_is_warned_of_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async with router_rig(tmp_path, decode=2) as b:
-        call, first, _ = await running(b, max_tokens=4)
-        name = f"decode-{b.decode.index(first)} at {first.address}"
-        first.status.close()
-        assert (await whole(call)).text() == "bcd"
-    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert f"can't watch decode worker {name}: ended its watch" in said
-    (moved,) = [words for words in said if "is tried again" in words]
-    assert moved.endswith(f"is tried again: lost connection to decode worker {name}: ended its watch")
 
 
 async def test_a_silent_prefill_call_fails(tmp_path: Path) -> None:

@@ -12,12 +12,9 @@ import grpc
 import pytest
 
 from baton import keys
-from baton.config.router import RouterConfig
-from baton.errors import ConfigError
 from baton.pb import inference_pb2, prefill_pb2
 from baton.rpc.channel import control_channel
 from baton.tokenizer import Tokenizer
-from router.app import run
 from tests.integration.router_rig import Answer, RouterRig, refused, request, router_rig, whole
 from tests.integration.router_stubs import StubDecode, StubPrefill, letter
 
@@ -34,17 +31,19 @@ class Clients:
         self.file = folder / "keys.json"
         self.keys = {tenant: keys.add(self.file, tenant=tenant) for tenant in ("flood", "other")}
 
+    def metadata(self, tenant: str) -> tuple[tuple[str, str]]:
+        return (("authorization", f"Bearer {self.keys[tenant]}"),)
+
     def call(self, b: RouterRig, tenant: str, prompt: str) -> grpc.aio.UnaryStreamCall:
-        metadata = (("authorization", f"Bearer {self.keys[tenant]}"),)
-        return b.client.Generate(request(prompt, max_tokens=1), metadata=metadata, timeout=60)
+        return b.client.Generate(request(prompt, max_tokens=1), metadata=self.metadata(tenant), timeout=60)
 
     def tokenize(self, b: RouterRig, tenant: str, text: str) -> grpc.aio.UnaryUnaryCall:
-        metadata = (("authorization", f"Bearer {self.keys[tenant]}"),)
-        return b.client.Tokenize(inference_pb2.TokenizeRequest(text=text), metadata=metadata, timeout=60)
+        return b.client.Tokenize(inference_pb2.TokenizeRequest(text=text), metadata=self.metadata(tenant), timeout=60)
 
     def detokenize(self, b: RouterRig, tenant: str, ids: Sequence[int]) -> grpc.aio.UnaryUnaryCall:
-        metadata = (("authorization", f"Bearer {self.keys[tenant]}"),)
-        return b.client.Detokenize(inference_pb2.DetokenizeRequest(token_ids=ids), metadata=metadata, timeout=60)
+        return b.client.Detokenize(
+            inference_pb2.DetokenizeRequest(token_ids=ids), metadata=self.metadata(tenant), timeout=60
+        )
 
 
 async def test_one_tenants_flood_leaves_anothers_place_in_the_queue(tmp_path: Path) -> None:
@@ -88,16 +87,6 @@ async def filled(clients: Clients, b: RouterRig, tenant: str, prompt: str, share
     assert refusal.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert f"{share} requests are waiting, the limit is {share}" in (refusal.details() or "")
     return list(waiting)
-
-
-@pytest.mark.parametrize("name", ["api_keys", "ticket_key"])
-async def test_a_file_that_can_not_be_used_ends_the_start_by_name(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "file"
-    path.write_text("nonsense")
-    config = RouterConfig(prefill=("127.0.0.1:1",), decode=("127.0.0.1:1",), **{name: str(path)})
-    with pytest.raises(ConfigError, match=f"^{name}: '.*file': "):
-        async with run(config):
-            pass
 
 
 def long_texts(stub: StubPrefill | StubDecode) -> None:

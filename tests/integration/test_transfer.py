@@ -408,16 +408,6 @@ def _padded(read_kv: Callable[..., list[PartData]]) -> Callable[..., list[PartDa
     return read
 
 
-async def test_generated_stubs_can_fetch(pair: Pair) -> None:
-    ready(pair.exports, pair.exporter, "t", TOKENS)
-    stub = kv_pb2_grpc.KvStub(pair.channel)
-    frames = [frame async for frame in stub.FetchKv(kv_pb2.FetchKvRequest(transfer_id="t", incarnation=INCARNATION))]
-    assert len(frames) == TOKENS // 8 * LAYERS + 2
-    assert frames[0].header.token_count == 8
-    assert frames[-2].manifest.frames == len(frames) - 2
-    assert frames[-1].commit.length == TOKENS
-
-
 async def test_exports_are_released_over_the_wire(pair: Pair) -> None:
     _, ends = ready(pair.exports, pair.exporter, "t", TOKENS)
     stub = kv_pb2_grpc.KvStub(pair.channel)

@@ -1,11 +1,13 @@
-"""`python -m prefill_svc` and `-m decode_svc` as a supervisor sees them, with the bundled model and the real engine."""
+"""`python -m prefill_svc` and `-m decode_svc` as a supervisor sees them, with the real engine, and their memory."""
 
 import asyncio
+import re
 import signal
 import socket
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import grpc
 import pytest
@@ -19,6 +21,8 @@ from baton.rpc.convert import sampling_to_proto
 from baton.worker import start as worker_start
 from baton.worker.status import WIRE_VERSION
 from decode_svc.app import run
+from tests.checkpoints import make_checkpoint
+from tests.kernels import needs_native
 
 START_S = 60
 
@@ -107,3 +111,51 @@ async def test_bad_settings_are_named_and_end_with_two(module: str, flags: list[
     assert process.returncode == 2
     assert "Traceback" not in text
     assert all(name in text.splitlines()[-1] for name in words)
+
+
+KV = 16 << 20
+
+
+def proportional(process: Process) -> int:
+    """Bytes of a process's memory; what it shares is divided by those that share it."""
+    return int(re.findall(r"^Pss: +(\d+) kB", of(process, "smaps_rollup"), re.MULTILINE)[0]) << 10
+
+
+def of(process: Process, name: str) -> str:
+    """Figures from the kernel about a process."""
+    return Path(f"/proc/{process.pid}/{name}").read_text(encoding="utf-8")
+
+
+async def listening(module: str, checkpoint: Path, *flags: str) -> Process:
+    process = await start(
+        module, f"--model={checkpoint}", f"--kv-memory={KV}", "--kernels=native", "--dtype=float32", *flags
+    )
+    assert process.stderr is not None
+    async with asyncio.timeout(START_S):
+        assert (await process.stdout.readline()).startswith(b"listening")
+    return process
+
+
+@needs_native
+async def test_two_workers_hold_weights_once(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(
+        "qwen2", tmp_path, tied=True, hidden_size=768, intermediate_size=3072, num_hidden_layers=3, vocab_size=20_000
+    )
+    weights = (checkpoint / "model.safetensors").stat().st_size
+    assert weights > 100 << 20
+    shared = f"--packed-weights={tmp_path / 'packed'}"
+    workers = []
+    try:
+        for module, *flags in (("prefill_svc", shared), ("decode_svc", shared), ("decode_svc",)):
+            workers.append(await listening(module, checkpoint, *flags))
+        sizes = [proportional(worker) for worker in workers]
+        maps = [of(worker, "maps") for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+            await worker.communicate()
+    # A worker without its weights: a runtime and a KV pool.
+    rest = sizes[2] - weights
+    assert sum(sizes[:2]) < weights + 2 * rest + weights // 4
+    assert not any("model.safetensors" in each for each in maps)
+    assert sizes[2] > weights

@@ -22,7 +22,7 @@ from router.placement.policy import (
 from router.placement.prefix_directory import PrefixMatch
 from tests import placement_oracle
 from tests.effort import effort
-from tests.hits import hits
+from tests.placement_oracle import hits
 
 KV = KvFormat((KvPart("k", "float32", (2, 4)),), layers=2, block_size=16)
 HALF = replace(KV, parts=tuple(replace(part, dtype="bfloat16") for part in KV.parts))

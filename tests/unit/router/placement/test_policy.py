@@ -21,7 +21,7 @@ from router.placement.policy import (
     least_loaded_pair,
     select_workers,
 )
-from tests.hits import hits
+from tests.placement_oracle import hits
 
 KV = KvFormat((KvPart("k", "float32", (2, 4)), KvPart("v", "float32", (2, 4))), layers=2, block_size=16)
 HALF = replace(KV, parts=tuple(replace(part, dtype="bfloat16") for part in KV.parts))
