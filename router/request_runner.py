@@ -48,8 +48,9 @@ from router.dispatcher import Dispatcher, Placement
 from router.output import OutputProcessor
 from router.placement.policy import PlacementQuery
 from router.placement.prefix_directory import BlockHasher
-from router.placement.scheduler import PlacementRequest
-from router.serving.validator import Request, Threads
+from router.placement.waiter import PlacementRequest
+from router.serving.threads import TenantThreads
+from router.serving.validator import Request
 from router.workers.calls import (
     LARGE_REQUEST,
     LOSS_GRACE_S,
@@ -90,7 +91,7 @@ class RequestRunner:
         pool: Pool,
         dispatcher: Dispatcher,
         config: RouterConfig,
-        threads: Threads,
+        threads: TenantThreads,
         *,
         router_id: str = "router",
         signer: TicketSigner | None = None,
@@ -267,7 +268,7 @@ class AttemptDeps:
     config: RouterConfig
     abandon_calls: AbandonCalls
     signer: TicketSigner | None
-    threads: Threads
+    threads: TenantThreads
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,7 +392,7 @@ class Attempt:
         return await self._run_on_thread(make) if sum(sizes) > LARGE_REQUEST else make()
 
     async def _serve_placed(self, placement: Placement, message: PrefillMessage) -> None:
-        self._output.account.on_dispatch(self._loop.time())
+        self._output.account.on_placed(self._loop.time())
         self._life.enter(State.PREFILLING, self._loop.time())
         transfer_id = secrets.token_hex(16) if placement.decode else ""
         source = self._source(placement)
@@ -574,7 +575,7 @@ class Attempt:
 
     def _record_blame(self, placement: Placement, failed: Failed) -> str:
         """Have the next attempts avoid the worker or pair that failed; its name."""
-        breakers, history, decode = placement.breakers, self._history, placement.decode_name
+        breakers, history, decode = placement.breakers, self._history, placement.decode_address
         prefill = placement.prefill.link.address
         if failed.blame is Blame.PAIR and decode is not None:
             key, name = breakers.pair, f"{prefill} {decode}"

@@ -13,7 +13,8 @@ from baton.errors import DeadlineExceeded
 from baton.request import FinishReason, FirstToken, Prefilled, SamplingParams, TokenInfo
 from router.output import OutputProcessor
 from router.request_runner import Attempt, AttemptDeps, RequestState
-from router.serving.validator import Request, Threads
+from router.serving.threads import TenantThreads
+from router.serving.validator import Request
 from router.workers.calls import AbandonCalls, Deliver
 from router.workers.failures import RetryHistory
 from router.workers.pool import Pool
@@ -42,7 +43,7 @@ async def outcome(monkeypatch: pytest.MonkeyPatch, *, arrives: bool) -> OutputPr
     monkeypatch.setattr(router.request_runner, "call_prefill", prefill)
     config = RouterConfig(prefill=("p:1",), decode=("d:1",))
     pool = FakePool()
-    deps = AttemptDeps(cast(Pool, pool), dispatcher(pool), config, AbandonCalls(), None, Threads(1))
+    deps = AttemptDeps(cast(Pool, pool), dispatcher(pool), config, AbandonCalls(), None, TenantThreads(1))
     params = SamplingParams(max_tokens=1, seed=1)
     now = loop.time()
     request = Request("r", [1, 2], params, 1, now, deadline=deadline)
@@ -72,7 +73,7 @@ async def test_a_long_prompt_waits_for_its_tenants_threads_before_its_place(monk
     pool, loop, threads, busy, go = (
         FakePool(),
         asyncio.get_running_loop(),
-        Threads(1, 1),
+        TenantThreads(1, 1),
         asyncio.Event(),
         threading.Event(),
     )

@@ -9,7 +9,7 @@ from baton.errors import Unavailable
 from baton.lifecycle import Lifecycle, State
 from router.dispatcher import Placement, Reserver
 from router.placement.policy import PlacementQuery, Selection
-from router.placement.scheduler import PlacementRequest
+from router.placement.waiter import PlacementRequest
 from router.workers.failures import Breakers, Suspicion
 from router.workers.pool import Pool
 from tests.unit.router.dispatching import FULL, GRANTED, NEVER, FakePool, Held, dispatcher, settle
@@ -145,7 +145,7 @@ async def test_alone_does_not_fall_back_on_a_worker_where_others_run() -> None:
     pool.by_name["d"] = GRANTED
     pool.notify()
     await asyncio.wait_for(alone.placed.wait(), 60)
-    assert alone.place.decode_name == "d"
+    assert alone.place.decode_address == "d"
     await asyncio.gather(alone.end(), other.end())
 
 

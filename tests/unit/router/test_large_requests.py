@@ -18,7 +18,7 @@ from decode_svc.admission import Admission, SlotForecast
 from decode_svc.attempts import AttemptKey, Attempts, DecodeAttempt, Reserve
 from router.dispatcher import Dispatcher
 from router.placement.policy import PlacementQuery
-from router.placement.scheduler import PlacementRequest
+from router.placement.waiter import PlacementRequest
 from router.workers.pool import Pool
 from tests.property.virtual import VirtualLoop
 from tests.unit.router.dispatching import FakeAttempt, FakePool

@@ -10,7 +10,8 @@ from baton.errors import Overloaded
 from baton.lifecycle import Lifecycle, State
 from router.placement.policy import NOTHING_EXCLUDED, DecodeView, FleetView, PlacementQuery, PrefillView
 from router.placement.prefix_directory import PrefixDirectory
-from router.placement.scheduler import PlacementRequest, PlacementScheduler, RequestQueue, Waiter
+from router.placement.scheduler import PlacementScheduler, RequestQueue
+from router.placement.waiter import PlacementRequest, Waiter
 from tests.unit.router.dispatching import KV
 
 T = TypeVar("T", bound=Hashable)

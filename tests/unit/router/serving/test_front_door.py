@@ -10,7 +10,8 @@ from baton.request import FinishReason, Output, SamplingParams, TokenInfo
 from router.output import OutputProcessor
 from router.request_runner import RequestRunner
 from router.serving.front_door import Caller, FrontDoor, StallGuard, Tenants
-from router.serving.validator import GenerateRequest, Request, RequestValidator, ServedModel, Threads, TokenPrompt
+from router.serving.threads import TenantThreads
+from router.serving.validator import GenerateRequest, Request, RequestValidator, ServedModel, TokenPrompt
 from router.workers.pool import Pool
 from tests.unit.router.dispatching import FakePool, dispatcher
 
@@ -38,7 +39,7 @@ class FakeRequestRunner:
 
 def made() -> tuple[FrontDoor, FakeRequestRunner]:
     model, request_runner = ServedModel("m", 300, (), None), FakeRequestRunner()
-    validator = RequestValidator(model, lambda: 100, Threads(1))
+    validator = RequestValidator(model, lambda: 100, TenantThreads(1))
     pool = FakePool()
     place, serve = dispatcher(pool), cast(RequestRunner, request_runner)
     return FrontDoor(model, validator, cast(Pool, pool), place, serve, Tenants(), StallGuard(60.0)), request_runner

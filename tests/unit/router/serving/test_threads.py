@@ -11,15 +11,8 @@ import pytest
 from baton.errors import InvalidRequest, Overloaded
 from baton.pb import inference_pb2
 from baton.tokenizer import Tokenizer
-from router.serving.validator import (
-    MAX_CHAT_MESSAGES,
-    WAITING_BYTES,
-    ChatPrompt,
-    RequestValidator,
-    ServedModel,
-    TextPrompt,
-    Threads,
-)
+from router.serving.threads import WAITING_BYTES, TenantThreads
+from router.serving.validator import MAX_CHAT_MESSAGES, ChatPrompt, RequestValidator, ServedModel, TextPrompt
 
 WAIT_S = 60
 
@@ -38,8 +31,8 @@ class Gate:
 
 
 @contextlib.asynccontextmanager
-async def threads(capacity: int = 9, count: int = 2) -> AsyncIterator[tuple[Threads, Gate]]:
-    made, gate = Threads(capacity, count), Gate()
+async def threads(capacity: int = 9, count: int = 2) -> AsyncIterator[tuple[TenantThreads, Gate]]:
+    made, gate = TenantThreads(capacity, count), Gate()
     try:
         yield made, gate
     finally:
@@ -47,7 +40,7 @@ async def threads(capacity: int = 9, count: int = 2) -> AsyncIterator[tuple[Thre
         made.close()
 
 
-def waits(made: Threads, gate: Gate, tenant: str) -> asyncio.Task[str]:
+def waits(made: TenantThreads, gate: Gate, tenant: str) -> asyncio.Task[str]:
     return asyncio.create_task(made.run(tenant, lambda: gate.work(tenant)))
 
 
@@ -102,7 +95,7 @@ async def test_no_thread_needs_to_be_started_later(monkeypatch: pytest.MonkeyPat
         gate.open.set()
         assert await asyncio.gather(first, second) == ["a", "b"]
         with pytest.raises(RuntimeError, match="can't start new thread"):
-            Threads(9)
+            TenantThreads(9)
 
 
 async def test_a_tenants_queue_is_bounded() -> None:
@@ -152,7 +145,7 @@ async def test_what_waits_for_a_tenant_is_bounded_in_bytes() -> None:
 
 
 async def test_a_chat_of_too_many_messages_is_refused() -> None:
-    validator = RequestValidator(ServedModel("m", 300, (), cast(Tokenizer, object())), lambda: 10**6, Threads(1))
+    validator = RequestValidator(ServedModel("m", 300, (), cast(Tokenizer, object())), lambda: 10**6, TenantThreads(1))
     chat = ChatPrompt([inference_pb2.ChatMessage(role="user")] * (MAX_CHAT_MESSAGES + 1))
     with pytest.raises(InvalidRequest, match=r"^chat.messages: at most 4096 messages are allowed, got 4097$"):
         await validator.tokenize(chat, 1)

@@ -12,7 +12,7 @@ from router.workers.failures import Failed
 
 async def granted(session: DecodeSession, events: list[Event]) -> decode_pb2.AttemptKey:
     """An attempt that the worker has granted."""
-    attempt = session.attempt("r", 0, events.append)
+    attempt = session.begin_call("r", 0, events.append)
     asking = asyncio.create_task(
         attempt.reserve(
             context_tokens=1,
@@ -25,7 +25,9 @@ async def granted(session: DecodeSession, events: list[Event]) -> decode_pb2.Att
         )
     )
     await asyncio.sleep(0)
-    session._dispatch(decode_pb2.SessionDown(reserved=[decode_pb2.ReserveResult(key=attempt.key, granted=True)]))
+    session._deliver_messages(
+        decode_pb2.SessionDown(reserved=[decode_pb2.ReserveResult(key=attempt.key, granted=True)])
+    )
     await asking
     assert attempt.granted
     return attempt.key
@@ -40,7 +42,7 @@ async def test_an_attempt_that_the_worker_has_ended_is_not_missed() -> None:
         session = DecodeSession(channel, "d", "r0")
         key = await granted(session, events)
         for down in (decode_pb2.SessionDown(ended=[key]), *BEATS):
-            session._dispatch(down)
+            session._deliver_messages(down)
         assert events == [DecodeEnded()]
 
 
@@ -50,7 +52,7 @@ async def test_an_attempt_that_the_worker_has_lost_fails() -> None:
         session = DecodeSession(channel, "d", "r0")
         await granted(session, events)
         for down in BEATS:
-            session._dispatch(down)
+            session._deliver_messages(down)
         (failed,) = events
         assert isinstance(failed, Failed)
         assert "knows nothing of attempt r/0" in str(failed.error)
