@@ -136,7 +136,7 @@ class Dispatcher:
         self, request: PlacementRequest, deliver: Deliver, suspicion: Callable[[], Suspicion]
     ) -> Placement | None:
         """A placement on workers of its own; None to run among others."""
-        request = replace(request, query=replace(request.query, alone=True))
+        request = replace(request, alone=True)
 
         async def reserve(
             query: PlacementQuery, selection: Selection, too_small: Mapping[str, str]
@@ -157,7 +157,7 @@ class Dispatcher:
         now = self._loop.time()
         waiter = Waiter(request, now)
         if not request.is_retry:
-            self.check(request.tenant, decodes=request.query.decodes)
+            self.check(request.tenant, decodes=request.decodes)
         self.scheduler.push(waiter, self._pool.fleet, now)
         self._turns[waiter] = self._loop.create_future()
         self._give_turns()
@@ -364,7 +364,7 @@ class Reserver:
         too_small: Mapping[str, str],
     ) -> Placement | Refusal:
         """Ask the decode workers in turn. The assignment stays the caller's until there is a placement."""
-        if not request.query.decodes:
+        if not request.decodes:
             self._expect_blocks(request, assignment, selection)
             return Placement(assignment, self._breakers.begin_attempt(selection.prefill, None))
         addresses = (*selection.decode, *self._last_resort(request, selection, too_small))
@@ -376,7 +376,7 @@ class Reserver:
             if link is None or link.session is None or not link.session.open:
                 continue
             # The selection may have been made before the worker was isolated for another request.
-            if address in self._pool.fleet.isolated and not request.query.alone:
+            if address in self._pool.fleet.isolated and not request.alone:
                 continue
             call, consumer = link.session.begin_call(request.request_id, request.attempt, deliver), link.consumer
             incarnation = link.status.identity.incarnation if link.status else ""
@@ -413,7 +413,7 @@ class Reserver:
                 link = self._pool.decode_link(address)
                 too_small[address] = f"decode worker {link.name if link else address}: {answer.reason}"
         room = max((answer.reservable_tokens for answer in answers.values()), default=0)
-        paired = {decode for prefill, decode in request.query.avoid_pairs if prefill == selection.prefill}
+        paired = {decode for prefill, decode in request.avoid_pairs if prefill == selection.prefill}
         closed = too_small.keys() | self._pool.fleet.isolated | paired
         return Refusal(
             too_small,
@@ -430,7 +430,7 @@ class Reserver:
         """
         fleet = self._pool.fleet
         prefill = fleet.prefill.get(selection.prefill)
-        if request.query.alone or not request.avoided or prefill is None:
+        if request.alone or not request.avoided or prefill is None:
             return []
         query = make_query(request, too_small, fleet, self._pool.prefixes)
         closed = {decode for prefill, decode in query.avoid_pairs if prefill == selection.prefill}

@@ -110,7 +110,7 @@ class Isolation:
         while suspected := suspicion():
             self._changed.clear()
             now, until = self._loop.time(), math.inf
-            if not can_serve(self._pool.fleet, decodes=request.query.decodes):
+            if not can_serve(self._pool.fleet, decodes=request.decodes):
                 gone_since = now if gone_since is None else gone_since
                 until = gone_since + self._worker_wait_s
                 if now >= until:

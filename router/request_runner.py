@@ -46,7 +46,6 @@ from baton.telemetry.metrics import ATTEMPTS_FAILED, PLACED_TOKENS, REPLAYS, RET
 from baton.transfer.tickets import TicketSigner
 from router.dispatcher import Dispatcher, Placement
 from router.output import OutputProcessor
-from router.placement.policy import PlacementQuery
 from router.placement.prefix_directory import BlockHasher
 from router.placement.waiter import PlacementRequest
 from router.serving.threads import TenantThreads
@@ -357,15 +356,16 @@ class Attempt:
             attempt=self._number,
             tenant=request.tenant,
             life=self._life,
-            query=PlacementQuery(context, left > 1, avoid_pairs=history.avoid_pairs),
             context_tokens=context,
             max_new_tokens=left,
             choices=self._choices,
             is_retry=self._number > 0,
+            decodes=left > 1,
             digests=digests,
             salt=request.salt,
             cache=request.cache,
             avoided=history.avoid,
+            avoid_pairs=history.avoid_pairs,
         )
 
     async def _message(self) -> PrefillMessage:

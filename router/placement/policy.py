@@ -195,7 +195,7 @@ class PlacementQuery:
 
     `tokens` are those to prefill; `prefill_match` and `decode_match` tell which workers hold some of them. `avoid`
     names workers, `avoid_pairs` (prefill, decode) pairs, that failed the request before. `too_small` names decode
-    workers that can't hold it even when empty. `alone` is for a request that must run where nothing else does.
+    workers that can't hold it even when empty.
     """
 
     tokens: int
@@ -205,7 +205,6 @@ class PlacementQuery:
     prefill_match: PrefixMatch = NO_MATCH
     decode_match: PrefixMatch = NO_MATCH
     too_small: frozenset[str] = frozenset()
-    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,12 +70,12 @@ def make_query(
 
     `too_small` has the reason of each decode worker that can never hold the request, by address.
     """
-    if not too_small and not request.digests and not request.avoided:
-        return request.query
     views = ((each, fleet.prefill.get(each.worker) or fleet.decode.get(each.worker)) for each in request.avoided)
-    return replace(
-        request.query,
+    return PlacementQuery(
+        request.context_tokens,
+        request.decodes,
         avoid=frozenset(each.worker for each, view in views if view is not None and each.applies(view)),
+        avoid_pairs=request.avoid_pairs,
         too_small=frozenset(too_small),
         prefill_match=prefixes.match_prefill(request.digests),
         decode_match=prefixes.match_decode(request.digests),
@@ -124,7 +124,7 @@ class PlacementScheduler:
         if request.is_retry:
             self._queue.push_front(waiter, tenant=request.tenant, deadline=request.deadline)
             return
-        if can_serve(fleet, decodes=request.query.decodes):
+        if can_serve(fleet, decodes=request.decodes):
             # The pace of the queue does not tell when a worker will come.
             self._check_wait(request, now)
         self._queue.push(waiter, tenant=request.tenant, deadline=request.deadline, now=now)
@@ -140,9 +140,9 @@ class PlacementScheduler:
             if waiter in without_room:
                 continue
             if self.is_too_large(waiter, fleet):
-                return Turn(waiter, waiter.request.query)
+                return Turn(waiter, self._query(waiter, fleet))
             if fleet.has_capacity(limit := self._limit(waiter.request.tenant, tenants, fleet)):
-                query = make_query(waiter.request, waiter.refusal.too_small, fleet, self._prefixes)
+                query = self._query(waiter, fleet)
                 selection = select_workers(fleet, query, prefill_limit=limit, excluded=excluded)
                 if selection is not None:
                     return Turn(waiter, query, selection)
@@ -156,7 +156,7 @@ class PlacementScheduler:
         """Take the waiter out of the queue and count it at a prefill worker. The caller must call `end_turn`."""
         self._queue.pop(waiter)
         self._in_flight[waiter.request.tenant] += 1
-        if waiter.request.query.decodes:
+        if waiter.request.decodes:
             self._gate.begin_asking(waiter)
 
     def end_turn(self, waiter: Waiter) -> None:
@@ -172,7 +172,7 @@ class PlacementScheduler:
     def grant(self, waiter: Waiter, now: float) -> None:
         """The turn of the waiter has brought a placement."""
         self._queue.record_departure(now)
-        if waiter.request.query.decodes:
+        if waiter.request.decodes:
             self._gate.record_grant(waiter)
             self._queue.hint_s = 0.0
 
@@ -236,7 +236,7 @@ class PlacementScheduler:
                 until = max(self._gone_since, waiter.since) + worker_wait_s
                 if until > now:
                     next_at = min(next_at, until)
-                elif not can_serve(fleet, decodes=waiter.request.query.decodes):
+                elif not can_serve(fleet, decodes=waiter.request.decodes):
                     late.append(waiter)
         return late, next_at
 
@@ -263,10 +263,13 @@ class PlacementScheduler:
         decodes = can_serve(fleet, decodes=True)
         waiting = self._queue.candidates(now)
         if not decodes:
-            waiting = (waiter for waiter in waiting if not waiter.request.query.decodes)
+            waiting = (waiter for waiter in waiting if not waiter.request.decodes)
         for waiter in itertools.islice(waiting, most):
-            if not waiter.request.query.decodes or self._gate.may_ask(waiter, self._queue.head, fleet.isolated):
+            if not waiter.request.decodes or self._gate.may_ask(waiter, self._queue.head, fleet.isolated):
                 yield waiter
+
+    def _query(self, waiter: Waiter, fleet: FleetView) -> PlacementQuery:
+        return make_query(waiter.request, waiter.refusal.too_small, fleet, self._prefixes)
 
     def _limit(self, tenant: str, tenants: int, fleet: FleetView) -> int:
         """Number of requests at a prefill worker from which on it gets no further request of the tenant.

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from baton.lifecycle import Lifecycle
 from baton.request import CachePolicy
-from router.placement.policy import PlacementQuery
 from router.placement.prefix_directory import Digests
 from router.workers.failures import AvoidedWorker
 
@@ -17,25 +16,29 @@ from router.workers.failures import AvoidedWorker
 class PlacementRequest:
     """The request of one attempt for workers.
 
-    `is_retry` is set for an attempt that goes before new requests, because its request was accepted before. The state
-    of `life` changes from QUEUED to RESERVING when decode workers are asked, and back when all refuse. `digests` are
-    the hashes of the context's blocks, and are empty for a request that must not read the prefix cache.
+    `is_retry` is set for an attempt that goes before new requests, because its request was accepted before; `decodes`
+    if the attempt needs a decode worker; `alone` if no other request may run at its workers. The state of `life`
+    changes from QUEUED to RESERVING when decode workers are asked, and back when all refuse. `digests` are the hashes
+    of the context's blocks, and are empty for a request that must not read the prefix cache.
     """
 
     request_id: str
     attempt: int
     tenant: str
     life: Lifecycle
-    query: PlacementQuery
     context_tokens: int
     max_new_tokens: int
     choices: tuple[int, ...]
     is_retry: bool
+    decodes: bool = True
+    alone: bool = False
     digests: Digests = field(default_factory=dict)
     salt: bytes = b""
     cache: CachePolicy = CachePolicy.READ_WRITE
     avoided: frozenset[AvoidedWorker] = frozenset()
     """Workers that failed the request in earlier attempts."""
+    avoid_pairs: frozenset[tuple[str, str]] = frozenset()
+    """Addresses of (prefill, decode) pairs that failed it."""
 
     @property
     def deadline(self) -> float:

@@ -13,7 +13,7 @@ from baton.kv.format import KvFormat, KvPart
 from baton.lifecycle import Lifecycle, State
 from baton.request import ReserveResult
 from router.dispatcher import Dispatcher, Placement
-from router.placement.policy import DecodeView, FleetView, PlacementQuery, PrefillView
+from router.placement.policy import DecodeView, FleetView, PrefillView
 from router.placement.prefix_directory import PrefixDirectory
 from router.placement.waiter import PlacementRequest
 from router.workers.failures import AvoidedWorker, Suspicion
@@ -167,7 +167,6 @@ class Held:
         self.placed = asyncio.Event()
         self.go = asyncio.Event()
         self.place: Placement | None = None
-        query = PlacementQuery(tokens, decodes)
         self.suspected = alone
         self.life = Lifecycle(State.QUEUED, 0.0, request_deadline=deadline)
         avoided = frozenset(AvoidedWorker(worker, "") for worker in avoid)
@@ -176,11 +175,11 @@ class Held:
             int(again),
             tenant,
             self.life,
-            query,
             tokens,
             4,
             tuple(range(choices)),
             again,
+            decodes,
             avoided=avoided,
         )
         self.task = asyncio.create_task(self._run(dispatcher, asked))

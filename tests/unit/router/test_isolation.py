@@ -123,10 +123,9 @@ async def test_a_worker_that_was_meanwhile_kept_for_another_is_not_asked(alone: 
     pool = FakePool(d=FULL, e=GRANTED)
     reserver = Reserver(cast(Pool, pool), Breakers(asyncio.get_running_loop().time), 1.0)
     pool.isolated = frozenset({"e"})
-    query = PlacementQuery(8, alone=alone)
-    request = PlacementRequest("r", 0, "", Lifecycle(State.QUEUED, 0.0), query, 8, 4, (0,), True)
+    request = PlacementRequest("r", 0, "", Lifecycle(State.QUEUED, 0.0), 8, 4, (0,), True, alone=alone)
     selection = Selection("p", ("d", "e"))
-    assignment = reserver.assign(selection, query)
+    assignment = reserver.assign(selection, PlacementQuery(8))
     answer = await reserver.reserve(request, assignment, selection, lambda event: None, {})
     assert isinstance(answer, Placement) is alone
     assert pool.order == ["r d", "r e"][: 1 + alone]

@@ -97,14 +97,14 @@ def test_open_breakers_are_the_last_resort_for_everybody() -> None:
 
 def test_alone_goes_where_least_of_ours_runs_and_says_whether_that_is_nothing() -> None:
     p2, d2 = replace(P, address="p2", own_requests=1), replace(D, address="d2", own_requests=1)
-    query = PlacementQuery(1, alone=True)
+    query = PlacementQuery(1)
     assert least_loaded_pair(FleetView((P, p2), (D, d2)), query) == (Selection("p", ("d",)), True)
     assert least_loaded_pair(FleetView((p2,), (D,)), query) == (Selection("p2", ("d",)), False)
     assert least_loaded_pair(FleetView((P,), (d2,)), query) == (Selection("p", ("d2",)), False)
     assert least_loaded_pair(FleetView((P,), ()), query) is None
     avoided = replace(query, avoid=frozenset({"d"}))
     assert least_loaded_pair(FleetView((P,), (D, d2)), avoided) == (Selection("p", ("d2",)), False)
-    assert least_loaded_pair(FleetView((p2, P), ()), PlacementQuery(1, decodes=False, alone=True)) == (
+    assert least_loaded_pair(FleetView((p2, P), ()), PlacementQuery(1, decodes=False)) == (
         Selection("p"),
         True,
     )
