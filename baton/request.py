@@ -414,7 +414,7 @@ class PrefixSource:
 
 @dataclass(frozen=True, slots=True)
 class ReserveResult:
-    """The answer to a reservation; `never` if the request does not even fit an empty worker.
+    """The answer to a reservation; `too_small` if the worker's memory can't hold the request even when empty.
 
     `retry_after_s` is 0 if unknown. The worker has the KV of the first `cached_tokens` tokens of the context, and keeps
     it. If pages were missing, `reservable_tokens` is the largest context that another request could reserve now.
@@ -422,7 +422,7 @@ class ReserveResult:
 
     granted: bool
     reason: str = ""
-    never: bool = False
+    too_small: bool = False
     retry_after_s: float = 0.0
     cached_tokens: int = 0
     reservable_tokens: int = 0

@@ -163,7 +163,7 @@ def _reserved(key: AttemptKey, result: ReserveResult) -> decode_pb2.ReserveResul
         key=_key_to_proto(key),
         granted=result.granted,
         reason=result.reason,
-        never=result.never,
+        too_small=result.too_small,
         retry_after_ms=round(result.retry_after_s * 1e3),
         cached_tokens=result.cached_tokens,
         reservable_tokens=result.reservable_tokens,

@@ -187,7 +187,7 @@ class DecodeWorker:
         try:
             attempt = self.admission.reserve(session.number, request, now, self._config.start_timeout_s)
         except InvalidReservation as error:
-            return ReserveResult(False, str(error), never=True)
+            return ReserveResult(False, str(error), too_small=True)
         except OutOfPages as error:
             retry_after_s = min(forecast.retry_after(now), RENEW_S)
             room = self.admission.free_context_tokens(now)

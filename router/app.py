@@ -29,8 +29,9 @@ from router.dispatcher import Dispatcher
 from router.request_runner import RequestRunner
 from router.serving.front_door import FrontDoor, StallGuard, Tenants
 from router.serving.servicer import SERVICE, ApiKeyGuard, InferenceServicer
+from router.serving.threads import TenantThreads
 from router.serving.tokenizer_processes import TokenizerProcesses
-from router.serving.validator import RequestValidator, ServedModel, Threads, largest_message
+from router.serving.validator import RequestValidator, ServedModel, largest_message
 from router.workers.pool import Pool
 
 _FINAL_READ_S = 2.0
@@ -88,7 +89,7 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
     router_id = f"router-{socket.gethostname()}-{secrets.token_hex(4)}"
     pool = Pool(config, router_id, digest, tls, signer)
 
-    threads = Threads(config.queue_capacity)
+    threads = TenantThreads(config.queue_capacity)
     salt = partial(request_salt, config.fleet_secret)
     validator = RequestValidator(model, partial(pool.max_model_len, longest), threads, salt, pool.capacity)
     async with contextlib.AsyncExitStack() as stack:

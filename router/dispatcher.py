@@ -31,8 +31,9 @@ from baton.request import ReserveResult
 from baton.telemetry.metrics import BREAKERS_OPEN, QUEUE_LENGTH
 from router.isolation import Isolation, IsolationGrant
 from router.placement.policy import PlacementQuery, Selection, can_serve
-from router.placement.scheduler import PlacementRequest, PlacementScheduler, Refusal, Waiter, make_query
-from router.workers.calls import DecodeAttempt, Deliver, PrefillAssignment, complete_shards
+from router.placement.scheduler import PlacementScheduler, make_query
+from router.placement.waiter import PlacementRequest, Refusal, Waiter
+from router.workers.calls import DecodeCall, Deliver, PrefillAssignment, complete_shards
 from router.workers.failures import AttemptBreakers, Breakers, Suspicion
 from router.workers.pool import Pool, WorkerLink
 
@@ -135,7 +136,7 @@ class Dispatcher:
         self, request: PlacementRequest, deliver: Deliver, suspicion: Callable[[], Suspicion]
     ) -> Placement | None:
         """A placement on workers of its own; None to run among others."""
-        request = replace(request, query=replace(request.query, alone=True))
+        request = replace(request, alone=True)
 
         async def reserve(
             query: PlacementQuery, selection: Selection, too_small: Mapping[str, str]
@@ -156,7 +157,7 @@ class Dispatcher:
         now = self._loop.time()
         waiter = Waiter(request, now)
         if not request.is_retry:
-            self.check(request.tenant, decodes=request.query.decodes)
+            self.check(request.tenant, decodes=request.decodes)
         self.scheduler.push(waiter, self._pool.fleet, now)
         self._turns[waiter] = self._loop.create_future()
         self._give_turns()
@@ -171,7 +172,7 @@ class Dispatcher:
                         return placement
         finally:
             # No waiter may stay in the queue without a future for its turn, whatever was raised here.
-            self.scheduler.remove(waiter)
+            self.scheduler.leave_queue(waiter)
             del self._turns[waiter]
             self.scheduler.forget(waiter)
 
@@ -185,7 +186,7 @@ class Dispatcher:
                 self._end_turn(waiter, turn.result()[0])
             raise
         finally:
-            if self.scheduler.remove(waiter):
+            if self.scheduler.leave_queue(waiter):
                 self._give_turns()
 
     async def _reserve(
@@ -271,7 +272,7 @@ class Dispatcher:
         waiter, turn = next_.waiter, self._turns[next_.waiter]
         if turn.done():
             # It was cancelled, and its task has yet to wake up and leave the queue.
-            self.scheduler.remove(waiter)
+            self.scheduler.leave_queue(waiter)
         elif next_.selection is None:
             self._dismiss(waiter, _TooLarge())
         else:
@@ -300,7 +301,7 @@ class Dispatcher:
             self._give_up_timer = self._loop.call_at(next_at, self._give_up)
 
     def _dismiss(self, waiter: Waiter, error: Exception) -> None:
-        self.scheduler.remove(waiter)
+        self.scheduler.leave_queue(waiter)
         if not (turn := self._turns[waiter]).done():
             turn.set_exception(error)
 
@@ -323,8 +324,8 @@ class Placement:
 
     prefill: PrefillAssignment
     breakers: AttemptBreakers
-    decode: DecodeAttempt | None = None
-    decode_name: str | None = None
+    decode: DecodeCall | None = None
+    decode_address: str | None = None
     decode_incarnation: str = ""
     consumer: str = ""
     pinned_tokens: int = 0
@@ -334,7 +335,7 @@ class Placement:
 
     def describe(self) -> str:
         """The workers, for people."""
-        decode = f", decode at {self.decode_name}" if self.decode else ""
+        decode = f", decode at {self.decode_address}" if self.decode else ""
         return f"prefill {self.prefill.link.name}{decode}"
 
 
@@ -346,7 +347,7 @@ class Reserver:
         self._breakers = breakers
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
-        self._refused: dict[tuple[str, int], dict[str, DecodeAttempt]] = {}
+        self._refused: dict[tuple[str, int], dict[str, DecodeCall]] = {}
         """Attempts of requests that wait, by the decode worker that refused them."""
 
     def assign(self, selection: Selection, query: PlacementQuery) -> PrefillAssignment:
@@ -363,40 +364,41 @@ class Reserver:
         too_small: Mapping[str, str],
     ) -> Placement | Refusal:
         """Ask the decode workers in turn. The assignment stays the caller's until there is a placement."""
-        if not request.query.decodes:
-            self._dispatch(request, assignment, selection)
+        if not request.decodes:
+            self._expect_blocks(request, assignment, selection)
             return Placement(assignment, self._breakers.begin_attempt(selection.prefill, None))
-        names = (*selection.decode, *self._last_resort(request, selection, too_small))
-        request.life.enter(State.RESERVING, self._loop.time(), self._timeout_s * len(names))
+        addresses = (*selection.decode, *self._last_resort(request, selection, too_small))
+        request.life.enter(State.RESERVING, self._loop.time(), self._timeout_s * len(addresses))
         answers: dict[str, ReserveResult] = {}
         refused = self._refused.setdefault((request.request_id, request.attempt), {})
-        for name in names:
-            link = self._pool.decode_link(name)
+        for address in addresses:
+            link = self._pool.decode_link(address)
             if link is None or link.session is None or not link.session.open:
                 continue
             # The selection may have been made before the worker was isolated for another request.
-            if name in self._pool.fleet.isolated and not request.query.alone:
+            if address in self._pool.fleet.isolated and not request.alone:
                 continue
-            attempt, consumer = link.session.attempt(request.request_id, request.attempt, deliver), link.consumer
+            call, consumer = link.session.begin_call(request.request_id, request.attempt, deliver), link.consumer
             incarnation = link.status.identity.incarnation if link.status else ""
-            digests = self._pool.prefixes.digests_to_pin(name, link.namespace, request.digests)
-            answer = answers[name] = await self._ask(attempt, request, digests)
+            digests = self._pool.prefixes.digests_to_pin(address, link.namespace, request.digests)
+            answer = answers[address] = await self._ask(call, request, digests)
             if not answer.granted:
-                refused[name] = attempt
+                refused[address] = call
             else:
-                refused.pop(name, None)
+                refused.pop(address, None)
                 link.subtract_free(request.context_tokens - answer.cached_tokens, len(request.choices))
-                breakers = self._breakers.begin_attempt(selection.prefill, name)
-                self._dispatch(request, assignment, selection)
+                breakers = self._breakers.begin_attempt(selection.prefill, address)
+                self._expect_blocks(request, assignment, selection)
                 peer = self._peer(assignment, link) if answer.cached_tokens else None
-                return Placement(assignment, breakers, attempt, name, incarnation, consumer, answer.cached_tokens, peer)
+                cached = answer.cached_tokens
+                return Placement(assignment, breakers, call, address, incarnation, consumer, cached, peer)
         request.life.enter(State.QUEUED, self._loop.time())
         return self._refusal(request, selection, answers, too_small)
 
     def withdraw(self, request: PlacementRequest) -> None:
         """The request does not ask again: workers that refused it need not set pages aside for it."""
-        for attempt in self._refused.pop((request.request_id, request.attempt), {}).values():
-            attempt.withdraw()
+        for call in self._refused.pop((request.request_id, request.attempt), {}).values():
+            call.withdraw()
 
     def _refusal(
         self,
@@ -406,18 +408,18 @@ class Reserver:
         too_small: Mapping[str, str],
     ) -> Refusal:
         too_small = {**too_small}
-        for name, answer in answers.items():
-            if answer.never:
-                link = self._pool.decode_link(name)
-                too_small[name] = f"decode worker {link.name if link else name}: {answer.reason}"
+        for address, answer in answers.items():
+            if answer.too_small:
+                link = self._pool.decode_link(address)
+                too_small[address] = f"decode worker {link.name if link else address}: {answer.reason}"
         room = max((answer.reservable_tokens for answer in answers.values()), default=0)
-        paired = {decode for prefill, decode in request.query.avoid_pairs if prefill == selection.prefill}
+        paired = {decode for prefill, decode in request.avoid_pairs if prefill == selection.prefill}
         closed = too_small.keys() | self._pool.fleet.isolated | paired
         return Refusal(
             too_small,
             min((each.retry_after_s for each in answers.values() if each.retry_after_s), default=math.inf),
             room,
-            unusable=frozenset(name for name in closed if name in self._pool.fleet.decode),
+            unusable=frozenset(address for address in closed if address in self._pool.fleet.decode),
             for_choices=len(request.choices) > 1 and room >= request.context_tokens,
         )
 
@@ -428,17 +430,18 @@ class Reserver:
         """
         fleet = self._pool.fleet
         prefill = fleet.prefill.get(selection.prefill)
-        if request.query.alone or not request.avoided or prefill is None:
+        if request.alone or not request.avoided or prefill is None:
             return []
         query = make_query(request, too_small, fleet, self._pool.prefixes)
         closed = {decode for prefill, decode in query.avoid_pairs if prefill == selection.prefill}
         closed.update(query.too_small, selection.decode)
-        return [view.name for view in fleet.followers(prefill) if view.name in query.avoid and view.name not in closed]
+        addresses = (view.address for view in fleet.followers(prefill))
+        return [address for address in addresses if address in query.avoid and address not in closed]
 
-    def _dispatch(self, request: PlacementRequest, assignment: PrefillAssignment, selection: Selection) -> None:
+    def _expect_blocks(self, request: PlacementRequest, assignment: PrefillAssignment, selection: Selection) -> None:
         """Note the blocks that the prefill worker will soon hold: the prompt goes there at once."""
         writes = request.cache.writes
-        self._pool.prefixes.dispatch(selection.prefill, request.digests, assignment.cached_tokens, writes=writes)
+        self._pool.prefixes.expect(selection.prefill, request.digests, assignment.cached_tokens, writes=writes)
 
     def _peer(self, assignment: PrefillAssignment, decode: WorkerLink) -> Peer | None:
         """The decode worker, if the prefill worker can fetch KV from it: in its own format and with our KV tickets."""
@@ -447,13 +450,13 @@ class Reserver:
             return None
         return Peer(complete_shards(status.identity.shards, decode.address), status.identity.incarnation)
 
-    async def _ask(self, attempt: DecodeAttempt, request: PlacementRequest, digests: bytes) -> ReserveResult:
+    async def _ask(self, call: DecodeCall, request: PlacementRequest, digests: bytes) -> ReserveResult:
         """One worker's answer; one that doesn't come in time, or for a lost session, is a refusal."""
         answer = ReserveResult(False, "no answer", False)
         left = request.deadline - self._loop.time()
         try:
             async with asyncio.timeout(self._timeout_s):
-                answer = await attempt.reserve(
+                answer = await call.reserve(
                     context_tokens=request.context_tokens,
                     max_new_tokens=request.max_new_tokens,
                     choices=request.choices,
@@ -466,5 +469,5 @@ class Reserver:
             _logger.warning("reservation %s/%d failed: %r", request.request_id, request.attempt, error)
         finally:
             if not answer.granted:
-                attempt.close()
+                call.close()
         return answer

@@ -25,12 +25,13 @@ from typing import TypeAlias, TypeVar
 
 from baton.errors import Unavailable
 from router.placement.policy import PlacementQuery, Selection, can_serve, least_loaded_pair
-from router.placement.scheduler import PlacementRequest, Refusal, make_query
+from router.placement.scheduler import make_query
+from router.placement.waiter import PlacementRequest, Refusal
 from router.workers.failures import Breakers, Suspicion
 from router.workers.pool import Pool
 
 P = TypeVar("P")
-Reserve: TypeAlias = Callable[[PlacementQuery, Selection, Mapping[str, str]], Awaitable[P | Refusal]]
+ReserveAt: TypeAlias = Callable[[PlacementQuery, Selection, Mapping[str, str]], Awaitable[P | Refusal]]
 """Reserves at the selected workers; the mapping has the reasons of decode workers that are too small."""
 
 
@@ -66,58 +67,58 @@ class Isolation:
         self._loop = asyncio.get_running_loop()
 
     async def place(
-        self, request: PlacementRequest, reserve: Reserve[P], suspicion: Callable[[], Suspicion]
+        self, request: PlacementRequest, reserve: ReserveAt[P], suspicion: Callable[[], Suspicion]
     ) -> tuple[P, IsolationGrant] | None:
         """A placement on workers of its own, and the grant that is to be released; None to run among others.
 
         That is so when the request is no longer suspected, when no workers became empty in time, and when no worker
         that is there can hold the request. Raises Unavailable when there were no workers for `worker_wait_s`.
         """
-        name = request.request_id
-        self._attempts[name] = self._attempts.get(name, 0) + 1
+        request_id = request.request_id
+        self._attempts[request_id] = self._attempts.get(request_id, 0) + 1
         placed = None
         try:
             placed = await self._place(request, reserve, suspicion)
         finally:
             if placed is None:
-                self._leave(name)
+                self._leave(request_id)
         return placed
 
-    def _leave(self, name: str) -> None:
-        had_turn = self._has_turn(name)
-        self._attempts[name] -= 1
-        if self._attempts[name]:
-            if had_turn and self._own:
+    def _leave(self, request_id: str) -> None:
+        was_first = self._is_first(request_id)
+        self._attempts[request_id] -= 1
+        if self._attempts[request_id]:
+            if was_first and self._own:
                 # One that gave up had more.
                 self._pool.isolate(self._own)
             return
-        del self._attempts[name]
-        if had_turn:
+        del self._attempts[request_id]
+        if was_first:
             self._pair = self._empty_by = None
             self._own = frozenset()
             self._changed.set()
             self._pool.isolate(frozenset())
 
-    def _has_turn(self, name: str) -> bool:
-        return next(iter(self._attempts)) == name
+    def _is_first(self, request_id: str) -> bool:
+        return next(iter(self._attempts)) == request_id
 
     async def _place(
-        self, request: PlacementRequest, reserve: Reserve[P], suspicion: Callable[[], Suspicion]
+        self, request: PlacementRequest, reserve: ReserveAt[P], suspicion: Callable[[], Suspicion]
     ) -> tuple[P, IsolationGrant] | None:
         too_small: Mapping[str, str] = {}
         refused, gone_since = None, None
         while suspected := suspicion():
             self._changed.clear()
             now, until = self._loop.time(), math.inf
-            if not can_serve(self._pool.fleet, decodes=request.query.decodes):
+            if not can_serve(self._pool.fleet, decodes=request.decodes):
                 gone_since = now if gone_since is None else gone_since
                 until = gone_since + self._worker_wait_s
                 if now >= until:
                     raise Unavailable(self._pool.describe_missing(self._worker_wait_s))
                 # The time in which a pair must become empty counts only while there is one.
-                if self._has_turn(request.request_id):
+                if self._is_first(request.request_id):
                     self._empty_by = None
-            elif self._has_turn(request.request_id):
+            elif self._is_first(request.request_id):
                 gone_since = None
                 query = make_query(request, too_small, self._pool.fleet, self._pool.prefixes)
                 of_pair = suspected is Suspicion.DECODE
@@ -152,7 +153,7 @@ class Isolation:
         """The pair to run at, and whether nothing but other choices of the request runs on the isolated part of it."""
         fleet, pair = self._pool.fleet, self._pair
         has_own = not of_pair or (pair is not None and self._own.issuperset(pair.decode))
-        if pair is not None and has_own and all(name in fleet for name in (pair.prefill, *pair.decode)):
+        if pair is not None and has_own and all(address in fleet for address in (pair.prefill, *pair.decode)):
             return pair, True
         return least_loaded_pair(fleet, query, self._breakers.excluded(), of_pair=of_pair)
 

@@ -47,16 +47,16 @@ class Account:
     """Times are in seconds on one monotonic clock; of several attempts the first one's count."""
 
     arrived: float
-    dispatched: float | None = None
+    placed: float | None = None
     first_token: float | None = None
     decode: DecodeTimings | None = None
     tokens: dict[int, tuple[float, float, int]] = field(default_factory=dict)
     """First time, last time and number of tokens by choice."""
 
-    def on_dispatch(self, now: float) -> None:
+    def on_placed(self, now: float) -> None:
         """Prefill was called."""
-        if self.dispatched is None:
-            self.dispatched = now
+        if self.placed is None:
+            self.placed = now
 
     def on_decode(self, timings: DecodeTimings) -> None:
         """Decode has reported its share."""
@@ -74,7 +74,7 @@ class Account:
     def timings(self, now: float) -> Timings:
         """The account of a request that ends now, in milliseconds."""
         total = 1e3 * (now - self.arrived)
-        queue = 1e3 * ((now if self.dispatched is None else self.dispatched) - self.arrived)
+        queue = 1e3 * ((now if self.placed is None else self.placed) - self.arrived)
         until_first = 1e3 * ((now if self.first_token is None else self.first_token) - self.arrived)
         prefill = until_first - queue
         left = total - until_first

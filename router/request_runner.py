@@ -46,10 +46,10 @@ from baton.telemetry.metrics import ATTEMPTS_FAILED, PLACED_TOKENS, REPLAYS, RET
 from baton.transfer.tickets import TicketSigner
 from router.dispatcher import Dispatcher, Placement
 from router.output import OutputProcessor
-from router.placement.policy import PlacementQuery
 from router.placement.prefix_directory import BlockHasher
-from router.placement.scheduler import PlacementRequest
-from router.serving.validator import Request, Threads
+from router.placement.waiter import PlacementRequest
+from router.serving.threads import TenantThreads
+from router.serving.validator import Request
 from router.workers.calls import (
     LARGE_REQUEST,
     LOSS_GRACE_S,
@@ -90,7 +90,7 @@ class RequestRunner:
         pool: Pool,
         dispatcher: Dispatcher,
         config: RouterConfig,
-        threads: Threads,
+        threads: TenantThreads,
         *,
         router_id: str = "router",
         signer: TicketSigner | None = None,
@@ -267,7 +267,7 @@ class AttemptDeps:
     config: RouterConfig
     abandon_calls: AbandonCalls
     signer: TicketSigner | None
-    threads: Threads
+    threads: TenantThreads
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,15 +356,16 @@ class Attempt:
             attempt=self._number,
             tenant=request.tenant,
             life=self._life,
-            query=PlacementQuery(context, left > 1, avoid_pairs=history.avoid_pairs),
             context_tokens=context,
             max_new_tokens=left,
             choices=self._choices,
             is_retry=self._number > 0,
+            decodes=left > 1,
             digests=digests,
             salt=request.salt,
             cache=request.cache,
             avoided=history.avoid,
+            avoid_pairs=history.avoid_pairs,
         )
 
     async def _message(self) -> PrefillMessage:
@@ -391,7 +392,7 @@ class Attempt:
         return await self._run_on_thread(make) if sum(sizes) > LARGE_REQUEST else make()
 
     async def _serve_placed(self, placement: Placement, message: PrefillMessage) -> None:
-        self._output.account.on_dispatch(self._loop.time())
+        self._output.account.on_placed(self._loop.time())
         self._life.enter(State.PREFILLING, self._loop.time())
         transfer_id = secrets.token_hex(16) if placement.decode else ""
         source = self._source(placement)
@@ -574,7 +575,7 @@ class Attempt:
 
     def _record_blame(self, placement: Placement, failed: Failed) -> str:
         """Have the next attempts avoid the worker or pair that failed; its name."""
-        breakers, history, decode = placement.breakers, self._history, placement.decode_name
+        breakers, history, decode = placement.breakers, self._history, placement.decode_address
         prefill = placement.prefill.link.address
         if failed.blame is Blame.PAIR and decode is not None:
             key, name = breakers.pair, f"{prefill} {decode}"

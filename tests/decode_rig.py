@@ -137,7 +137,7 @@ class SessionRouter:
         """Reserve (again after each message, if refused), start and prefill; first tokens count as told."""
         new = params.max_tokens or 1
         while not (result := await self.reserve(name, len(prompt), new, len(choices), **more)).granted:
-            assert not result.never, result.reason
+            assert not result.too_small, result.reason
             told = len(self.messages)
             await self.until(lambda told=told: len(self.messages) > told)
         commit = self.open(name, prompt)

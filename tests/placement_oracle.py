@@ -31,30 +31,30 @@ def select(
     if not matched:
         return None
     penalty = Penalty(query, excluded)
-    faults = {prefill.name: _fault(prefill, follow, penalty) for prefill, follow in matched}
+    faults = {prefill.address: _fault(prefill, follow, penalty) for prefill, follow in matched}
     least = min(faults.values())
     free = [
         (prefill, follow)
         for prefill, follow in matched
-        if faults[prefill.name] == least and prefill.own_requests < prefill_limit
+        if faults[prefill.address] == least and prefill.own_requests < prefill_limit
     ]
     if not free:
         return None
     prefill, follow = min(free, key=lambda pair: _prefill_rank(pair[0], query, mean_rate))
-    best = [decode for decode in follow if penalty.of_pair(prefill.name, decode.name) == least]
+    best = [decode for decode in follow if penalty.of_pair(prefill.address, decode.address) == least]
     best.sort(key=lambda decode: _decode_rank(decode, query))
     most = MAX_ALL_ASKED if len(best) <= MAX_ALL_ASKED else ASKED_OF_MORE
-    return Selection(prefill.name, tuple(decode.name for decode in best[:most]))
+    return Selection(prefill.address, tuple(decode.address for decode in best[:most]))
 
 
 def pairs(
     prefills: Sequence[PrefillView], decodes: Sequence[DecodeView], query: PlacementQuery, closed: frozenset[str]
 ) -> list[tuple[PrefillView, list[DecodeView]]]:
     """Each prefill worker that takes work, with the decode workers that may follow it."""
-    prefills = [prefill for prefill in prefills if not prefill.draining and prefill.name not in closed]
+    prefills = [prefill for prefill in prefills if not prefill.draining and prefill.address not in closed]
     if not query.decodes:
         return [(prefill, []) for prefill in prefills]
-    decodes = [decode for decode in decodes if not decode.draining and decode.name not in closed]
+    decodes = [decode for decode in decodes if not decode.draining and decode.address not in closed]
     matched = [
         (prefill, [d for d in decodes if can_pair(prefill.kv_format, d.kv_format, converts=d.converts_kv)])
         for prefill in prefills
@@ -64,18 +64,18 @@ def pairs(
 
 def _fault(prefill: PrefillView, follow: list[DecodeView], penalty: Penalty) -> tuple[int, int]:
     if not follow:
-        return penalty.of_worker(prefill.name), 0
-    return min(penalty.of_pair(prefill.name, decode.name) for decode in follow)
+        return penalty.of_worker(prefill.address), 0
+    return min(penalty.of_pair(prefill.address, decode.address) for decode in follow)
 
 
 def _prefill_rank(view: PrefillView, query: PlacementQuery, mean_rate: float) -> tuple[float, int, int, str]:
-    rest = max(query.tokens - query.prefill_match.tokens(view.name), 0)
-    return (view.load_tokens + rest) / (view.rate or mean_rate), view.own_requests, view.dispatched, view.name
+    rest = max(query.tokens - query.prefill_match.tokens(view.address), 0)
+    return (view.load_tokens + rest) / (view.rate or mean_rate), view.own_requests, view.assigned, view.address
 
 
 def _decode_rank(view: DecodeView, query: PlacementQuery) -> tuple[bool, float, int, str]:
-    share = min(query.decode_match.tokens(view.name) / max(query.tokens, 1), 1.0)
-    return view.free_slots <= 0, -view.free_tokens * (1 + share), view.own_requests, view.name
+    share = min(query.decode_match.tokens(view.address) / max(query.tokens, 1), 1.0)
+    return view.free_slots <= 0, -view.free_tokens * (1 + share), view.own_requests, view.address
 
 
 def hits(by_worker: Mapping[str, int]) -> PrefixMatch:

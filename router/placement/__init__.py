@@ -1,5 +1,5 @@
-"""The next request and its workers: no sockets, no tasks, and time only as an argument or by a clock that is passed.
+"""Selection of the next request and of its workers. Pure: time is an argument or a clock that the caller passes.
 
-Waiting requests, views of workers and their cached prefixes enter; the request whose turn it is leaves, with the
-prefill and decode workers that it should use. Read `scheduler.py` first, then `policy.py`.
+The inputs are waiting requests, views of workers, and the prefixes that workers have cached. The output is the next
+request with a prefill worker and decode workers to ask. Read `scheduler.py` first, then `refusals.py` and `policy.py`.
 """

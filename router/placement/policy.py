@@ -43,14 +43,14 @@ class PrefillView:
     with a weight that fades with time; `rate` is in tokens per second, 0 while unknown.
     """
 
-    name: str
+    address: str
     kv_format: KvFormat
     draining: bool = False
     pending_tokens: int = 0
     rate: float = 0.0
     own_requests: int = 0
     own_tokens: int = 0
-    dispatched: int = 0
+    assigned: int = 0
     recent_tokens: float = 0.0
     incarnation: str = ""
     load_tokens: float = field(init=False)
@@ -71,7 +71,7 @@ class PrefillView:
 class DecodeView:
     """A decode worker: what it reports, and how many attempts of this router it serves."""
 
-    name: str
+    address: str
     kv_format: KvFormat
     converts_kv: bool = False
     draining: bool = False
@@ -83,7 +83,7 @@ class DecodeView:
 
 V = TypeVar("V", PrefillView, DecodeView)
 Group = dict[str, V]
-"""Workers with the same KV format, by name."""
+"""Workers with the same KV format, by address ("host:port")."""
 
 
 def can_pair(prefill: KvFormat, decode: KvFormat, *, converts: bool) -> bool:
@@ -107,8 +107,8 @@ class FleetView:
         for decode_view in decode:
             self.put_decode(decode_view)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.prefill or name in self.decode
+    def __contains__(self, address: object) -> bool:
+        return address in self.prefill or address in self.decode
 
     @property
     def mean_rate(self) -> float:
@@ -148,42 +148,42 @@ class FleetView:
 
     def put_prefill(self, view: PrefillView) -> None:
         """Take a new view of a prefill worker."""
-        old = self.prefill.get(view.name)
+        old = self.prefill.get(view.address)
         if old is not None and (old.kv_format != view.kv_format or old.draining != view.draining):
-            self.remove_prefill(view.name)
-        self.prefill[view.name] = view
+            self.remove_prefill(view.address)
+        self.prefill[view.address] = view
         if not view.draining:
             if (group := self._prefill_groups.get(view.kv_format)) is None:
                 group, self._pairs = self._prefill_groups.setdefault(view.kv_format, {}), None
-            group[view.name] = view
+            group[view.address] = view
 
     def put_decode(self, view: DecodeView) -> None:
         """Take a new view of a decode worker."""
-        old, kind = self.decode.get(view.name), (view.kv_format, view.converts_kv)
+        old, kind = self.decode.get(view.address), (view.kv_format, view.converts_kv)
         if old is not None and ((old.kv_format, old.converts_kv) != kind or old.draining != view.draining):
-            self.remove_decode(view.name)
-        self.decode[view.name] = view
+            self.remove_decode(view.address)
+        self.decode[view.address] = view
         if not view.draining:
             if (group := self._decode_groups.get(kind)) is None:
                 group, self._pairs = self._decode_groups.setdefault(kind, {}), None
-            group[view.name] = view
+            group[view.address] = view
 
-    def remove_prefill(self, name: str) -> None:
+    def remove_prefill(self, address: str) -> None:
         """Forget a prefill worker."""
-        view = self.prefill.pop(name, None)
+        view = self.prefill.pop(address, None)
         if view is not None and not view.draining:
             group = self._prefill_groups[view.kv_format]
-            del group[name]
+            del group[address]
             if not group:
                 del self._prefill_groups[view.kv_format]
                 self._pairs = None
 
-    def remove_decode(self, name: str) -> None:
+    def remove_decode(self, address: str) -> None:
         """Forget a decode worker."""
-        view = self.decode.pop(name, None)
+        view = self.decode.pop(address, None)
         if view is not None and not view.draining:
             group = self._decode_groups[view.kv_format, view.converts_kv]
-            del group[name]
+            del group[address]
             if not group:
                 del self._decode_groups[view.kv_format, view.converts_kv]
                 self._pairs = None
@@ -195,7 +195,7 @@ class PlacementQuery:
 
     `tokens` are those to prefill; `prefill_match` and `decode_match` tell which workers hold some of them. `avoid`
     names workers, `avoid_pairs` (prefill, decode) pairs, that failed the request before. `too_small` names decode
-    workers that can't hold it even when empty. `alone` is for a request that must run where nothing else does.
+    workers that can't hold it even when empty.
     """
 
     tokens: int
@@ -205,7 +205,6 @@ class PlacementQuery:
     prefill_match: PrefixMatch = NO_MATCH
     decode_match: PrefixMatch = NO_MATCH
     too_small: frozenset[str] = frozenset()
-    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,9 +237,9 @@ class Penalty:
     def __bool__(self) -> bool:
         return any(self._workers) or any(self._pairs)
 
-    def of_worker(self, name: str) -> int:
+    def of_worker(self, address: str) -> int:
         """The penalty of a worker."""
-        return sum(name in names for names in self._workers)
+        return sum(address in each for each in self._workers)
 
     def of_pair(self, prefill: str, decode: str) -> tuple[int, int]:
         """The penalties of two workers, then of their pair; less is better."""
@@ -249,7 +248,7 @@ class Penalty:
     def least(self, prefill: str, decodes: Collection[DecodeView], least_decode: int) -> tuple[int, int]:
         """The penalty of the best pair with a prefill worker; the least one of `decodes` is known."""
         if prefill in self._paired and decodes:
-            return min(self.of_pair(prefill, decode.name) for decode in decodes)
+            return min(self.of_pair(prefill, decode.address) for decode in decodes)
         return self.of_worker(prefill) + least_decode, 0
 
 
@@ -259,8 +258,8 @@ def can_serve(fleet: FleetView, *, decodes: bool) -> bool:
 
 
 def matching_decodes(fleet: FleetView) -> frozenset[str]:
-    """Names of all decode workers that some prefill worker can hand KV to."""
-    return frozenset(decode.name for _, followers in fleet.pairs for decode in chain(*followers))
+    """Addresses of the decode workers that some prefill worker can hand KV to."""
+    return frozenset(decode.address for _, followers in fleet.pairs for decode in chain(*followers))
 
 
 def select_workers(
@@ -286,12 +285,12 @@ def select_workers(
     least = min(seconds)
     view, decodes = min(
         (each for each, time in zip(found, seconds, strict=True) if time == least),
-        key=lambda each: (each[0].own_requests, each[0].dispatched, each[0].name),
+        key=lambda each: (each[0].own_requests, each[0].assigned, each[0].address),
     )
     if penalty:
-        best = min((penalty.of_pair(view.name, decode.name) for decode in decodes), default=None)
-        decodes = [decode for decode in decodes if penalty.of_pair(view.name, decode.name) == best]
-    return Selection(view.name, _best_decodes(decodes, query))
+        best = min((penalty.of_pair(view.address, decode.address) for decode in decodes), default=None)
+        decodes = [decode for decode in decodes if penalty.of_pair(view.address, decode.address) == best]
+    return Selection(view.address, _best_decodes(decodes, query))
 
 
 def least_loaded_pair(
@@ -304,29 +303,30 @@ def least_loaded_pair(
     penalty = Penalty(query, excluded)
 
     def busy(view: PrefillView | DecodeView) -> tuple[int, int, str]:
-        return penalty.of_worker(view.name), view.own_requests, view.name
+        return penalty.of_worker(view.address), view.own_requests, view.address
 
     groups = list(_usable_groups(fleet, query, query.too_small))
     prefills = heapq.nsmallest(MAX_ALL_ASKED, (view for group, _ in groups for view in group), key=busy)
     if not query.decodes:
-        return (Selection(prefills[0].name), prefills[0].own_requests == 0) if prefills else None
-    decodes = {view.name: view for _, group in groups for view in group}
+        return (Selection(prefills[0].address), prefills[0].own_requests == 0) if prefills else None
+    decodes = {view.address: view for _, group in groups for view in group}
+    best_decodes = heapq.nsmallest(MAX_ALL_ASKED, decodes.values(), key=busy)
     pairs = [
         (
-            penalty.of_pair(prefill.name, decode.name),
+            penalty.of_pair(prefill.address, decode.address),
             prefill.own_requests + decode.own_requests * of_pair,
             decode.own_requests,
-            prefill.name,
-            name,
+            prefill.address,
+            decode.address,
         )
         for prefill in prefills
-        for name, decode in ((each.name, each) for each in heapq.nsmallest(MAX_ALL_ASKED, decodes.values(), key=busy))
+        for decode in best_decodes
         if can_pair(prefill.kv_format, decode.kv_format, converts=decode.converts_kv)
     ]
     if not pairs:
         return None
-    _, requests, _, prefill_name, decode_name = min(pairs)
-    return Selection(prefill_name, (decode_name,)), requests == 0
+    _, requests, _, prefill_address, decode_address = min(pairs)
+    return Selection(prefill_address, (decode_address,)), requests == 0
 
 
 def _usable_groups(
@@ -334,10 +334,10 @@ def _usable_groups(
 ) -> Iterator[tuple[Collection[PrefillView], list[DecodeView]]]:
     """Prefill workers with the decode workers that may follow them, without the `closed` ones."""
     for group, followers in fleet.pairs:
-        prefills = [view for view in group if view.name not in closed] if closed else group
+        prefills = [view for view in group if view.address not in closed] if closed else group
         if not query.decodes:
             yield prefills, []
-        elif decodes := [view for view in chain(*followers) if view.name not in closed]:
+        elif decodes := [view for view in chain(*followers) if view.address not in closed]:
             yield prefills, decodes
 
 
@@ -346,10 +346,10 @@ def _least_penalty(
 ) -> list[tuple[PrefillView, list[DecodeView]]]:
     """The prefill workers whose best pair has the least penalty of all."""
     least_of = {
-        id(decodes): min((penalty.of_worker(each.name) for each in decodes), default=0)
+        id(decodes): min((penalty.of_worker(each.address) for each in decodes), default=0)
         for decodes in {id(decodes): decodes for _, decodes in found}.values()
     }
-    penalties = [penalty.least(view.name, decodes, least_of[id(decodes)]) for view, decodes in found]
+    penalties = [penalty.least(view.address, decodes, least_of[id(decodes)]) for view, decodes in found]
     least = min(penalties, default=None)
     return [each for each, theirs in zip(found, penalties, strict=True) if theirs == least]
 
@@ -361,7 +361,9 @@ def _prefill_seconds(views: list[PrefillView], query: PlacementQuery, mean_rate:
     time that it saves.
     """
     tokens, cached = query.tokens, query.prefill_match.by_worker
-    return [(view.load_tokens + max(tokens - cached.get(view.name, 0), 0)) / (view.rate or mean_rate) for view in views]
+    return [
+        (view.load_tokens + max(tokens - cached.get(view.address, 0), 0)) / (view.rate or mean_rate) for view in views
+    ]
 
 
 def _best_decodes(views: list[DecodeView], query: PlacementQuery) -> tuple[str, ...]:
@@ -370,9 +372,9 @@ def _best_decodes(views: list[DecodeView], query: PlacementQuery) -> tuple[str, 
     ranks = [
         (
             view.free_slots <= 0,
-            -view.free_tokens * (1 + min(cached.get(view.name, 0) / tokens, 1.0)),
+            -view.free_tokens * (1 + min(cached.get(view.address, 0) / tokens, 1.0)),
             view.own_requests,
-            view.name,
+            view.address,
         )
         for view in views
     ]

@@ -344,7 +344,7 @@ class PrefixDirectory:
             return matches[0] if matches else NO_MATCH
         return PrefixMatch(sorted((level for each in matches for level in each.levels), key=lambda level: -level[0]))
 
-    def dispatch(self, worker: str, digests: Digests, cached_tokens: int, *, writes: bool) -> None:
+    def expect(self, worker: str, digests: Digests, cached_tokens: int, *, writes: bool) -> None:
         """A prompt goes to a prefill worker that is thought to hold some of it, and keeps the rest if it `writes`."""
         for namespace, blocks in digests.items():
             found = min(cached_tokens // namespace.block_size, len(blocks))

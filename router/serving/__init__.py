@@ -1,5 +1,5 @@
-"""The front of the router: callers, their requests, and the answers to them.
+"""The front of the router: callers, checks of their requests, and streams of answers.
 
-Calls enter, by gRPC today; checked `Request`s leave to the request runner, and its updates to clients. Read
-`front_door.py` first: it knows no transport, and `servicer.py` only translates for it.
+It turns calls into checked `Request`s for the request runner, and sends the runner's updates to clients. Read
+`front_door.py` first: it knows no transport. `servicer.py` translates between it and gRPC.
 """

@@ -4,37 +4,23 @@ Checks go from cheap to costly, and every refusal names the field and the value 
 field is checked before any of them is read. Small requests are converted and tokenized at once; larger ones on a
 thread, when it is their tenant's turn. Long texts are tokenized in processes of their own (`tokenizer_processes.py`).
 Nothing here knows how the request came: front ends make a `GenerateRequest`.
-
-Threads are for work that would hold up the event loop: tokenizing, hashing, making large messages. They are the
-router's own, so that texts of tenants delay nothing else.
-
-    run ──▶ a queue for each tenant, which take turns ──▶ 2 to 4 threads, of which one tenant may use all but one
-
-So another tenant's first piece of work starts at once beside one flood, and beside several after at most one piece of
-each. Work that has begun can't be stopped: a tenant whose client left still occupies its threads until it has ended.
 """
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-from baton.errors import InvalidRequest, NotFound, Overloaded, preview
-from baton.process.cores import usable
-from baton.process.executors import RunOnThread
+from baton.errors import InvalidRequest, NotFound, preview
 from baton.request import MAX_CACHE_SALT_BYTES, CachePolicy, SamplingParams, check_count
 from baton.rpc.channel import CONTROL_MESSAGE_BYTES
 from baton.rpc.convert import token_array_from_proto, token_ids_from_proto
 from baton.rpc.errors import utf8_pieces
 from baton.tokenizer import Detokenizer, Tokenizer
-from router.placement.scheduler import FairQueue
+from router.serving.threads import TenantThreads
 from router.serving.tokenizer_processes import LONG_TEXT, TokenizerProcesses
 
 MAX_ROLE_LENGTH = 64
@@ -51,12 +37,6 @@ _ID_BYTES = 4
 
 _PIECE = 64 << 10
 """Characters encoded in one call, which keeps the interpreter's lock."""
-
-_MIN_THREADS, _MAX_THREADS = 2, 4
-_RETRY_S = 1.0
-
-WAITING_BYTES = 64 << 20
-"""Bytes of one tenant's requests that may wait for a thread; a single request may be larger."""
 
 T = TypeVar("T")
 
@@ -176,115 +156,6 @@ class NoText:
         return ""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Job:
-    tenant: str
-    function: Callable[[], Any]
-    size: int
-    result: asyncio.Future[Any]
-
-
-class Threads:
-    """A few threads that tenants share fairly; lives on the event loop."""
-
-    def __init__(self, capacity: int, count: int | None = None) -> None:
-        """`capacity` is how many requests of one tenant may wait, `count` the number of threads."""
-        self._count = max(_MIN_THREADS, min(usable(), _MAX_THREADS)) if count is None else count
-        self._most = max(1, self._count - 1)
-        """Threads that one tenant may use at a time."""
-        self._capacity = capacity
-        self._queue: FairQueue[_Job] = FairQueue()
-        self._in_use: Counter[str] = Counter()
-        self._waiting_bytes: Counter[str] = Counter()
-        self._executor = ThreadPoolExecutor(self._count, "router")
-        self._start_threads()
-        self._running: set[asyncio.Future[Any]] = set()
-        self._loop = asyncio.get_running_loop()
-
-    def _start_threads(self) -> None:
-        """Start all threads, since the process may be at a limit of threads when there is work for them."""
-        all_run = threading.Barrier(self._count)
-        try:
-            for _ in range(self._count):
-                self._executor.submit(all_run.wait)
-        except RuntimeError:
-            all_run.abort()
-            raise
-
-    def check(self, tenant: str, size: int) -> None:
-        """Raise Overloaded if a new request of the tenant, of `size` bytes, may not wait."""
-        if (count := self._queue.count(tenant)) >= self._capacity:
-            problem = f"{count} requests wait to be tokenized, {self._capacity} may"
-            raise Overloaded(f"queue_capacity: {problem}; try again later", _RETRY_S)
-        if (waiting := self._waiting_bytes[tenant]) and waiting + size > WAITING_BYTES:
-            problem = f"requests of {waiting} bytes wait to be tokenized, and {size} more exceed {WAITING_BYTES}"
-            raise Overloaded(f"waiting_bytes: {problem}; try again later", _RETRY_S)
-
-    def of(self, tenant: str) -> RunOnThread:
-        """The threads as one tenant uses them."""
-        return partial(self.run, tenant)
-
-    async def run(self, tenant: str, function: Callable[[], T], size: int = 0) -> T:
-        """Run on a thread when it is the tenant's turn; when cancelled before, it does not run.
-
-        `size` is how many bytes are held for it alone while it waits.
-        """
-        result: asyncio.Future[T] = self._loop.create_future()
-        job = _Job(tenant, function, size, result)
-        self._queue.append(job, tenant)
-        self._waiting_bytes[tenant] += size
-        self._begin()
-        try:
-            return await result
-        finally:
-            if self._queue.remove(job):
-                self._subtract_bytes(job)
-
-    def close(self) -> None:
-        """Begin nothing more; what runs ends by itself, and its result is dropped."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
-        for running in self._running:
-            running.cancel()
-
-    def _begin(self) -> None:
-        while (job := self._next()) is not None:
-            self._queue.pop(job)
-            self._subtract_bytes(job)
-            self._in_use[job.tenant] += 1
-            running = self._loop.run_in_executor(self._executor, job.function)
-            self._running.add(running)
-            running.add_done_callback(partial(self._end, job))
-
-    def _next(self) -> _Job | None:
-        """The job that is to begin now, if a thread is free for one."""
-        if self._in_use.total() >= self._count:
-            return None
-        return next((job for job in self._queue.heads() if self._in_use[job.tenant] < self._most), None)
-
-    def _subtract_bytes(self, job: _Job) -> None:
-        self._waiting_bytes[job.tenant] -= job.size
-        if not self._waiting_bytes[job.tenant]:
-            del self._waiting_bytes[job.tenant]
-
-    def _end(self, job: _Job, running: asyncio.Future[Any]) -> None:
-        self._running.discard(running)
-        if running.cancelled():
-            job.result.cancel()
-            return
-        error = running.exception()
-        if job.result.done():
-            # Nobody waits for it any more.
-            pass
-        elif error is not None:
-            job.result.set_exception(error)
-        else:
-            job.result.set_result(running.result())
-        self._in_use[job.tenant] -= 1
-        if not self._in_use[job.tenant]:
-            del self._in_use[job.tenant]
-        self._begin()
-
-
 class RequestValidator:
     """Checks and tokenizes; `max_model_len` tells the most tokens of prompt and output together.
 
@@ -296,7 +167,7 @@ class RequestValidator:
         self,
         model: ServedModel,
         max_model_len: Callable[[], int],
-        threads: Threads,
+        threads: TenantThreads,
         salt: Callable[[str, str], bytes] = lambda tenant, cache_salt: b"",
         capacity: Callable[[], int] = lambda: 0,
     ) -> None:

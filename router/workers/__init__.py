@@ -1,5 +1,5 @@
-"""Workers of a router: found, watched and called; their failures and the retries that follow.
+"""Workers of a router: discovery, watches and calls; failures, and the retries after them.
 
-Addresses, statuses and the requests of attempts enter; a fleet for placement, reservations and the events of each
-attempt leave. Read `pool.py` first, then `calls.py`.
+The inputs are addresses, statuses of workers and requests of attempts. The outputs are the view of the fleet for
+placement, reservations, and the events of each attempt. Read `pool.py` first, then `calls.py`.
 """

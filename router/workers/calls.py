@@ -107,7 +107,7 @@ class SessionEnd:
     loss: WorkerLoss | None
 
 
-class DecodeAttempt:
+class DecodeCall:
     """One attempt's part of a session; lives until `close`."""
 
     def __init__(self, session: DecodeSession, request_id: str, number: int, deliver: Deliver) -> None:
@@ -217,7 +217,7 @@ class DecodeAttempt:
                 ReserveResult(
                     message.granted,
                     message.reason,
-                    message.never,
+                    message.too_small,
                     retry_after_s,
                     message.cached_tokens,
                     message.reservable_tokens,
@@ -272,7 +272,7 @@ class DecodeSession:
         self._up: asyncio.Queue[decode_pb2.SessionUp] = asyncio.Queue()
         hello = decode_pb2.Hello(router_id=router_id, wire_version=WIRE_VERSION)
         self._up.put_nowait(decode_pb2.SessionUp(hello=hello))
-        self._attempts: dict[tuple[str, int], DecodeAttempt] = {}
+        self._attempts: dict[tuple[str, int], DecodeCall] = {}
         self._skipped: Counter[tuple[str, int]] = Counter()
         self._missed: set[tuple[str, int]] = set()
         self.open = True
@@ -288,11 +288,11 @@ class DecodeSession:
         """Number of attempts that the worker was asked for, and has sent no token of."""
         return sum(attempt.asked and not attempt.has_output for attempt in self._attempts.values())
 
-    def attempt(self, request_id: str, number: int, deliver: Deliver) -> DecodeAttempt:
+    def begin_call(self, request_id: str, number: int, deliver: Deliver) -> DecodeCall:
         """A new attempt whose events go to `deliver`; raises Unavailable when the session is over."""
         if not self.open:
             raise Unavailable(f"decode worker {self._worker} is lost")
-        attempt = DecodeAttempt(self, request_id, number, deliver)
+        attempt = DecodeCall(self, request_id, number, deliver)
         self._attempts[request_id, number] = attempt
         self._on_change()
         return attempt
@@ -310,7 +310,7 @@ class DecodeSession:
             with silence:
                 async for down in call:
                     silence.reset()
-                    self._dispatch(down)
+                    self._deliver_messages(down)
         except grpc.aio.AioRpcError as error:
             reason = f"is lost: {error.code().name} {error.details()}"
         except asyncio.CancelledError:
@@ -366,7 +366,7 @@ class DecodeSession:
                 beat = now() + HEARTBEAT_S
             await call.write(message)
 
-    def _dispatch(self, down: decode_pb2.SessionDown) -> None:
+    def _deliver_messages(self, down: decode_pb2.SessionDown) -> None:
         for reserved in down.reserved:
             name = reserved.key.request_id, reserved.key.attempt
             if name in self._skipped:

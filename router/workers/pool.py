@@ -156,10 +156,10 @@ class Pool:
         """Call `listener` after every change that may matter to a waiting request."""
         self._listeners.append(listener)
 
-    def isolate(self, names: frozenset[str]) -> None:
-        """Place no other requests at these workers, and let others be used again."""
-        if names != self.fleet.isolated:
-            self.fleet.isolated = names
+    def isolate(self, addresses: frozenset[str]) -> None:
+        """Isolate the workers at these addresses, and no others: placement gives them no new requests."""
+        if addresses != self.fleet.isolated:
+            self.fleet.isolated = addresses
             self._notify()
 
     @property
@@ -172,13 +172,13 @@ class Pool:
         """Whether at least one pair of workers can serve."""
         return can_serve(self.fleet, decodes=True)
 
-    def prefill_link(self, name: str) -> WorkerLink:
-        """The prefill worker that the fleet calls `name`."""
-        return self._links[WorkerRole.PREFILL, name][0]
+    def prefill_link(self, address: str) -> WorkerLink:
+        """The prefill worker at `address`. Raises KeyError if it is gone."""
+        return self._links[WorkerRole.PREFILL, address][0]
 
-    def decode_link(self, name: str) -> WorkerLink | None:
-        """The decode worker that the fleet called `name`, if it is still there."""
-        found = self._links.get((WorkerRole.DECODE, name))
+    def decode_link(self, address: str) -> WorkerLink | None:
+        """The decode worker at `address`; None if it is gone."""
+        found = self._links.get((WorkerRole.DECODE, address))
         return found[0] if found else None
 
     @property
@@ -433,7 +433,7 @@ class WorkerLink:
         """Whether requests of other routers without a token were there, by its latest status."""
         self._lost = asyncio.Event()
         self._ending: tuple[str, Cause] | None = None
-        self._dispatched = 0
+        self._assigned = 0
         self._recent = DecayingSum(RECENT_S)
         self._granted_tokens = self._granted_slots = 0
         self.problem = ""
@@ -495,7 +495,7 @@ class WorkerLink:
         """
         if self.status is None:
             raise Unavailable(f"prefill worker {self.address} is lost")
-        self._dispatched += 1
+        self._assigned += 1
         self._recent.add(tokens - cached_tokens, asyncio.get_running_loop().time())
         assignment = PrefillAssignment(self, self.status.identity, tokens, cached_tokens, self._lost)
         self._assignments.add(assignment)
@@ -539,14 +539,14 @@ class WorkerLink:
         if self.status is None:
             return None
         return PrefillView(
-            name=self.address,
+            address=self.address,
             kv_format=self.status.identity.kv_format,
             draining=self.status.draining,
             pending_tokens=self.status.load.pending_tokens,
             rate=self.status.load.tokens_per_second,
             own_requests=len(self._assignments),
             own_tokens=sum(assignment.tokens - assignment.cached_tokens for assignment in self._assignments),
-            dispatched=self._dispatched,
+            assigned=self._assigned,
             recent_tokens=self._recent.value(asyncio.get_running_loop().time()),
             incarnation=self._incarnation,
         )
@@ -557,7 +557,7 @@ class WorkerLink:
             return None
         load = self.status.load
         return DecodeView(
-            name=self.address,
+            address=self.address,
             kv_format=self.status.identity.kv_format,
             converts_kv=self.status.identity.converts_kv,
             draining=self.status.draining,

@@ -77,10 +77,10 @@ async def test_reservations_are_answered_while_a_step_runs_and_refused_with_numb
         await asyncio.to_thread(all_.engine.entered.acquire)
         assert (await router.reserve("fits", 60, 4)).granted
         full = await router.reserve("full", 60, 4)
-        assert (full.granted, full.never) == (False, False)
+        assert (full.granted, full.too_small) == (False, False)
         assert "needs 16 pages, 10 of 32" in full.reason
         never = await router.reserve("never", 300, 4)
-        assert (never.granted, never.never) == (False, True)
+        assert (never.granted, never.too_small) == (False, True)
         assert "needs 76 pages, there are 32" in never.reason
         again = await router.reserve("fits", 1, 1)
         assert "already" in again.reason

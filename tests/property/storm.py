@@ -23,7 +23,8 @@ from baton.request import SamplingParams
 from router.dispatcher import Dispatcher
 from router.output import OutputProcessor
 from router.request_runner import RequestRunner
-from router.serving.validator import Request, Threads
+from router.serving.threads import TenantThreads
+from router.serving.validator import Request
 from router.workers import pool as worker_module
 from router.workers.pool import Pool
 from tests.property.fleet import SimulatedFleet, Worker
@@ -97,7 +98,7 @@ class Storm:
         self.pool = Pool(config, "router", "t")
         async with self.pool.run():
             self.dispatcher = Dispatcher(self.pool, config)
-            self.request_runner = RequestRunner(self.pool, self.dispatcher, config, Threads(1))
+            self.request_runner = RequestRunner(self.pool, self.dispatcher, config, TenantThreads(1))
             try:
                 yield
             finally:

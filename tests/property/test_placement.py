@@ -100,13 +100,13 @@ def test_the_best_of_all_pairs_is_selected(seed: int, most: int) -> None:
     pairs = placement_oracle.pairs(*workers, PlacementQuery(1), frozenset())
     assert can_serve(fleet, decodes=False) is any(not view.draining for view in workers[0])
     assert can_serve(fleet, decodes=True) is bool(pairs)
-    assert matching_decodes(fleet) == {decode.name for _, follow in pairs for decode in follow}
+    assert matching_decodes(fleet) == {decode.address for _, follow in pairs for decode in follow}
     found = least_loaded_pair(fleet, query, excluded)
     pairs = placement_oracle.pairs(*workers, query, query.too_small)
     if most <= MAX_ALL_ASKED:
         assert (found is not None) is bool(pairs)
     if found is not None:
-        assert found[0].prefill in {prefill.name for prefill, _ in pairs}
+        assert found[0].prefill in {prefill.address for prefill, _ in pairs}
 
 
 @given(st.integers(0, 2**32), st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.integers(0, 300)), max_size=20))
@@ -114,7 +114,7 @@ def test_the_best_of_all_pairs_is_selected(seed: int, most: int) -> None:
 def test_a_fleet_that_news_has_changed_is_as_one_made_anew(seed: int, news: list[tuple[int, bool, int]]) -> None:
     workers = fleet_of(random.Random(seed), 0, 5)
     fleet = FleetView(*workers)
-    prefills, decodes = ({view.name: view for view in views} for views in workers)
+    prefills, decodes = ({view.address: view for view in views} for views in workers)
     for pick, gone, number in news:
         for views, put, remove in (
             (prefills, fleet.put_prefill, fleet.remove_prefill),
@@ -141,6 +141,6 @@ def test_a_fleet_that_news_has_changed_is_as_one_made_anew(seed: int, news: list
 def _grouped(fleet: FleetView) -> set[tuple[frozenset[str], frozenset[str]]]:
     """Names of the prefill workers of each group, and of those that may follow."""
     return {
-        (frozenset(view.name for view in group), frozenset(view.name for each in followers for view in each))
+        (frozenset(view.address for view in group), frozenset(view.address for each in followers for view in each))
         for group, followers in fleet.pairs
     }

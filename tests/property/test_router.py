@@ -23,7 +23,8 @@ from baton.request import SamplingParams, Usage
 from router.dispatcher import Dispatcher
 from router.output import OutputProcessor
 from router.request_runner import RequestRunner
-from router.serving.validator import Request, Threads
+from router.serving.threads import TenantThreads
+from router.serving.validator import Request
 from router.workers import pool as worker_module
 from router.workers.pool import Pool
 from tests.effort import machine_test
@@ -79,7 +80,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.pool = Pool(config, "router", "t")
         await self.running.enter_async_context(self.pool.run())
         self.dispatcher = Dispatcher(self.pool, config)
-        self.request_runner = RequestRunner(self.pool, self.dispatcher, config, Threads(1))
+        self.request_runner = RequestRunner(self.pool, self.dispatcher, config, TenantThreads(1))
 
     async def _serve(self, client: Client) -> None:
         """Serve requests as the servicer does."""

@@ -40,7 +40,9 @@ PURE = (
     "prefill_svc.scheduler",
     "router.placement.prefix_directory",
     "router.placement.policy",
+    "router.placement.refusals",
     "router.placement.scheduler",
+    "router.placement.waiter",
     "router.workers.failures",
 )
 IMPURE = ("torch", "grpc", "asyncio", "transformers", "redis", "google.protobuf", "baton.pb")

@@ -13,9 +13,9 @@ from baton.kv.format import KvFormat, KvPart
 from baton.lifecycle import Lifecycle, State
 from baton.request import ReserveResult
 from router.dispatcher import Dispatcher, Placement
-from router.placement.policy import DecodeView, FleetView, PlacementQuery, PrefillView
+from router.placement.policy import DecodeView, FleetView, PrefillView
 from router.placement.prefix_directory import PrefixDirectory
-from router.placement.scheduler import PlacementRequest
+from router.placement.waiter import PlacementRequest
 from router.workers.failures import AvoidedWorker, Suspicion
 from router.workers.pool import Pool
 
@@ -116,9 +116,9 @@ class FakePool:
     def withdraw(self, attempt: FakeAttempt) -> None:
         self.withdrawn.append(f"{attempt.request_id} {attempt.worker}")
 
-    def isolate(self, names: frozenset[str]) -> None:
-        if names != self.isolated:
-            self.isolated = names
+    def isolate(self, addresses: frozenset[str]) -> None:
+        if addresses != self.isolated:
+            self.isolated = addresses
             self.notify()
 
     def subscribe(self, listener: Callable[[], None]) -> None:
@@ -130,18 +130,18 @@ class FakePool:
     def subtract_free(self, tokens: int, slots: int) -> None:
         return
 
-    def prefill_link(self, name: str) -> FakePool:
-        self._worker = name
+    def prefill_link(self, address: str) -> FakePool:
+        self._worker = address
         return self
 
-    def decode_link(self, name: str) -> FakePool:
-        self._worker = name
+    def decode_link(self, address: str) -> FakePool:
+        self._worker = address
         return self
 
     def assign(self, tokens: int, cached_tokens: int = 0) -> FakeAssignment:
         return FakeAssignment(self, self._worker)
 
-    def attempt(self, request_id: str, number: int, deliver: object) -> FakeAttempt:
+    def begin_call(self, request_id: str, number: int, deliver: object) -> FakeAttempt:
         self.order.append(f"{request_id} {self._worker}" if self._names else request_id)
         return FakeAttempt(self, request_id, self._worker)
 
@@ -167,7 +167,6 @@ class Held:
         self.placed = asyncio.Event()
         self.go = asyncio.Event()
         self.place: Placement | None = None
-        query = PlacementQuery(tokens, decodes)
         self.suspected = alone
         self.life = Lifecycle(State.QUEUED, 0.0, request_deadline=deadline)
         avoided = frozenset(AvoidedWorker(worker, "") for worker in avoid)
@@ -176,11 +175,11 @@ class Held:
             int(again),
             tenant,
             self.life,
-            query,
             tokens,
             4,
             tuple(range(choices)),
             again,
+            decodes,
             avoided=avoided,
         )
         self.task = asyncio.create_task(self._run(dispatcher, asked))

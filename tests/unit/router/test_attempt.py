@@ -13,14 +13,15 @@ from baton.errors import DeadlineExceeded
 from baton.request import FinishReason, FirstToken, Prefilled, SamplingParams, TokenInfo
 from router.output import OutputProcessor
 from router.request_runner import Attempt, AttemptDeps, RequestState
-from router.serving.validator import Request, Threads
+from router.serving.threads import TenantThreads
+from router.serving.validator import Request
 from router.workers.calls import AbandonCalls, Deliver
 from router.workers.failures import RetryHistory
 from router.workers.pool import Pool
 from tests.unit.router.dispatching import FakePool, dispatcher, settle
 
 
-def attempt_of(pool: FakePool, threads: Threads, **fields: Any) -> tuple[Attempt, OutputProcessor]:
+def attempt_of(pool: FakePool, threads: TenantThreads, **fields: Any) -> tuple[Attempt, OutputProcessor]:
     """An attempt at one token after a prompt of two."""
     now = asyncio.get_running_loop().time
     config = RouterConfig(prefill=("p:1",), decode=("d:1",))
@@ -50,7 +51,7 @@ async def outcome(monkeypatch: pytest.MonkeyPatch, *, arrives: bool) -> OutputPr
         await loop.create_future()
 
     monkeypatch.setattr(router.request_runner, "call_prefill", prefill)
-    attempt, output = attempt_of(FakePool(), Threads(1), deadline=deadline)
+    attempt, output = attempt_of(FakePool(), TenantThreads(1), deadline=deadline)
     await attempt.run(0.0)
     return output
 
@@ -73,7 +74,7 @@ async def test_a_long_prompt_waits_for_its_tenants_threads_before_its_place(monk
         deliver(Prefilled((FirstToken(0, TokenInfo(7), FinishReason.LENGTH),), 0))
 
     monkeypatch.setattr(router.request_runner, "call_prefill", prefill)
-    pool, loop, threads = FakePool(), asyncio.get_running_loop(), Threads(1, 1)
+    pool, loop, threads = FakePool(), asyncio.get_running_loop(), TenantThreads(1, 1)
     busy, go = asyncio.Event(), threading.Event()
 
     def work() -> None:

@@ -9,7 +9,7 @@ from baton.errors import Unavailable
 from baton.lifecycle import Lifecycle, State
 from router.dispatcher import Placement, Reserver
 from router.placement.policy import PlacementQuery, Selection
-from router.placement.scheduler import PlacementRequest
+from router.placement.waiter import PlacementRequest
 from router.workers.failures import Breakers, Suspicion
 from router.workers.pool import Pool
 from tests.unit.router.dispatching import FULL, GRANTED, NEVER, FakePool, Held, dispatcher, settle
@@ -123,10 +123,9 @@ async def test_a_worker_that_was_meanwhile_kept_for_another_is_not_asked(alone: 
     pool = FakePool(d=FULL, e=GRANTED)
     reserver = Reserver(cast(Pool, pool), Breakers(asyncio.get_running_loop().time), 1.0)
     pool.isolated = frozenset({"e"})
-    query = PlacementQuery(8, alone=alone)
-    request = PlacementRequest("r", 0, "", Lifecycle(State.QUEUED, 0.0), query, 8, 4, (0,), True)
+    request = PlacementRequest("r", 0, "", Lifecycle(State.QUEUED, 0.0), 8, 4, (0,), True, alone=alone)
     selection = Selection("p", ("d", "e"))
-    assignment = reserver.assign(selection, query)
+    assignment = reserver.assign(selection, PlacementQuery(8))
     answer = await reserver.reserve(request, assignment, selection, lambda event: None, {})
     assert isinstance(answer, Placement) is alone
     assert pool.order == ["r d", "r e"][: 1 + alone]
@@ -145,7 +144,7 @@ async def test_alone_does_not_fall_back_on_a_worker_where_others_run() -> None:
     pool.by_name["d"] = GRANTED
     pool.notify()
     await asyncio.wait_for(alone.placed.wait(), 60)
-    assert alone.place.decode_name == "d"
+    assert alone.place.decode_address == "d"
     await asyncio.gather(alone.end(), other.end())
 
 

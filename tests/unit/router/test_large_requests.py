@@ -17,8 +17,7 @@ from baton.request import ReserveResult
 from decode_svc.admission import Admission, SlotForecast
 from decode_svc.attempts import AttemptKey, Attempts, DecodeAttempt, Reserve
 from router.dispatcher import Dispatcher
-from router.placement.policy import PlacementQuery
-from router.placement.scheduler import PlacementRequest
+from router.placement.waiter import PlacementRequest
 from router.workers.pool import Pool
 from tests.property.virtual import VirtualLoop
 from tests.unit.router.dispatching import FakeAttempt, FakePool
@@ -101,7 +100,7 @@ class Town:
     async def _held(self, dispatcher: Dispatcher, name: str, context: int, tenant: str) -> None:
         came = self.loop.time()
         life = Lifecycle(State.QUEUED, came)
-        asked = PlacementRequest(name, 0, tenant, life, PlacementQuery(context), context, 1, (0,), False)
+        asked = PlacementRequest(name, 0, tenant, life, context, 1, (0,), False)
         async with dispatcher.place(asked, lambda event: None) as place:
             self.granted[name] = self.loop.time()
             self.waited[name] = self.loop.time() - came

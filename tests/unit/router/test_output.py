@@ -158,7 +158,7 @@ SECONDS = st.floats(0, 100)
 @given(SECONDS, SECONDS, SECONDS, st.floats(0, 1e6), st.floats(0, 1e6), st.booleans())
 def test_accounts_add_up(line: float, prefill: float, rest: float, fetch: float, wait: float, decoded: bool) -> None:
     account = Account(5.0)
-    account.on_dispatch(5.0 + line)
+    account.on_placed(5.0 + line)
     account.on_tokens(0, 1, 5.0 + line + prefill)
     if decoded:
         account.on_decode(DecodeTimings(fetch, wait))
@@ -171,8 +171,8 @@ def test_accounts_add_up(line: float, prefill: float, rest: float, fetch: float,
 
 def test_the_parts_of_an_ordinary_request() -> None:
     account = Account(0.0)
-    account.on_dispatch(0.010)
-    account.on_dispatch(0.500)
+    account.on_placed(0.010)
+    account.on_placed(0.500)
     account.on_tokens(0, 1, 0.110)
     account.on_decode(DecodeTimings(fetch_ms=130.0, slot_wait_ms=20.0))
     account.on_decode(DecodeTimings(fetch_ms=999.0, slot_wait_ms=999.0))

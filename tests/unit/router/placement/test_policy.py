@@ -40,20 +40,20 @@ def pick(
 
 
 def test_an_unknown_rate_counts_as_the_usual_one() -> None:
-    known = replace(P, name="known", pending_tokens=500, rate=100)
-    new = replace(P, name="new", pending_tokens=400)
+    known = replace(P, address="known", pending_tokens=500, rate=100)
+    new = replace(P, address="new", pending_tokens=400)
     assert pick([known, new], [D]) == Selection("new", ("d",))
 
 
 def test_what_this_router_has_sent_counts_before_the_worker_reports_it() -> None:
-    sent = replace(P, name="sent", own_tokens=1000, own_requests=1)
-    assert pick([sent, replace(P, name="idle")], [D]) == Selection("idle", ("d",))
+    sent = replace(P, address="sent", own_tokens=1000, own_requests=1)
+    assert pick([sent, replace(P, address="idle")], [D]) == Selection("idle", ("d",))
 
 
 def test_a_prefix_that_draws_much_work_gets_a_second_holder_before_there_is_a_line() -> None:
-    cold, query = replace(P, name="cold", rate=100), PlacementQuery(100, prefill_match=hits({"hot": 80}))
+    cold, query = replace(P, address="cold", rate=100), PlacementQuery(100, prefill_match=hits({"hot": 80}))
     for recent, goes in ((79 / RECENT_FRACTION, "hot"), (81 / RECENT_FRACTION, "cold")):
-        hot = replace(P, name="hot", recent_tokens=recent, rate=100)
+        hot = replace(P, address="hot", recent_tokens=recent, rate=100)
         assert pick([hot, cold], [D], query) == Selection(goes, ("d",))
     past = DecayingSum(RECENT_S)
     past.add(100, 0.0)
@@ -70,7 +70,7 @@ def test_pairs_whose_kv_differs_need_conversion(converts: bool, placed: Selectio
 
 
 def test_what_failed_before_is_the_last_resort() -> None:
-    other_p, other_d = replace(P, name="p2", pending_tokens=10**6), replace(D, name="d2", free_tokens=1)
+    other_p, other_d = replace(P, address="p2", pending_tokens=10**6), replace(D, address="d2", free_tokens=1)
     both = [P, other_p], [D, other_d]
     assert pick(*both, PlacementQuery(1, avoid=frozenset({"p"}))) == Selection("p2", ("d", "d2"))
     assert pick(*both, PlacementQuery(1, avoid=frozenset({"d"}))) == Selection("p", ("d2",))
@@ -80,7 +80,7 @@ def test_what_failed_before_is_the_last_resort() -> None:
 
 
 def test_open_breakers_are_the_last_resort_for_everybody() -> None:
-    p2, d2 = replace(P, name="p2", pending_tokens=10**6), replace(D, name="d2", free_tokens=1)
+    p2, d2 = replace(P, address="p2", pending_tokens=10**6), replace(D, address="d2", free_tokens=1)
 
     def excluded(*workers: str, pairs: tuple[tuple[str, str], ...] = ()) -> Selection | None:
         return pick([P, p2], [D, d2], PlacementQuery(1), Excluded(frozenset(workers), frozenset(pairs)))
@@ -96,15 +96,15 @@ def test_open_breakers_are_the_last_resort_for_everybody() -> None:
 
 
 def test_alone_goes_where_least_of_ours_runs_and_says_whether_that_is_nothing() -> None:
-    p2, d2 = replace(P, name="p2", own_requests=1), replace(D, name="d2", own_requests=1)
-    query = PlacementQuery(1, alone=True)
+    p2, d2 = replace(P, address="p2", own_requests=1), replace(D, address="d2", own_requests=1)
+    query = PlacementQuery(1)
     assert least_loaded_pair(FleetView((P, p2), (D, d2)), query) == (Selection("p", ("d",)), True)
     assert least_loaded_pair(FleetView((p2,), (D,)), query) == (Selection("p2", ("d",)), False)
     assert least_loaded_pair(FleetView((P,), (d2,)), query) == (Selection("p", ("d2",)), False)
     assert least_loaded_pair(FleetView((P,), ()), query) is None
     avoided = replace(query, avoid=frozenset({"d"}))
     assert least_loaded_pair(FleetView((P,), (D, d2)), avoided) == (Selection("p", ("d2",)), False)
-    assert least_loaded_pair(FleetView((p2, P), ()), PlacementQuery(1, decodes=False, alone=True)) == (
+    assert least_loaded_pair(FleetView((p2, P), ()), PlacementQuery(1, decodes=False)) == (
         Selection("p"),
         True,
     )

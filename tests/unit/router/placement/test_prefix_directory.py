@@ -47,7 +47,7 @@ async def test_what_was_sent_is_expected_for_a_while_and_counted(writes: bool) -
     now = 0.0
     directory = PrefixDirectory(lambda: now)
     directory.update(WorkerRole.PREFILL, "a", news(ONE, 10))
-    directory.dispatch("a", {ONE: DIGESTS[ONE]}, 160, writes=writes)
+    directory.expect("a", {ONE: DIGESTS[ONE]}, 160, writes=writes)
     assert directory.match_prefill(DIGESTS).tokens("a") == (640 if writes else 160)
     now = EXPECTED_S
     assert directory.match_prefill(DIGESTS).tokens("a") == 160

@@ -8,9 +8,10 @@ import pytest
 
 from baton.errors import Overloaded
 from baton.lifecycle import Lifecycle, State
-from router.placement.policy import NOTHING_EXCLUDED, DecodeView, FleetView, PlacementQuery, PrefillView
+from router.placement.policy import NOTHING_EXCLUDED, DecodeView, FleetView, PrefillView
 from router.placement.prefix_directory import PrefixDirectory
-from router.placement.scheduler import PlacementRequest, PlacementScheduler, RequestQueue, Waiter
+from router.placement.scheduler import PlacementScheduler, RequestQueue
+from router.placement.waiter import PlacementRequest, Waiter
 from tests.unit.router.dispatching import KV
 
 T = TypeVar("T", bound=Hashable)
@@ -20,7 +21,7 @@ FLEET = FleetView([PrefillView("p", KV)], [DecodeView("d", KV, free_slots=1)])
 
 def waiter(name: str, now: float, *, deadline: float = math.inf, again: bool = False) -> Waiter:
     life = Lifecycle(State.QUEUED, now, request_deadline=deadline)
-    return Waiter(PlacementRequest(name, int(again), "", life, PlacementQuery(8), 8, 4, (0,), again), now)
+    return Waiter(PlacementRequest(name, int(again), "", life, 8, 4, (0,), again), now)
 
 
 def test_what_cant_be_in_time_or_would_wait_too_long_is_refused_at_once() -> None:

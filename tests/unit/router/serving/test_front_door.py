@@ -7,7 +7,8 @@ from baton.request import FinishReason, Output, SamplingParams, TokenInfo
 from router.output import OutputProcessor
 from router.request_runner import RequestRunner
 from router.serving.front_door import Caller, FrontDoor, StallGuard, Tenants
-from router.serving.validator import GenerateRequest, Request, RequestValidator, ServedModel, Threads, TokenPrompt
+from router.serving.threads import TenantThreads
+from router.serving.validator import GenerateRequest, Request, RequestValidator, ServedModel, TokenPrompt
 from router.workers.pool import Pool
 from tests.unit.router.dispatching import FakePool, dispatcher
 
@@ -31,7 +32,7 @@ class FakeRequestRunner:
 
 async def test_updates_come_until_the_last_and_the_deadline_goes_with_the_request() -> None:
     model, request_runner, pool = ServedModel("m", 300, (), None), FakeRequestRunner(), FakePool()
-    validator, serve = RequestValidator(model, lambda: 100, Threads(1)), cast(RequestRunner, request_runner)
+    validator, serve = RequestValidator(model, lambda: 100, TenantThreads(1)), cast(RequestRunner, request_runner)
     door = FrontDoor(model, validator, cast(Pool, pool), dispatcher(pool), serve, Tenants(), StallGuard(60.0))
     tokens = []
     async with asyncio.timeout(60), door.generate(ONE, Caller("t"), 1e9) as (request_id, updates):

@@ -23,8 +23,9 @@ from baton.rpc.convert import begin_field, read_fields, token_array_from_proto, 
 from baton.rpc.errors import Undecodable, strict, utf8_pieces
 from baton.tokenizer import Tokenizer
 from router.serving.servicer import InferenceServicer, Sized, generate_request, sized, tokenize_prompt
+from router.serving.threads import TenantThreads
 from router.serving.tokenizer_processes import LONG_TEXT, TokenizerProcesses
-from router.serving.validator import MAX_CHAT_MESSAGES, RequestValidator, ServedModel, Threads, TokenPrompt
+from router.serving.validator import MAX_CHAT_MESSAGES, RequestValidator, ServedModel, TokenPrompt
 from tests.integration.router_rig import router_rig
 from tests.unread import COUNT, WithUnread
 
@@ -66,7 +67,7 @@ CASES = [
 
 
 def validator() -> RequestValidator:
-    return RequestValidator(ServedModel("m", VOCAB, (), cast(Tokenizer, object())), lambda: LENGTH, Threads(1))
+    return RequestValidator(ServedModel("m", VOCAB, (), cast(Tokenizer, object())), lambda: LENGTH, TenantThreads(1))
 
 
 @pytest.mark.parametrize(("method", "path", "made"), CASES, ids=[f"{case[0]} {case[1]}" for case in CASES])
@@ -122,7 +123,7 @@ async def test_a_long_text_leaves_the_event_loop_and_a_very_long_one_the_process
         encode = staticmethod(noted(lambda text, add_special_tokens: [2, len(text)], seen))
 
     model = ServedModel("m", VOCAB, (), cast(Tokenizer, Stub()), cast(TokenizerProcesses, Processes()))
-    checked = RequestValidator(model, lambda: LENGTH, Threads(1))
+    checked = RequestValidator(model, lambda: LENGTH, TenantThreads(1))
     message = pb.GenerateRequest(text="x" * length)
     request = await checked.validate(generate_request(Sized(message, length)), arrived=0, deadline=None)
     assert list(request.prompt_ids) == [ids[where], length]

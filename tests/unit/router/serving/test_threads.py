@@ -10,13 +10,8 @@ import pytest
 
 from baton.errors import InvalidRequest, Overloaded
 from baton.tokenizer import Tokenizer
-from router.serving.validator import (
-    WAITING_BYTES,
-    RequestValidator,
-    ServedModel,
-    TextPrompt,
-    Threads,
-)
+from router.serving.threads import WAITING_BYTES, TenantThreads
+from router.serving.validator import RequestValidator, ServedModel, TextPrompt
 
 WAIT_S = 60
 
@@ -35,8 +30,8 @@ class Gate:
 
 
 @contextlib.asynccontextmanager
-async def threads(capacity: int = 9, count: int = 2) -> AsyncIterator[tuple[Threads, Gate]]:
-    made, gate = Threads(capacity, count), Gate()
+async def threads(capacity: int = 9, count: int = 2) -> AsyncIterator[tuple[TenantThreads, Gate]]:
+    made, gate = TenantThreads(capacity, count), Gate()
     try:
         yield made, gate
     finally:
@@ -44,7 +39,7 @@ async def threads(capacity: int = 9, count: int = 2) -> AsyncIterator[tuple[Thre
         made.close()
 
 
-def waits(made: Threads, gate: Gate, tenant: str) -> asyncio.Task[str]:
+def waits(made: TenantThreads, gate: Gate, tenant: str) -> asyncio.Task[str]:
     return asyncio.create_task(made.run(tenant, lambda: gate.work(tenant)))
 
 
@@ -99,7 +94,7 @@ async def test_no_thread_needs_to_be_started_later(monkeypatch: pytest.MonkeyPat
         gate.open.set()
         assert await asyncio.gather(first, second) == ["a", "b"]
         with pytest.raises(RuntimeError, match="can't start new thread"):
-            Threads(9)
+            TenantThreads(9)
 
 
 async def test_a_tenants_queue_is_bounded() -> None:

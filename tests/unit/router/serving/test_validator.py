@@ -9,12 +9,13 @@ from baton.errors import InvalidRequest
 from baton.pb import inference_pb2
 from baton.tokenizer import Tokenizer
 from router.serving.servicer import Sized, generate_request
-from router.serving.validator import RequestValidator, ServedModel, Threads
+from router.serving.threads import TenantThreads
+from router.serving.validator import RequestValidator, ServedModel
 from tests.integration.router_stubs import checkpoint
 
 
 async def test_a_report_that_no_message_can_carry_is_refused_before_it_is_computed() -> None:
-    validator = RequestValidator(ServedModel("m", 300, (), None), lambda: 1_000_000, Threads(1))
+    validator = RequestValidator(ServedModel("m", 300, (), None), lambda: 1_000_000, TenantThreads(1))
 
     async def take(count: int) -> Any:
         ids = inference_pb2.TokenIds(ids=[1] * count)
@@ -30,7 +31,7 @@ async def test_a_report_that_no_message_can_carry_is_refused_before_it_is_comput
 async def test_token_ids_that_wait_to_become_text_count_with_their_memory(tmp_path: Path) -> None:
     sizes: list[int] = []
 
-    class Noting(Threads):
+    class Noting(TenantThreads):
         async def run(self, tenant: str, function: Any, size: int = 0) -> Any:
             sizes.append(size)
             return await super().run(tenant, function, size)

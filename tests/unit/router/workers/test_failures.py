@@ -83,6 +83,14 @@ def test_a_trial_that_finds_out_nothing_makes_room_for_another() -> None:
     assert not breakers.at(2).pairs
 
 
+def test_a_failed_trial_opens_the_breaker_again() -> None:
+    breakers = TimedBreakers()
+    fail(breakers, "p", "d", 0)
+    fail(breakers, "p", "d", 1)
+    assert breakers.at(2.9).pairs
+    assert not breakers.at(3).pairs
+
+
 def test_each_failed_trial_doubles_the_wait_up_to_a_minute() -> None:
     breakers, now, waits = TimedBreakers(), 0.0, []
     for _ in range(9):

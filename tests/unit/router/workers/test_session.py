@@ -13,7 +13,7 @@ from router.workers.failures import Failed
 
 async def granted(session: DecodeSession, events: list[Event]) -> decode_pb2.AttemptKey:
     """An attempt that the worker has granted."""
-    attempt = session.attempt("r", 0, events.append)
+    attempt = session.begin_call("r", 0, events.append)
     asking = asyncio.create_task(
         attempt.reserve(
             context_tokens=1,
@@ -26,7 +26,9 @@ async def granted(session: DecodeSession, events: list[Event]) -> decode_pb2.Att
         )
     )
     await asyncio.sleep(0)
-    session._dispatch(decode_pb2.SessionDown(reserved=[decode_pb2.ReserveResult(key=attempt.key, granted=True)]))
+    session._deliver_messages(
+        decode_pb2.SessionDown(reserved=[decode_pb2.ReserveResult(key=attempt.key, granted=True)])
+    )
     await asking
     assert attempt.granted
     return attempt.key
@@ -42,7 +44,7 @@ async def test_an_attempt_that_the_worker_no_longer_lists_fails_unless_it_was_to
         session = DecodeSession(channel, "d", "r0")
         key = await granted(session, events)
         for down in (decode_pb2.SessionDown(ended=[key] if ended else []), *BEATS):
-            session._dispatch(down)
+            session._deliver_messages(down)
     (event,) = events
     if ended:
         assert event == DecodeEnded()
