@@ -21,7 +21,7 @@ rules:
 
 - Forks leave some places free, so that a new request finds one even while many choices wait: one place in `KEEP`, or as
   many as the reservations granted in the last `KEEP_S` if that is more, but at most half of the slots.
-- After a reservation was granted while forks are pending, the next place belongs to a fork.
+- After a reservation was granted while forks are pending, the next slot belongs to a fork.
 - After a reservation was refused, forks leave free places to it for `OFFER_S`, except the place that belongs to a fork.
   The router asks again as soon as it hears of a free place. After that grant, places are left for `FOLLOW_S` to other
   reservations that may follow.
@@ -89,7 +89,7 @@ KEEP, KEEP_S = 8, 0.5
 """Forks leave one slot in KEEP free, or as many as the reservations of the last KEEP_S seconds if that is more."""
 
 OFFER_S, FOLLOW_S = 1.0, 0.1
-"""Seconds for which free places are left to reservations: after a refusal, and after the grant that follows it."""
+"""Seconds for which free slots are left to reservations: after a refusal, and after the grant that follows it."""
 
 CLAIM_S, RENEW_S = 3.0, 1.0
 """Seconds after which a claim ends if it is not renewed, and after which its owner is told to ask again."""
@@ -116,7 +116,7 @@ class SlotForecast:
         self._lead_s = DecayingAverage(_LEAD_WEIGHT)
         self._fork_owed = False
         self.forks_wait_until = -math.inf
-        """Until this time, forks get only the place that belongs to a fork."""
+        """Until this time, forks get only the slot that belongs to a fork."""
 
     def record_end(self, now: float, count: int = 1) -> None:
         """Record that `count` sequences have ended."""
@@ -131,7 +131,7 @@ class SlotForecast:
         return self._ends.value(now) / self._span_s(now)
 
     def fork_headroom(self, now: float) -> int:
-        """Number of places that forks leave free."""
+        """Number of slots that forks leave free."""
         wanted = int(KEEP_S * self._grants.value(now) / self._span_s(now))
         return min(max(self._slots // KEEP, wanted), self._slots // 2)
 
@@ -153,7 +153,7 @@ class SlotForecast:
             )
 
     def record_grant(self, now: float, *, pending: bool) -> None:
-        """Record that a reservation was granted; if forks are `pending`, the next place belongs to a fork."""
+        """Record that a reservation was granted; if forks are `pending`, the next slot belongs to a fork."""
         self._grants.add(1, now)
         if now < self.forks_wait_until:
             self.forks_wait_until = now + FOLLOW_S
@@ -355,7 +355,7 @@ class Admission:
                 "what was preempted comes first"
             )
         if request.choices > 1:
-            # Check this before the places, because a refusal there leaves a free place to this reservation.
+            # Check this before the slots, because a refusal there leaves a free slot to this reservation.
             self._check_contexts(claimant, self._engine.spec.pages_for(request.context_tokens), now)
         self.forecast.check(self._attempts.sequences, now)
         try:
@@ -395,7 +395,7 @@ class Admission:
     def free_context_tokens(self, now: float) -> int:
         """Tokens of the largest context that a request without a claim could reserve now."""
         free = self._free()
-        return self._attempts.context_tokens(free - self.claims.pages_set_aside(NOBODY, free, now))
+        return self._attempts.largest_context(free - self.claims.pages_set_aside(NOBODY, free, now))
 
     def wake_at(self, now: float) -> float:
         """Time at which the caller must call `start_forks` even if nothing happens; infinite if it need not."""

@@ -4,10 +4,10 @@
                     └──────────────────┴─────────────────────┴─────────── end ─────────────────────────▶
 
 A reservation takes pages for the context and for the first outputs of one choice, however many choices there are. At
-the commit the first choice becomes a sequence. Further choices are pending: a handle of their own (`context`) keeps the
-pages of the context, and each choice is forked from it when a slot is free (`decode_svc.admission`). The last choice
-takes that handle over. The choices share all pages of the context except the last page, if the context fills it only in
-part. The reservation includes that page (`spare`), so that the commit can't run out of pages.
+the commit the first choice becomes a sequence. Further choices are pending: a handle of their own (`context_handle`)
+keeps the pages of the context, and each choice is forked from it when a slot is free (`decode_svc.admission`). The last
+choice takes over that handle. The choices share all pages of the context, except the last page if the context fills it
+only in part. The reservation includes a copy of that page (`spare`), so that the commit can't run out of pages.
 
 The engine thread takes more pages as generation goes on. A request that could not be generated even with the whole pool
 is refused here. Handles are freed here too, in any state of the attempt. This is safe at any time: if the engine thread
@@ -193,16 +193,16 @@ def check_handoff(spec: EngineSpec, request: Reserve, handoff: Handoff) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PublishedBlocks:
-    """Blocks that a sequence has published at its end, by digest; the first `context` of them are its context's."""
+    """Digests of the blocks that a sequence published at its end; the first `context_blocks` belong to its context."""
 
     owner: str
     digests: abc.Sequence[bytes]
-    context: int
+    context_blocks: int
 
     @property
     def new(self) -> int:
         """Number of blocks after the context."""
-        return max(len(self.digests) - self.context, 0)
+        return max(len(self.digests) - self.context_blocks, 0)
 
 
 @dataclass(slots=True)
@@ -222,7 +222,7 @@ class RunningChoice:
 class PendingChoices:
     """The choices that are still to be forked: their first tokens by index, and the context that each begins with."""
 
-    context: KvHandle
+    context_handle: KvHandle
     first_tokens: dict[int, FirstToken]
     handoff: Handoff
     hasher: RollingBlockHasher | None
@@ -286,7 +286,7 @@ class DecodeAttempt:
         if not self.committed:
             return [self.handle] if self.spare is None else [self.handle, self.spare]
         own = [choice.handle for choice in self.choices.values()]
-        return own if self.pending is None else [*own, self.pending.context]
+        return own if self.pending is None else [*own, self.pending.context_handle]
 
     def overdue_failure(self) -> Failure:
         """The failure of an attempt that stayed in its state for too long."""
@@ -326,7 +326,7 @@ def ledger_entries(attempts: abc.Iterable[DecodeAttempt], engine: Engine, now: f
         if attempt.committed:
             found += [entry(attempt, each.handle, each.state, each.since) for each in attempt.choices.values()]
             if attempt.pending is not None:
-                found.append(entry(attempt, attempt.pending.context, State.SLOT_WAIT, attempt.pending.since))
+                found.append(entry(attempt, attempt.pending.context_handle, State.SLOT_WAIT, attempt.pending.since))
         else:
             found += [entry(attempt, each, life.state, life.since) for each in attempt.handles]
     return found
@@ -524,8 +524,8 @@ class Attempts:
         coming = (each for each in self._live.values() if not each.committed and each.request.choices > 1)
         return self.context_pages + sum(pages_for(each.request.context_tokens) for each in coming)
 
-    def context_tokens(self, pages: int) -> int:
-        """Tokens of the largest context that fits this many pages together with its first outputs."""
+    def largest_context(self, pages: int) -> int:
+        """Number of tokens of the largest context that, with its first outputs, fits in `pages` pages."""
         return max(pages * self._engine.spec.page_size - self._reserve_tokens, 0)
 
     def fork(self, attempt: DecodeAttempt) -> DecodeSequence:
@@ -538,11 +538,11 @@ class Attempts:
             raise EngineError(f"{attempt.key}: no choice is pending")
         index, first = next(iter(pending.first_tokens.items()))
         if len(pending.first_tokens) == 1:
-            handle = pending.context
+            handle = pending.context_handle
             self._engine.extend(handle, attempt.tokens)
         else:
             context, owner = attempt.request.context_tokens, f"{attempt.key}/{index}"
-            handle = self._engine.fork(pending.context, owner, context, attempt.tokens)
+            handle = self._engine.fork(pending.context_handle, owner, context, attempt.tokens)
         del pending.first_tokens[index]
         self._oldest_leads = not self._oldest_leads
         if not pending.first_tokens:
@@ -652,7 +652,7 @@ class Attempts:
     def _drop_pending(self, attempt: DecodeAttempt) -> None:
         """Free the context when no choice is pending any more."""
         if attempt.pending is not None:
-            self._engine.free(attempt.pending.context)
+            self._engine.free(attempt.pending.context_handle)
             del self._pending[attempt]
             attempt.pending = None
 

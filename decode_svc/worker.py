@@ -68,7 +68,7 @@ _RATE_WEIGHT = 0.1
 MAX_WAITING_COPIES = 64
 
 
-class FetchKv(Protocol):
+class KvFetcher(Protocol):
     """Pulls tokens `[first, tokens)` of an export into the handle; raises TransferError if not all of them arrive."""
 
     async def __call__(self, source: RemoteExport, handle: KvHandle, *, tokens: int, first: int) -> Handoff: ...
@@ -84,7 +84,7 @@ class DecodeWorker:
         self,
         config: DecodeConfig,
         engine: Engine,
-        fetch: FetchKv,
+        fetch: KvFetcher,
         exports: ExportRegistry,
         cache: PrefixCache,
         cache_tiers: CacheTiers,
@@ -670,7 +670,7 @@ class WriteBacks:
             with contextlib.suppress(OutOfPages):
                 cached = self._engine.match_prefix(published.digests)
                 handle = self._engine.reserve(f"{published.owner}/write_back", cached, published.digests)
-                if self._count_pinned(handle) > published.context:
+                if self._count_pinned(handle) > published.context_blocks:
                     return handle
                 self._engine.free(handle)
         _count_dropped(published.new)
@@ -680,7 +680,7 @@ class WriteBacks:
         return handle.cached // self._engine.spec.kv_format.block_size
 
     async def _copy(self, published: PublishedBlocks, handle: KvHandle) -> None:
-        digests, first = published.digests[: self._count_pinned(handle)], published.context
+        digests, first = published.digests[: self._count_pinned(handle)], published.context_blocks
         try:
             await self._blocks.write_back(handle, digests, first, lambda: handle.alive, least=first)
         except EngineError as error:

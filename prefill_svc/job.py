@@ -304,7 +304,7 @@ _LATEST = 32
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
+class _TimedChunk:
     """Tokens `start` to `end`, computed in `seconds`."""
 
     start: int
@@ -326,7 +326,7 @@ class _Fit:
     def __init__(self) -> None:
         self._tokens = self._seconds = self._positions = self._squares = self._rise = 0.0
 
-    def add(self, chunk: _Chunk) -> None:
+    def add(self, chunk: _TimedChunk) -> None:
         self._tokens += chunk.tokens
         self._seconds += chunk.seconds
         self._positions += chunk.tokens * chunk.middle
@@ -349,7 +349,7 @@ class PrefillEstimate:
     def __init__(self, total: int) -> None:
         self._total = total
         self._fit = _Fit()
-        self._latest: deque[_Chunk] = deque(maxlen=_LATEST)
+        self._latest: deque[_TimedChunk] = deque(maxlen=_LATEST)
         self._last: tuple[int, float] | None = None
 
     def record(self, done: int, now: float) -> PrefillProgress | None:
@@ -364,7 +364,7 @@ class PrefillEstimate:
         if before < done < self._total and now < since + INTERVAL_S:
             return None
         if done > before:
-            chunk = _Chunk(before, done, now - since)
+            chunk = _TimedChunk(before, done, now - since)
             self._fit.add(chunk)
             self._latest.append(chunk)
             self._last = done, now

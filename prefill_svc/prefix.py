@@ -84,7 +84,7 @@ class PrefixLoader:
         self, engine: Engine, backends: PrefixBackends, prefill_rate: Callable[[], float], long_chunks: int
     ) -> None:
         self._engine = engine
-        self._cache, self._report, self._peers = backends.cache, backends.cache_tiers, backends.peers
+        self._cache, self._tiers, self._peers = backends.cache, backends.cache_tiers, backends.peers
         self._prefill_rate = prefill_rate
         self._block = engine.spec.kv_format.block_size
         self._unit = math.lcm(engine.spec.page_size, self._block)
@@ -128,7 +128,7 @@ class PrefixLoader:
         if tokens:
             job.sources.append((POOL, tokens))
         blocks = -(-tokens // self._block)
-        self._report.record_lookup(blocks, self._useful_blocks(job))
+        self._tiers.record_lookup(blocks, self._useful_blocks(job))
         self._cache.touch(job.digests[:blocks])
         if not self.has_lost_blocks(job):
             self._decide(job)

@@ -415,7 +415,7 @@ def _finite(deadline: float) -> float | None:
 
 
 @dataclass(slots=True)
-class _Chunk:
+class _RunningChunk:
     """One call to the engine; `seconds` are its own, without those of the chunks that preempted it."""
 
     job: PrefillJob
@@ -467,7 +467,7 @@ class ChunkRunner:
         passed, the chunk ends after the current layer with that error.
         """
         job.computing_end = end
-        chunk = _Chunk(job, job.computed, end, preempts=job is not self._running[0])
+        chunk = _RunningChunk(job, job.computed, end, preempts=job is not self._running[0])
         run = self._thread.run_preempting if chunk.preempts else self._thread.run
         call = run(self._compute, chunk)
         cancelled = False
@@ -503,7 +503,7 @@ class ChunkRunner:
         if not self._running:
             self._progress.set_idle()
 
-    def _compute(self, chunk: _Chunk) -> ChunkResult:
+    def _compute(self, chunk: _RunningChunk) -> ChunkResult:
         """Compute one chunk; runs on the engine thread."""
         job, began, others_s = chunk.job, time.monotonic(), 0.0
 

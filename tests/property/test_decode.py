@@ -88,7 +88,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         """Note which sequence is preempted, and the ranks of those that stay."""
 
         def noted(report: StepReport) -> None:
-            before = {each.id: each.rank for each in scheduler.sequences}
+            before = {each.id: each.sort_key for each in scheduler.sequences}
             preempt(report)
             left = {each.id for each in scheduler.sequences}
             (gone,) = before.keys() - left

@@ -91,7 +91,7 @@ def test_the_end_leaves_what_is_final_and_the_next_turn_finds_its_answer() -> No
     assert ids == [*PROMPT, *alone(PROMPT, greedy(8))]
     assert worker.attempts.end(attempt, 1.0) == [sequence.id]
     (left,) = worker.attempts.take_published()
-    assert (left.owner, len(left.digests), left.context, left.new) == ("a/0", 4, 2, 2)
+    assert (left.owner, len(left.digests), left.context_blocks, left.new) == ("a/0", 4, 2, 2)
     # 18 tokens, of which the last has no KV.
     assert worker.held(ids) == 16
     turn = [*ids, 1, 2, 3]
