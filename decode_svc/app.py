@@ -226,7 +226,7 @@ class DecodeService:
 
     def _retry_allocations(self) -> None:
         self._retry_scheduled = False
-        self.worker.dispatch()
+        self.worker.schedule()
 
     @property
     def _is_idle(self) -> bool:

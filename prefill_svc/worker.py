@@ -238,7 +238,7 @@ class PrefillWorker:
             self._scheduler.expect(job.scheduled, self._prefix.planned_tokens(job))
         await self._prefix.load(job)
         job.computed = job.cached_tokens
-        for tier, tokens in count_by_tier(job.sources, job.cached_tokens).items():
+        for tier, tokens in count_by_tier(job.prefix.sources, job.cached_tokens).items():
             metrics.PREFILL_TOKENS.labels(tier).inc(tokens)
         if job.computed:
             self._prefix.advance(job, job.computed)

@@ -7,7 +7,7 @@ import pytest
 
 import decode_svc.worker
 from baton.pb import decode_pb2
-from decode_svc.attempts import AttemptKey, Reserve
+from decode_svc.reservation import AttemptKey, Reserve
 from tests.decode_rig import key, rig
 from tests.decoding import alone, greedy
 

@@ -11,8 +11,8 @@ import pytest
 from baton.pb import decode_pb2, decode_pb2_grpc
 from baton.request import SamplingParams
 from baton.rpc.channel import control_channel
-from decode_svc.attempts import AttemptKey, Reserve
-from decode_svc.worker import Cancel, Start
+from decode_svc.reservation import AttemptKey, Reserve
+from decode_svc.session import Cancel, Start
 from tests.decode_rig import WAIT_S, rig
 from tests.decoding import alone, greedy
 

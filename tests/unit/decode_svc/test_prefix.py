@@ -10,7 +10,8 @@ from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine
 from baton.errors import IncompleteTransfer
 from baton.request import CachePolicy, SamplingParams
-from decode_svc.attempts import AttemptKey, Attempts, DecodeAttempt, InvalidReservation, Reserve
+from decode_svc.attempts import Attempts, DecodeAttempt
+from decode_svc.reservation import AttemptKey, InvalidReservation, Reserve
 from tests.decoding import alone, digests, greedy, prefill
 from tests.property.attempts import check_pool, held_payloads, payloads
 

@@ -17,8 +17,10 @@ from baton.request import CachePolicy, Handoff, RemoteExport, SamplingParams
 from baton.transfer.export import ExportRegistry
 from baton.worker.status import WorkerRole, new_identity
 from decode_svc.app import DecodeService
-from decode_svc.attempts import AttemptKey, FailureKind, Reserve
-from decode_svc.worker import DecodeWorker, KvFetcher, RouterSession, Start
+from decode_svc.attempts import FailureKind
+from decode_svc.reservation import AttemptKey, Reserve
+from decode_svc.session import RouterSession, Start
+from decode_svc.worker import DecodeWorker, KvFetcher
 from tests.decoding import GREEDY, digests, prefill
 from tests.prefix_cache import MemoryPrefixCache
 from tests.property.virtual import VirtualLoop
