@@ -201,9 +201,9 @@ class LongBench:
         drawn = random.Random(tokens)
         ids = drawn.choices(range(engine.spec.vocab_size), k=tokens)
         prompt, handle, start, rate = PrefillRun(tokens, []), engine.reserve("long", tokens), 0, 0.0
-        hiding = engine.spec.hiding_chunk if handle.in_host else 0
+        min_overlap = engine.spec.min_overlap_chunk if handle.in_host else 0
         while start < tokens and (start == 0 or time.monotonic() < self._until):
-            end = min(tokens, start + (chunk or chunk_size(tokens, 0, rate, hiding)))
+            end = min(tokens, start + (chunk or chunk_size(tokens, 0, rate, min_overlap)))
             sample = [SequenceState(_GREEDY, ids)] if end == tokens else []
             began = time.perf_counter()
             compute_chunk(engine, PromptChunk(handle, ids, start, end, _ignore, sample))

@@ -1,64 +1,28 @@
-"""Admission: which reservation or fork gets the next place in the batch, and which gets pages. Pure.
+"""Admission: the choice of the reservation or fork that gets the next slot of the batch, and pages. Pure.
 
     reserve ── malformed, or larger than the worker ─▶ InvalidReservation
-       │────── no place or too few pages are free ─▶ Overloaded: try again
-       │                       a claim sets pages aside for a request that needs more (`Claims`)
-       │────── it has several choices, and contexts kept for forks have half of the pages ─▶ Overloaded
+       │────── no slot is free in time ─▶ Overloaded: try again
+       │────── too few pages are free, or the batch or a claim needs them ─▶ OutOfPages
        └─────▶ DecodeAttempt, which counts as one sequence, however many choices it has
-    start_forks ─▶ sequences of further choices; call it whenever a place or pages may have come free
+    start_forks ─▶ sequences of further choices; call it whenever a slot or pages may have come free
 
-**Places** (`SlotForecast`). If a sequence is prefilled before a slot is free for it, its client waits between the first
-and the second token. So a reservation is granted only if the sequences that exist, in whatever state, plus the new one
-are at most
+**Slots** (`SlotForecast`). A reservation is granted only if the number of sequences, in any state and with the new one,
+is at most slots + lookahead. `lookahead` is the number of completions per second times the seconds from a reservation
+until its sequence is ready: so many sequences end in the meantime (Little's law). It is at most a quarter of the slots.
+Further choices of a request are forks. Forks leave some slots free for new requests, and wait for reservations that
+were just refused; but after a reservation was granted while forks are pending, the next slot goes to a fork. So
+reservations and forks take turns (decision 10).
 
-    slots + lookahead        lookahead = completions per second · seconds from reservation to readiness
-
-By Little's law, about `lookahead` sequences end while a new one is prefilled and transferred. The value is measured. It
-is at most a quarter of the slots, because a measurement may be outdated.
-
-A request with several choices counts as one sequence here. Its further choices are forks. They get places by these
-rules:
-
-- Forks leave some places free, so that a new request finds one even while many choices wait: one place in `KEEP`, or as
-  many as the reservations granted in the last `KEEP_S` if that is more, but at most half of the slots.
-- After a reservation was granted while forks are pending, the next place belongs to a fork.
-- After a reservation was refused, forks leave free places to it for `OFFER_S`, except the place that belongs to a fork.
-  The router asks again as soon as it hears of a free place. After that grant, places are left for `FOLLOW_S` to other
-  reservations that may follow.
-
-So if both sides always want more places, they take turns and neither starves. If one side stops asking, the other side
-soon gets all places.
-
-**Pages** (`Admission`). The oldest attempt and the attempt with the fewest pending choices take turns at the front
-(`Attempts.pending`). A fork that lacks pages waits, and does not keep others from a place.
+**Pages** (`Admission`). A fork that lacks pages waits, and blocks no other sequence. Contexts that are kept for pending
+choices have at most half of the pages, unless there is only one. The oldest attempt and the attempt with the fewest
+pending choices take turns (`Attempts.pending`). Every fork ends; decision 10 has the proof.
 
 After a preemption, the pages that the batch needs for its next steps do not count as free (`DecodeLoop.missing_pages`).
 
-A context is kept until the last choice of its request is forked, long after the first choices have ended. Kept contexts
-have at most half of the pages, unless there is only one. So they leave room for others, however many requests have
-several choices. A request that waits for part of that half has a claim on it.
-
-**Claims** (`Claims`) keep smaller reservations from starving large ones. If a reservation is refused because pages are
-missing, it leaves a claim. Half of the pages that are free then, and half of those that come free later, are set aside
-for the oldest claim. Others get pages from the other half. Sequences that run and grow take pages from both halves. A
-claim ends when it is granted, when the router cancels it, because the request was cancelled or placed elsewhere, or
-when it was not renewed for CLAIM_S. The router asks again when it hears from the worker, or RENEW_S after the refusal,
-if a prefill worker can take the request then.
-
-Each session has at most one claim, and so have all pending forks together. The next claim of a session ranks behind the
-claims of other sessions, so routers take turns.
-
-A bound on the wait. Call the time in which everything that runs now ends a generation. In a generation, all pages that
-others hold now come free. Half of them stay with the claim, and others may hold the other half at most. So a claim on a
-share s of all pages waits for at most 1 + log2(1 / (1 - s)) generations: one generation for half of the pages, and
-log2(pages) + 1 for all of them. Meanwhile the others get at least half of the pages that come free.
-
-Why every fork ends. A pending fork waits for a place or for pages. Places come free because everything that runs ends,
-and every second place goes to a fork. A batch that is empty keeps no pages. For pages there is one more rule: if
-nothing makes progress (there is no sequence, and no attempt is being transferred), a fork may take what claims set
-aside. At least one fork then finds pages: only kept contexts use pages, and the attempt of those that was granted last
-was granted the pages of one choice beside all these contexts, including the page that forks can't share. It runs to its
-end, or it is preempted, and then its context is given back too. So in the end no context is kept.
+**Claims** (`Claims`) keep small reservations from starving large ones. A reservation that is refused because pages are
+missing leaves a claim. Half of the pages that are free then, and half of the pages that come free later, are set aside
+for the oldest claim. Each session has at most one claim, and so have all pending forks together. Decision 11 has the
+bound on the wait.
 """
 
 from __future__ import annotations
@@ -73,7 +37,8 @@ from baton.engine.contract import Engine
 from baton.errors import OutOfPages, Overloaded
 from baton.kv.cached_blocks import SLICE_NODES
 from baton.rates import DecayingAverage, DecayingSum
-from decode_svc.attempts import AttemptKey, Attempts, DecodeAttempt, InvalidReservation, Reserve
+from decode_svc.attempts import Attempts, DecodeAttempt
+from decode_svc.reservation import AttemptKey, InvalidReservation, Reserve
 from decode_svc.scheduler import DecodeSequence
 
 T = TypeVar("T")
@@ -90,7 +55,7 @@ KEEP, KEEP_S = 8, 0.5
 """Forks leave one slot in KEEP free, or as many as the reservations of the last KEEP_S seconds if that is more."""
 
 OFFER_S, FOLLOW_S = 1.0, 0.1
-"""Seconds for which free places are left to reservations: after a refusal, and after the grant that follows it."""
+"""Seconds for which free slots are left to reservations: after a refusal, and after the grant that follows it."""
 
 CLAIM_S, RENEW_S = 3.0, 1.0
 """Seconds after which a claim ends if it is not renewed, and after which its owner is told to ask again."""
@@ -117,7 +82,7 @@ class SlotForecast:
         self._lead_s = DecayingAverage(_LEAD_WEIGHT)
         self._fork_owed = False
         self.forks_wait_until = -math.inf
-        """Until this time, forks get only the place that belongs to a fork."""
+        """Until this time, forks get only the slot that belongs to a fork."""
 
     def record_end(self, now: float, count: int = 1) -> None:
         """Record that `count` sequences have ended."""
@@ -132,7 +97,7 @@ class SlotForecast:
         return self._ends.value(now) / self._span_s(now)
 
     def fork_headroom(self, now: float) -> int:
-        """Number of places that forks leave free."""
+        """Number of slots that forks leave free."""
         wanted = int(KEEP_S * self._grants.value(now) / self._span_s(now))
         return min(max(self._slots // KEEP, wanted), self._slots // 2)
 
@@ -154,7 +119,7 @@ class SlotForecast:
             )
 
     def record_grant(self, now: float, *, pending: bool) -> None:
-        """Record that a reservation was granted; if forks are `pending`, the next place belongs to a fork."""
+        """Record that a reservation was granted; if forks are `pending`, the next slot belongs to a fork."""
         self._grants.add(1, now)
         if now < self.forks_wait_until:
             self.forks_wait_until = now + FOLLOW_S
@@ -345,7 +310,7 @@ class Admission:
         self.claims.renew(claimant, now)
         self._context_claims.renew(claimant, now)
         if request.choices > 1:
-            # Check this before the places, because a refusal there leaves a free place to this reservation.
+            # Check this before the slots, because a refusal there leaves a free slot to this reservation.
             self._check_contexts(claimant, self._engine.spec.pages_for(request.context_tokens), now)
         self.forecast.check(self._attempts.sequences, now)
         try:
@@ -385,7 +350,7 @@ class Admission:
     def free_context_tokens(self, now: float) -> int:
         """Tokens of the largest context that a request without a claim could reserve now."""
         free = self._free()
-        return self._attempts.context_tokens(free - self.claims.pages_set_aside(NOBODY, free, now))
+        return self._attempts.largest_context(free - self.claims.pages_set_aside(NOBODY, free, now))
 
     def wake_at(self, now: float) -> float:
         """Time at which the caller must call `start_forks` even if nothing happens; infinite if it need not."""

@@ -28,7 +28,7 @@ from baton.worker.start import Service, WorkerAddresses, serve_listeners, start_
 from baton.worker.status import PrefixChangeFeed, StatusHub, WorkerIdentity, WorkerLoad, WorkerRole
 from decode_svc.attempts import FailureKind, ledger_entries
 from decode_svc.servicer import DecodeServicer
-from decode_svc.worker import DecodeWorker, FetchKv
+from decode_svc.worker import DecodeWorker, KvFetcher
 
 DECODE_SERVICE = "baton.v1.Decode"
 
@@ -102,7 +102,7 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
 
 
 @contextlib.asynccontextmanager
-async def _fetching(config: DecodeConfig, engine: Engine, consumer: str, tls: Tls | None) -> AsyncIterator[FetchKv]:
+async def _fetching(config: DecodeConfig, engine: Engine, consumer: str, tls: Tls | None) -> AsyncIterator[KvFetcher]:
     """Yield a function that fetches over gRPC, as `consumer`, with the limits of the settings."""
     channels = KvChannels(tls)
 
@@ -135,7 +135,7 @@ class DecodeService:
         config: DecodeConfig,
         engine: Engine,
         identity: WorkerIdentity,
-        fetch: FetchKv,
+        fetch: KvFetcher,
         exports: ExportRegistry,
         cache: PrefixCache,
     ) -> None:
@@ -226,7 +226,7 @@ class DecodeService:
 
     def _retry_allocations(self) -> None:
         self._retry_scheduled = False
-        self.worker.dispatch()
+        self.worker.schedule()
 
     @property
     def _is_idle(self) -> bool:

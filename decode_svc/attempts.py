@@ -4,10 +4,10 @@
                     └──────────────────┴─────────────────────┴─────────── end ─────────────────────────▶
 
 A reservation takes pages for the context and for the first outputs of one choice, however many choices there are. At
-the commit the first choice becomes a sequence. Further choices are pending: a handle of their own (`context`) keeps the
-pages of the context, and each choice is forked from it when a slot is free (`decode_svc.admission`). The last choice
-takes that handle over. The choices share all pages of the context except the last page, if the context fills it only in
-part. The reservation includes that page (`spare`), so that the commit can't run out of pages.
+the commit the first choice becomes a sequence. Further choices are pending: a handle of their own (`context_handle`)
+keeps the pages of the context, and each choice is forked from it when a slot is free (`decode_svc.admission`). The last
+choice takes over that handle. The choices share all pages of the context, except the last page if the context fills it
+only in part. The reservation includes a copy of that page (`spare`), so that the commit can't run out of pages.
 
 The engine thread takes more pages as generation goes on. A request that could not be generated even with the whole pool
 is refused here. Handles are freed here too, in any state of the attempt. This is safe at any time: if the engine thread
@@ -31,43 +31,22 @@ import math
 from collections import abc
 from dataclasses import dataclass, field
 
-from baton.engine.contract import Engine, EngineSpec, KvHandle
-from baton.errors import BatonError, EngineError, IncompleteTransfer, InvalidRequest, OutOfPages, SourceUnreachable
-from baton.kv.hashing import DIGEST_BYTES, MAX_SALT_BYTES, PackedDigests
+from baton.engine.contract import Engine, KvHandle
+from baton.errors import BatonError, EngineError, IncompleteTransfer, OutOfPages, SourceUnreachable
 from baton.ledger import LedgerEntry
 from baton.lifecycle import Lifecycle, State
-from baton.request import MAX_CHOICES, CachePolicy, FirstToken, Handoff, SequenceState, check_token_ids, join_ids
+from baton.request import FirstToken, Handoff, SequenceState
+from decode_svc.reservation import (
+    AttemptKey,
+    InvalidReservation,
+    ReservationSize,
+    Reserve,
+    check_handoff,
+    context_ids,
+    pinnable_digests,
+    size_reservation,
+)
 from decode_svc.scheduler import DecodeSequence, RollingBlockHasher
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptKey:
-    """Names one attempt at a request."""
-
-    request_id: str
-    attempt: int
-
-    def __str__(self) -> str:
-        return f"{self.request_id}/{self.attempt}"
-
-
-@dataclass(frozen=True, slots=True)
-class Reserve:
-    """Reserve pages for a context of `context_tokens` tokens, and `max_new_tokens` more for each choice.
-
-    The request's deadline is `deadline_s` seconds from now, None without one. `prefix_digests` are the joined digests
-    of the leading full blocks of the context; blocks that this worker has already are not transferred. `cache_salt` is
-    the salt of their chain (`baton.kv.hashing`).
-    """
-
-    key: AttemptKey
-    context_tokens: int
-    max_new_tokens: int
-    choices: int
-    deadline_s: float | None = None
-    prefix_digests: bytes = b""
-    cache_salt: bytes = b""
-    cache: CachePolicy = CachePolicy.READ_WRITE
 
 
 class FailureKind(enum.Enum):
@@ -99,110 +78,18 @@ class Failure:
     message: str
 
 
-class InvalidReservation(InvalidRequest):
-    """A reservation that can never be granted; the message says why, with numbers."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReservationSize:
-    """The size of a reservation: room for `tokens` of one choice, and `spare_tokens` for the page that forks can't
-    share.
-
-    `pages` is the number of all these pages. It includes pages that may turn out to be shared; those need not be free.
-    """
-
-    tokens: int
-    spare_tokens: int
-    pages: int
-
-
-def size_reservation(spec: EngineSpec, request: Reserve, reserve_tokens: int) -> ReservationSize:
-    """Size a reservation that has room for at most `reserve_tokens` outputs.
-
-    Raises InvalidReservation if the request is malformed, or if even one choice could never be generated to its end.
-    """
-    for name, value, limit in (
-        ("context_tokens", request.context_tokens, spec.max_model_len - 1),
-        ("max_new_tokens", request.max_new_tokens, None),
-        ("choices", request.choices, MAX_CHOICES),
-    ):
-        if value < 1 or (limit is not None and value > limit):
-            raise InvalidReservation(name, "must be at least 1" + (f" and at most {limit}" if limit else ""), value)
-    _check_digests(spec, request)
-    longest = request.context_tokens + request.max_new_tokens
-    if longest > spec.max_model_len:
-        # Routers accept what all workers can hold; this one joined later, with a smaller limit.
-        problem = f"with {request.context_tokens} tokens of context it exceeds max_model_len {spec.max_model_len}"
-        raise InvalidReservation("max_new_tokens", problem, request.max_new_tokens)
-    tokens = request.context_tokens + min(request.max_new_tokens, reserve_tokens)
-    pages = spec.pages_for(tokens)
-    whole = spec.pages_for(longest)
-    if whole > spec.pages:
-        raise InvalidReservation(
-            "context_tokens", f"needs {whole} pages, there are {spec.pages}", request.context_tokens
-        )
-    # If the first choice needs all pages, none is left to spare: pending choices are given back at the commit.
-    splits = request.choices > 1 and request.context_tokens % spec.page_size > 0 and pages < spec.pages
-    return ReservationSize(tokens, spec.page_size if splits else 0, pages + splits)
-
-
-def pinnable_digests(request: Reserve) -> PackedDigests:
-    """Digests of the leading blocks to pin; empty if the request does not read the cache."""
-    return PackedDigests(request.prefix_digests if request.cache.reads else b"")
-
-
-def _check_digests(spec: EngineSpec, request: Reserve) -> None:
-    size, most = len(request.prefix_digests), request.context_tokens // spec.kv_format.block_size
-    if size % DIGEST_BYTES:
-        raise InvalidReservation("prefix_digests", f"its length must be a multiple of {DIGEST_BYTES} bytes", size)
-    if size > most * DIGEST_BYTES:
-        problem = f"must name at most the {most} full blocks of the context"
-        raise InvalidReservation("prefix_digests", problem, size // DIGEST_BYTES)
-    if len(request.cache_salt) > MAX_SALT_BYTES:
-        raise InvalidReservation("cache_salt", f"must have at most {MAX_SALT_BYTES} bytes", len(request.cache_salt))
-
-
-def context_ids(handoff: Handoff) -> abc.Sequence[int]:
-    """All tokens whose KV is handed over."""
-    return join_ids(handoff.prompt_ids, handoff.output_ids)
-
-
-def check_handoff(spec: EngineSpec, request: Reserve, handoff: Handoff) -> None:
-    """Raise IncompleteTransfer or InvalidRequest unless the handoff is what the pages were reserved for.
-
-    The token ids of its context were checked when it was read.
-    """
-    choices = {first.choice_index for first in handoff.first_tokens}
-    new_tokens = (handoff.params.max_tokens or 0) - len(handoff.output_ids)
-    for what, seen, expected in (
-        ("attempt", AttemptKey(handoff.request_id, handoff.attempt), request.key),
-        ("context", len(handoff.prompt_ids) + len(handoff.output_ids), request.context_tokens),
-        ("first tokens", len(handoff.first_tokens), request.choices),
-        ("choices", len(choices), request.choices),
-    ):
-        if seen != expected:
-            raise IncompleteTransfer(f"{request.key}: the handoff's {what} is {seen}, reserved was {expected}")
-    if not 1 <= new_tokens <= request.max_new_tokens:
-        raise IncompleteTransfer(
-            f"{request.key}: the handoff allows {new_tokens} new tokens, reserved was {request.max_new_tokens}"
-        )
-    handoff.params.check_vocabulary(spec.vocab_size)
-    firsts = [first.token.token_id for first in handoff.first_tokens]
-    check_token_ids("first_tokens", firsts, spec.vocab_size)
-
-
 @dataclass(frozen=True, slots=True)
 class PublishedBlocks:
-    """Blocks that a sequence has published at its end, by digest; the first `context` of them are its context's."""
+    """Digests of the blocks that a sequence published at its end; the first `context_blocks` belong to its context."""
 
     owner: str
     digests: abc.Sequence[bytes]
-    context: int
+    context_blocks: int
 
     @property
     def new(self) -> int:
         """Number of blocks after the context."""
-        return max(len(self.digests) - self.context, 0)
+        return max(len(self.digests) - self.context_blocks, 0)
 
 
 @dataclass(slots=True)
@@ -222,7 +109,7 @@ class RunningChoice:
 class PendingChoices:
     """The choices that are still to be forked: their first tokens by index, and the context that each begins with."""
 
-    context: KvHandle
+    context_handle: KvHandle
     first_tokens: dict[int, FirstToken]
     handoff: Handoff
     hasher: RollingBlockHasher | None
@@ -286,7 +173,7 @@ class DecodeAttempt:
         if not self.committed:
             return [self.handle] if self.spare is None else [self.handle, self.spare]
         own = [choice.handle for choice in self.choices.values()]
-        return own if self.pending is None else [*own, self.pending.context]
+        return own if self.pending is None else [*own, self.pending.context_handle]
 
     def overdue_failure(self) -> Failure:
         """The failure of an attempt that stayed in its state for too long."""
@@ -326,7 +213,7 @@ def ledger_entries(attempts: abc.Iterable[DecodeAttempt], engine: Engine, now: f
         if attempt.committed:
             found += [entry(attempt, each.handle, each.state, each.since) for each in attempt.choices.values()]
             if attempt.pending is not None:
-                found.append(entry(attempt, attempt.pending.context, State.SLOT_WAIT, attempt.pending.since))
+                found.append(entry(attempt, attempt.pending.context_handle, State.SLOT_WAIT, attempt.pending.since))
         else:
             found += [entry(attempt, each, life.state, life.since) for each in attempt.handles]
     return found
@@ -524,8 +411,8 @@ class Attempts:
         coming = (each for each in self._live.values() if not each.committed and each.request.choices > 1)
         return self.context_pages + sum(pages_for(each.request.context_tokens) for each in coming)
 
-    def context_tokens(self, pages: int) -> int:
-        """Tokens of the largest context that fits this many pages together with its first outputs."""
+    def largest_context(self, pages: int) -> int:
+        """Number of tokens of the largest context that, with its first outputs, fits in `pages` pages."""
         return max(pages * self._engine.spec.page_size - self._reserve_tokens, 0)
 
     def fork(self, attempt: DecodeAttempt) -> DecodeSequence:
@@ -538,11 +425,11 @@ class Attempts:
             raise EngineError(f"{attempt.key}: no choice is pending")
         index, first = next(iter(pending.first_tokens.items()))
         if len(pending.first_tokens) == 1:
-            handle = pending.context
+            handle = pending.context_handle
             self._engine.extend(handle, attempt.tokens)
         else:
             context, owner = attempt.request.context_tokens, f"{attempt.key}/{index}"
-            handle = self._engine.fork(pending.context, owner, context, attempt.tokens)
+            handle = self._engine.fork(pending.context_handle, owner, context, attempt.tokens)
         del pending.first_tokens[index]
         self._oldest_leads = not self._oldest_leads
         if not pending.first_tokens:
@@ -652,7 +539,7 @@ class Attempts:
     def _drop_pending(self, attempt: DecodeAttempt) -> None:
         """Free the context when no choice is pending any more."""
         if attempt.pending is not None:
-            self._engine.free(attempt.pending.context)
+            self._engine.free(attempt.pending.context_handle)
             del self._pending[attempt]
             attempt.pending = None
 

@@ -103,7 +103,7 @@ class DecodeSequence(Sequence):
         return self.hasher.digests if self.hasher is not None else ()
 
     @property
-    def rank(self) -> tuple[tuple[int, int], int]:
+    def sort_key(self) -> tuple[tuple[int, int], int]:
         """Sort key, from the oldest sequence to the youngest."""
         return self.age, self.id
 
@@ -175,7 +175,7 @@ class DecodeScheduler:
     def sequences_to_extend(self) -> list[DecodeSequence]:
         """Running sequences whose pages have no room for the next tokens, oldest first."""
         short = [each for each in self._running.values() if each.handle.capacity < each.next_positions.stop]
-        return sorted(short, key=lambda each: each.rank)
+        return sorted(short, key=lambda each: each.sort_key)
 
     def running_one(self, found: Sequence) -> DecodeSequence | None:
         """The engine's sequence as one of the batch; None if it has left."""
@@ -183,7 +183,7 @@ class DecodeScheduler:
 
     def youngest(self) -> DecodeSequence:
         """The youngest sequence; there must be one."""
-        return max(self.sequences, key=lambda each: each.rank)
+        return max(self.sequences, key=lambda each: each.sort_key)
 
     def missing_pages(self) -> int:
         """Pages that the batch needs beyond its own, to run for ROOM_TOKENS tokens or to its end."""

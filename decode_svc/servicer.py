@@ -18,8 +18,10 @@ from baton.request import CachePolicy, DecodeTimings, Output, ReserveResult, che
 from baton.rpc.channel import SILENCE_S, SilenceTimer
 from baton.rpc.convert import add_token, cache_policy_from_proto, export_from_proto, finish_to_proto
 from baton.worker.status import WIRE_VERSION
-from decode_svc.attempts import AttemptKey, Failure, FailureKind, Reserve
-from decode_svc.worker import Cancel, Command, DecodeWorker, Heartbeat, RouterSession, SessionDown, Start
+from decode_svc.attempts import Failure, FailureKind
+from decode_svc.reservation import AttemptKey, Reserve
+from decode_svc.session import Cancel, Command, Heartbeat, RouterSession, SessionDown, Start
+from decode_svc.worker import DecodeWorker
 
 HELLO_TIMEOUT_S = 10.0
 

@@ -3,7 +3,7 @@
     Reserve   `_reserve`    take pages, or refuse at once                                        RESERVED
     Start     `_start`      export its pinned prefix to prefill, and start to fetch its KV       TRANSFERRING
               `_transfer`   fetch ─▶ hash blocks ─▶ `_commit`                                    SLOT_WAIT
-              `dispatch`    give sequences to the engine thread (`decode_svc.loop`), which decodes
+              `schedule`    give sequences to the engine thread (`decode_svc.loop`), which decodes
               `report`      send the results of each step to the routers                         DECODING
     Cancel, deadline, fault, end of the session, last choice finished ──▶ `_end`                 ENDED
 
@@ -12,7 +12,7 @@ unless the engine has failed. If there is a shared cache, it is copied to it (`W
 
 A reservation is refused while the worker drains or has failed, and for the reasons that `decode_svc.admission` gives.
 The answer has a time to retry after, unless the reservation can never be granted. Pending choices are forked when slots
-and pages come free: `dispatch` checks that after every change.
+and pages come free: `schedule` checks that after every change.
 
 Everything here runs on the asyncio loop; the engine thread gets only plain messages and KV handles.
 """
@@ -20,55 +20,38 @@ Everything here runs on the asyncio loop; the engine thread gets only plain mess
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import math
-from collections import abc, deque
-from dataclasses import dataclass, field
+from collections import abc
 from typing import Protocol
 
 from baton.config.worker import DecodeConfig
 from baton.engine.contract import Engine, KvHandle
-from baton.errors import BatonError, EngineError, OutOfPages, Overloaded
+from baton.errors import BatonError, OutOfPages, Overloaded
 from baton.kv.prefix.contract import PrefixCache
-from baton.ledger import LedgerEntry
 from baton.lifecycle import State
 from baton.rates import DecayingAverage
 from baton.request import Handoff, Output, RemoteExport, ReserveResult
-from baton.rpc.channel import HEARTBEAT_S
 from baton.telemetry import metrics
 from baton.transfer.export import ExportRegistry
 from baton.worker.health import Progress
-from baton.worker.prefix_cache import MAX_WRITE_BACKS, BlockCopier, CacheTiers
+from baton.worker.prefix_cache import BlockCopier, CacheTiers
 from baton.worker.status import WorkerLoad
 from decode_svc.admission import RENEW_S, Admission, SlotForecast
-from decode_svc.attempts import (
-    AttemptKey,
-    Attempts,
-    DecodeAttempt,
-    Failure,
-    FailureKind,
-    InvalidReservation,
-    PublishedBlocks,
-    Reserve,
-    context_ids,
-    pinnable_digests,
-)
+from decode_svc.attempts import Attempts, DecodeAttempt, Failure, FailureKind
 from decode_svc.loop import DecodeLoop, StepReport
+from decode_svc.reservation import InvalidReservation, Reserve, context_ids, pinnable_digests
 from decode_svc.scheduler import DecodeSequence
+from decode_svc.session import MAX_ANSWERS, Cancel, Command, Ended, Heartbeat, RouterSession, Start
+from decode_svc.write_backs import WriteBacks
 
 _log = logging.getLogger(__name__)
 
-MAX_ANSWERS = 10_000
-"""Answers of a session that its router may leave unread."""
-
 _RATE_WEIGHT = 0.1
 
-MAX_WAITING_COPIES = 64
 
-
-class FetchKv(Protocol):
+class KvFetcher(Protocol):
     """Pulls tokens `[first, tokens)` of an export into the handle; raises TransferError if not all of them arrive."""
 
     async def __call__(self, source: RemoteExport, handle: KvHandle, *, tokens: int, first: int) -> Handoff: ...
@@ -84,7 +67,7 @@ class DecodeWorker:
         self,
         config: DecodeConfig,
         engine: Engine,
-        fetch: FetchKv,
+        fetch: KvFetcher,
         exports: ExportRegistry,
         cache: PrefixCache,
         cache_tiers: CacheTiers,
@@ -195,7 +178,7 @@ class DecodeWorker:
         except Overloaded as error:
             return ReserveResult(False, str(error), retry_after_s=error.retry_after or forecast.retry_after(now))
         self.idle.clear()
-        self.dispatch()
+        self.schedule()
         cached = attempt.handle.cached
         found = cached // self._engine.spec.kv_format.block_size
         self._cache_tiers.record_lookup(found, len(pinnable_digests(request)))
@@ -215,7 +198,7 @@ class DecodeWorker:
             self._export_prefix(attempt, start.prefix_transfer_id)
         transfer = self._transfer(attempt, start.source)
         self._transfers[attempt] = asyncio.create_task(transfer, name=f"fetch {start.key}")
-        self.dispatch()
+        self.schedule()
 
     def _export_prefix(self, attempt: DecodeAttempt, transfer_id: str) -> None:
         """Export the attempt's pinned blocks to prefill. If this fails, prefill computes them.
@@ -279,27 +262,36 @@ class DecodeWorker:
             self._end(attempt)
             return
         self.admission.forecast.record_ready(now - attempt.reserved_at)
-        self.dispatch([sequence])
+        self.schedule([sequence])
 
-    def dispatch(self, committed: abc.Sequence[DecodeSequence] = ()) -> None:
-        """Give these sequences to the engine thread, and the forks whose turn it is; called after every change."""
+    def schedule(self, committed: abc.Sequence[DecodeSequence] = ()) -> None:
+        """Give committed sequences and forks whose turn it is to the engine thread; called after every change."""
         self._changed()
+        for published in self.attempts.take_published():
+            self.write_backs.add(published)
+        failed = self._start_sequences(committed)
+        self._set_timer()
+        for attempt, error in failed:
+            self._fail(attempt, FailureKind.ENGINE, f"{attempt.key}: a choice can't be forked: {error}")
+
+    def _start_sequences(
+        self, committed: abc.Sequence[DecodeSequence]
+    ) -> abc.Sequence[tuple[DecodeAttempt, Exception]]:
+        """Start the sequences and forks; returns the attempts whose fork the engine refused, with the errors."""
+        if self.failed.done():
+            return ()
+        forked = self.admission.start_forks(self._loop.time())
+        if ready := [*committed, *forked.started]:
+            self.decode_loop.add(ready)
+        return forked.failed
+
+    def _set_timer(self) -> None:
+        """Set the timer to the next deadline of an attempt, or to the next time when a fork may start."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        for published in self.attempts.take_published():
-            self.write_backs.add(published)
-        if self.failed.done():
-            return
-        now = self._loop.time()
-        forked = self.admission.start_forks(now)
-        if ready := [*committed, *forked.started]:
-            self.decode_loop.add(ready)
-        for broken, error in forked.failed:
-            self._fail(broken, FailureKind.ENGINE, f"{broken.key}: a choice can't be forked: {error}")
-        # A failure above calls this method again, which may have set the timer.
-        wake_at = min(self.admission.wake_at(now), self.attempts.deadline)
-        if self._timer is None and not math.isinf(wake_at):
+        wake_at = min(self.admission.wake_at(self._loop.time()), self.attempts.deadline)
+        if not (self.failed.done() or math.isinf(wake_at)):
             # `call_soon`: results that the loop has received by the deadline are handled first, and count.
             self._timer = self._loop.call_at(wake_at, self._loop.call_soon, self._wake)
 
@@ -310,7 +302,7 @@ class DecodeWorker:
             if attempt.life.is_overdue(now):
                 failure = attempt.overdue_failure()
                 self._fail(attempt, failure.kind, failure.message)
-        self.dispatch()
+        self.schedule()
 
     def report(self, report: StepReport) -> None:
         """Send the results of one turn of the engine thread to the routers, as one message for each."""
@@ -335,14 +327,14 @@ class DecodeWorker:
             if (owner := self.attempts.find_owner(lost.id)) is not None:
                 self._fail(owner[0], lost.kind, f"{owner[0].key}: {lost.message}")
         self.load.record(report)
-        self.dispatch()
+        self.schedule()
 
     def _cancel(self, session: RouterSession, cancel: Cancel) -> None:
         """End an attempt, one choice of it, or the claim of an attempt that was refused."""
         attempt = self.attempts.get(session.number, cancel.key)
         if attempt is None:
             if self.admission.cancel_claim((session.number, cancel.key)):
-                self.dispatch()
+                self.schedule()
             return
         if cancel.choice_index is not None:
             now = self._loop.time()
@@ -350,7 +342,7 @@ class DecodeWorker:
                 self.decode_loop.drop(dropped)
                 self.admission.forecast.record_end(now)
             if not self.attempts.is_finished(attempt):
-                self.dispatch()
+                self.schedule()
                 return
         self._end(attempt)
 
@@ -384,7 +376,7 @@ class DecodeWorker:
             # A task that is cancelled before its first step would never release the export.
             self._loop.call_soon(transfer.cancel)
         self._check_idle()
-        self.dispatch()
+        self.schedule()
 
     # The worker as a whole.
 
@@ -414,130 +406,6 @@ class DecodeWorker:
         if not self.attempts:
             self.idle.set()
             self._on_idle()
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Fetch the KV of an attempt from `source`; `deadline_s` as in Reserve.
-
-    If `prefix_transfer_id` is not empty, the pinned blocks are exported under it.
-    """
-
-    key: AttemptKey
-    source: RemoteExport
-    deadline_s: float | None = None
-    prefix_transfer_id: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """End an attempt, or one choice of it."""
-
-    key: AttemptKey
-    choice_index: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """The router is alive, and goes on with exactly these attempts of the session."""
-
-    live: frozenset[AttemptKey]
-
-
-Command = Reserve | Start | Cancel | Heartbeat
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """An attempt has ended without a failure; nothing of it is held any more."""
-
-
-@dataclass(slots=True)
-class SessionDown:
-    """One message to a router.
-
-    A heartbeat has `live`, the list of all attempts of the session; other messages have None.
-    """
-
-    reserved: list[tuple[AttemptKey, ReserveResult]] = field(default_factory=list)
-    outputs: list[tuple[AttemptKey, Output]] = field(default_factory=list)
-    failures: list[tuple[AttemptKey, Failure]] = field(default_factory=list)
-    ended: list[AttemptKey] = field(default_factory=list)
-    live: list[AttemptKey] | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self.reserved or self.outputs or self.failures or self.ended or self.live is not None)
-
-
-class RouterSession:
-    """The messages to one router: outputs, answers and failures, gathered into one message at a time.
-
-    While a message is being sent, everything new is gathered for the next one. So a slow router needs no more memory
-    than the tokens of its own sequences, and delays nobody else. Only answers to commands could grow without limit: the
-    worker ends a session that leaves more than MAX_ANSWERS of them unread.
-
-    Once a second a message lists all attempts that the worker holds for the session. The stream is ordered, and a
-    message reports ended attempts before it lists the others. So if an attempt was granted, has not ended, and is not
-    on the list, it is lost.
-    """
-
-    def __init__(self, number: int, router_id: str, live: abc.Callable[[], abc.Iterable[AttemptKey]] = tuple) -> None:
-        self.number = number
-        """Identifies the session, also among several sessions of one router."""
-        self.router_id = router_id
-        self.error: BatonError | None = None
-        """Why the service ended the session, if the router did not."""
-        self._live_keys = live
-        self._down = SessionDown()
-        self._has_message = asyncio.Event()
-        self._ended = False
-
-    @property
-    def unread(self) -> int:
-        """Number of answers and failures that the router has not read yet."""
-        return len(self._down.reserved) + len(self._down.failures)
-
-    def send(self, key: AttemptKey, message: ReserveResult | Output | Failure | Ended) -> None:
-        """Add an answer, an output, a failure or the end of an attempt to the next message."""
-        match message:
-            case ReserveResult():
-                self._down.reserved.append((key, message))
-            case Output():
-                self._down.outputs.append((key, message))
-            case Failure():
-                self._down.failures.append((key, message))
-            case Ended():
-                self._down.ended.append(key)
-        self._has_message.set()
-
-    def end(self, error: BatonError | None = None) -> None:
-        """End `messages`: after all is sent, or at once and without the rest if there is an error."""
-        self._ended = True
-        if error is not None:
-            self.error, self._down = error, SessionDown()
-        self._has_message.set()
-
-    async def messages(self) -> abc.AsyncIterator[SessionDown]:
-        """Yield messages as soon as there is something to send, and the list of attempts once a second, until the
-        end.
-        """
-        loop = asyncio.get_running_loop()
-        beat_at = loop.time() + HEARTBEAT_S
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(beat_at):
-                    await self._has_message.wait()
-            self._has_message.clear()
-            if loop.time() >= beat_at and not self._ended:
-                self._down.live = list(self._live_keys())
-                beat_at = loop.time() + HEARTBEAT_S
-            down, self._down = self._down, SessionDown()
-            if down:
-                yield down
-            elif self._ended:
-                return
-            if self._ended:
-                self._has_message.set()
 
 
 class LoadMeter:
@@ -577,126 +445,3 @@ class LoadMeter:
             tokens_per_second=self._tokens_per_second.value,
             requests_without_token=requests_without_token,
         )
-
-
-class WriteBacks:
-    """Copies of ended sequences' blocks to the shared cache, of up to MAX_WRITE_BACKS sequences at a time.
-
-        sequence ends ─ publish ─ free        its blocks stay in the pool, as cached pages
-             └ add ── waits ── pinned ── copied, slice by slice ── free
-
-    A waiting write-back holds no pages: its blocks may be evicted, and then there is less to copy. A running one pins
-    its blocks with a handle of its own, which is in the ledger and belongs to no slot. `release_pages` frees those
-    handles, because requests that need pages come first: only a copy is lost. For the same reason nothing is pinned
-    while the batch lacks pages. All is used on the asyncio loop, except `release_pages`.
-
-    If `enabled` is False, all sequences are ignored. `short_of_pages` says whether the batch lacks pages; `changed` is
-    called when a copy has ended.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        blocks: BlockCopier,
-        *,
-        enabled: bool,
-        short_of_pages: abc.Callable[[], bool],
-        changed: abc.Callable[[], object],
-    ) -> None:
-        self._engine = engine
-        self._blocks = blocks
-        self._enabled = enabled
-        self._short_of_pages = short_of_pages
-        self._changed = changed
-        self._waiting: deque[PublishedBlocks] = deque()
-        self._running: dict[asyncio.Task[None], tuple[KvHandle, float]] = {}
-        self._loop = asyncio.get_running_loop()
-
-    def __len__(self) -> int:
-        return len(self._waiting) + len(self._running)
-
-    def add(self, published: PublishedBlocks) -> None:
-        """Copy the blocks after the context, as soon and as far as possible."""
-        if not self._enabled or not published.new:
-            return
-        if len(self._waiting) >= MAX_WAITING_COPIES:
-            _count_dropped(published.new)
-            return
-        self._waiting.append(published)
-        self._next()
-
-    def release_pages(self) -> bool:
-        """Free the handles of all copies; returns True if there were any. May be called from any thread.
-
-        The pages return to the pool when the reads in progress have ended.
-        """
-        pinned = [handle for handle, _ in list(self._running.values()) if handle.alive]
-        for handle in pinned:
-            self._engine.free(handle)
-        return bool(pinned)
-
-    def entries(self, now: float) -> list[LedgerEntry]:
-        """One ledger entry for each handle."""
-        spec, entries = self._engine.spec, []
-        for handle, since in self._running.values():
-            pages = spec.pages_for(handle.capacity)
-            size = pages * spec.page_size * spec.kv_format.token_bytes
-            entries.append(LedgerEntry(handle.owner, "write_back", State.ENDED.value, pages, size, now - since))
-        return entries
-
-    async def wait_finished(self) -> None:
-        """Wait until no write-back waits or runs."""
-        while self._running:
-            await asyncio.wait(list(self._running))
-
-    async def close(self) -> None:
-        """Stop all write-backs, and wait until nothing is being read."""
-        self._enabled = False
-        self._waiting.clear()
-        self._blocks.stop()
-        self.release_pages()
-        await self.wait_finished()
-
-    def _next(self) -> None:
-        while self._waiting and len(self._running) < MAX_WRITE_BACKS:
-            published = self._waiting.popleft()
-            if (handle := self._pin(published)) is not None:
-                task = asyncio.create_task(self._copy(published, handle), name=handle.owner)
-                self._running[task] = handle, self._loop.time()
-
-    def _pin(self, published: PublishedBlocks) -> KvHandle | None:
-        """A handle on as many of the blocks as are still cached; None if none of them is new."""
-        if not self._short_of_pages():
-            # If a block is evicted in between, the handle has an empty page in its place.
-            with contextlib.suppress(OutOfPages):
-                cached = self._engine.match_prefix(published.digests)
-                handle = self._engine.reserve(f"{published.owner}/write_back", cached, published.digests)
-                if self._count_pinned(handle) > published.context:
-                    return handle
-                self._engine.free(handle)
-        _count_dropped(published.new)
-        return None
-
-    def _count_pinned(self, handle: KvHandle) -> int:
-        return handle.cached // self._engine.spec.kv_format.block_size
-
-    async def _copy(self, published: PublishedBlocks, handle: KvHandle) -> None:
-        digests, first = published.digests[: self._count_pinned(handle)], published.context
-        try:
-            await self._blocks.write_back(handle, digests, first, lambda: handle.alive, least=first)
-        except EngineError as error:
-            if handle.alive:
-                _log.error("%s failed: %s", handle.owner, error)
-        except Exception:
-            _log.exception("%s failed", handle.owner)
-        finally:
-            self._engine.free(handle)
-            task = asyncio.current_task()
-            if task is not None:
-                del self._running[task]
-            self._next()
-            self._changed()
-
-
-def _count_dropped(blocks: int) -> None:
-    metrics.PREFIX_BLOCKS.labels("any", "dropped").inc(blocks)

@@ -4,7 +4,8 @@ Read `worker` first: one coroutine there is the whole life of a prompt.
 
 worker     look up, allocate, load, compute chunk by chunk on the one engine, commit, write back, hold, free
 scheduler  pure: which prompt gets pages next, and which chunk is computed next
-job        one attempt at a prompt: the request, its pages, its progress, the stream of its events
+job        one attempt at a prompt: the request, its pages, its state, the stream of its events
+progress   pure: the rate and the time left of a prompt, estimated from its chunks
 prefix     cached blocks of a job: look-up, plan, load from a tier or a decode worker, publication, write-back
 servicer   translates
 app        starts and stops everything

@@ -37,6 +37,7 @@ from baton.request import (
 )
 from baton.rpc.channel import HEARTBEAT_S
 from baton.transfer.export import Export
+from prefill_svc.progress import PrefillEstimate
 from prefill_svc.scheduler import ScheduledJob
 
 PREPARING_S, _PREPARING_TOKEN_S = 120.0, 0.002
@@ -101,25 +102,44 @@ class TierRun:
 
 
 @dataclass(eq=False, slots=True)
+class PrefixState:
+    """State of a job's cached blocks.
+
+    digests         digests of the full blocks of the job's tokens
+    looked_up_from  the block at which the look-up in the cache began; the pool had all blocks before it
+    hits            blocks that the cache had, from block `looked_up_from` on
+    load_plan       the part of `hits` that is loaded
+    sources         (tier, tokens) pairs: the origin of the KV in the pages, in the order of the tokens
+    to_save         for each block, whether the shared store should get it; empty unless the prompt is saved while it
+                    is computed
+    saved           number of leading blocks that need no more saving
+    saving          the task that saves blocks
+    """
+
+    digests: Sequence[bytes] = ()
+    looked_up_from: int = 0
+    hits: Hits = field(default_factory=Hits)
+    load_plan: list[TierRun] = field(default_factory=list)
+    sources: list[tuple[str, int]] = field(default_factory=list)
+    to_save: Sequence[bool] = ()
+    saved: int = 0
+    saving: asyncio.Task[None] | None = None
+
+
+@dataclass(eq=False, slots=True)
 class PrefillJob:
     """An accepted task; used on the asyncio loop, except `check` and `is_active`, which any thread may call.
 
-    scheduled       its record in the scheduler
+    scheduled       the record of the job in the scheduler
     ids             prompt and output token ids; the last token is always computed
-    handle          the right to its pages
-    digests         of the full blocks of `ids`
-    hits            blocks that the cache had, from block `looked_up_from` on
-    load_plan       the part of `hits` that is loaded
-    sources         (tier, tokens) runs of the origin of the KV in the pages, in order
-    computed        leading tokens whose KV is final
-    computing_end   end of the chunk that the engine thread computes, or computed last
-    to_save         of a long prompt that is saved while it is computed: which blocks the shared store should get
-    saved           leading blocks that need no more saving
-    saving          the task that saves
-    allocated       done when it has its pages
-    next_chunk      done when it has the engine, with the end of the chunk to compute
+    handle          the handle of its pages, None before they are allocated
+    prefix          the state of its cached blocks; only `PrefixLoader` changes it
+    computed        number of leading tokens whose KV is final
+    computing_end   end of the chunk that the engine thread computes, or has computed last
+    allocated       future that is done when the job has its pages
+    next_chunk      future of the end of the next chunk; done when the job may use the engine
     started         whether its coroutine runs
-    finished        whether its stream has had its last event
+    finished        whether the last event of its stream was added
     """
 
     task: PrefillTask
@@ -128,16 +148,9 @@ class PrefillJob:
     life: Lifecycle
     handle: KvHandle | None = None
     export: Export | None = None
-    digests: Sequence[bytes] = ()
-    looked_up_from: int = 0
-    hits: Hits = field(default_factory=Hits)
-    load_plan: list[TierRun] = field(default_factory=list)
-    sources: list[tuple[str, int]] = field(default_factory=list)
+    prefix: PrefixState = field(default_factory=PrefixState)
     computed: int = 0
     computing_end: int = 0
-    to_save: Sequence[bool] = ()
-    saved: int = 0
-    saving: asyncio.Task[None] | None = None
     error: BatonError | None = None
     started: bool = False
     finished: bool = False
@@ -193,7 +206,7 @@ class PrefillJob:
     @property
     def readable(self) -> Sequence[bytes]:
         """The digests of the blocks that it may take from a cache: none if its task does not read caches."""
-        return self.digests if self.task.reads else ()
+        return self.prefix.digests if self.task.reads else ()
 
     @property
     def cached_tokens(self) -> int:
@@ -201,11 +214,11 @@ class PrefillJob:
 
         The last token always is, because the next one is sampled from it.
         """
-        return min(sum(tokens for _, tokens in self.sources), len(self.ids) - 1)
+        return min(sum(tokens for _, tokens in self.prefix.sources), len(self.ids) - 1)
 
     def cached_by_tier(self) -> CachedTokens:
         """Number of prompt tokens that were not computed, by the tier that they came from."""
-        return CachedTokens(**count_by_tier(self.sources, min(self.cached_tokens, len(self.task.prompt_ids))))
+        return CachedTokens(**count_by_tier(self.prefix.sources, min(self.cached_tokens, len(self.task.prompt_ids))))
 
     def is_active(self) -> bool:
         """Whether the job is neither aborted nor late; may be called from any thread."""
@@ -294,92 +307,6 @@ def overdue_error(job: PrefillJob) -> BatonError:
         limit_s = job.life.deadline - job.life.since
         return Overloaded(f"no chunk of the prompt was computed within {limit_s:.3g} s", retry_after=1.0)
     return Unavailable(f"the prefill was given up with {done}")
-
-
-INTERVAL_S = 0.1
-"""Shortest time between two reports; all chunks in between count as one."""
-
-_LATEST = 32
-"""Chunks that tell how busy the worker is now."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Tokens `start` to `end`, computed in `seconds`."""
-
-    start: int
-    end: int
-    seconds: float
-
-    @property
-    def tokens(self) -> int:
-        return self.end - self.start
-
-    @property
-    def middle(self) -> float:
-        return (self.start + self.end) / 2
-
-
-class _Fit:
-    """Seconds of a token at position 0, and how many more each position adds: least squares over all chunks."""
-
-    def __init__(self) -> None:
-        self._tokens = self._seconds = self._positions = self._squares = self._rise = 0.0
-
-    def add(self, chunk: _Chunk) -> None:
-        self._tokens += chunk.tokens
-        self._seconds += chunk.seconds
-        self._positions += chunk.tokens * chunk.middle
-        self._squares += chunk.tokens * chunk.middle**2
-        self._rise += chunk.seconds * chunk.middle
-
-    def solve(self) -> tuple[float, float]:
-        """Neither is less than 0, whatever the noise."""
-        center, mean_s = self._positions / self._tokens, self._seconds / self._tokens
-        spread = self._squares - self._positions * center
-        slope = max((self._rise - center * self._seconds) / spread, 0.0) if spread > 0 else 0.0
-        if (base := mean_s - slope * center) >= 0:
-            return base, slope
-        return 0.0, self._rise / self._squares
-
-
-class PrefillEstimate:
-    """Follows one prompt of `total` tokens from its first `record` on."""
-
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._fit = _Fit()
-        self._latest: deque[_Chunk] = deque(maxlen=_LATEST)
-        self._last: tuple[int, float] | None = None
-
-    def record(self, done: int, now: float) -> PrefillProgress | None:
-        """Record that `done` tokens are done at `now` (seconds), the first time those found in a cache.
-
-        Returns the progress to report, or None if the last one is younger than INTERVAL_S and this is not the end. It
-        has no rate and no time left as long as no token is known to take time.
-        """
-        if self._last is None:
-            self._last = done, now
-        before, since = self._last
-        if before < done < self._total and now < since + INTERVAL_S:
-            return None
-        if done > before:
-            chunk = _Chunk(before, done, now - since)
-            self._fit.add(chunk)
-            self._latest.append(chunk)
-            self._last = done, now
-        latest_s = sum(chunk.seconds for chunk in self._latest)
-        if latest_s <= 0:
-            return PrefillProgress(done, self._total)
-        base, slope = self._fit.solve()
-        busy = latest_s / sum(chunk.tokens * (base + slope * chunk.middle) for chunk in self._latest)
-        rest = self._total - done
-        return PrefillProgress(
-            done,
-            self._total,
-            tokens_per_second=1 / (busy * (base + slope * done)),
-            seconds_left=busy * rest * (base + slope * (done + rest / 2)),
-        )
 
 
 def ledger_entries(jobs: Iterable[PrefillJob], spec: EngineSpec, now: float) -> list[LedgerEntry]:

@@ -7,13 +7,13 @@
     save       ── after each chunk of a long prompt: its blocks go to the shared store (`ChunkSaver`)
     write_back ── new blocks go to the cache, after the job's caller has its answer
 
-The pool is asked twice. At the look-up, so that the cache is asked only for the other blocks; and when pages are
-allocated, which is the answer that counts. Blocks that the pool has lost in between are looked up again. A block is
-loaded only if fetching it is faster than computing it (`baton.kv.prefix.fetch_cost`). At least one token is always
-computed: the one from which the next token is sampled.
+The pool is asked twice: at the look-up, so that the cache is asked only for the other blocks, and when pages are
+allocated. The second answer counts; blocks that the pool has lost in between are looked up again. A block is loaded
+only if fetching it is faster than computing it (`baton.kv.prefix.fetch_cost`). The last token is always computed,
+because the next token is sampled from it.
 
-A plan says which blocks are loaded, and from which tier: a list of consecutive runs of blocks. The first run begins
-at the end of the pool's hits.
+A plan is a list of consecutive runs of blocks, each loaded from one tier. The first run begins at the end of the pool's
+hits.
 
     pool │ host │ redis │ peer │ computed
     have ▲      the cache's hits      ▲ the peer's, after the end of the cache's hits, or earlier if it is faster
@@ -22,11 +22,11 @@ Long prompts are saved while they are computed: if this worker dies, another one
 
     after chunk n ── wait for the save of chunk n - 1, at most SAVE_WAIT_S ── begin to save chunk n
 
-So a death loses at most the chunk that was being computed, the one before it, and blocks that wait for a slow store.
-Nothing is dropped while the prompt is computed: if the wait is over, the save goes on, and later chunks find it further
-behind. After a failure of the store, the next chunk continues at the first block that is not stored. While the store
-can't be reached, saves fail at once, so nobody waits. The blocks before the first chunk are saved as well if the store
-has lost them: without them, no worker would find those after them.
+So the death of a worker loses at most the chunk that it computes, the chunk before, and blocks that wait for a slow
+store. A save that takes longer than the wait goes on, and later chunks are saved after it. If a save fails, the next
+one begins at the first block that is not stored. While the store can't be reached, saves fail at once, so no chunk
+waits. If the store has lost blocks before the first chunk, they are saved too, because no worker finds a block without
+all blocks before it.
 
 A prompt is long if it needs at least `long_chunks` chunks. A chunk takes about half a second of computing
 (`prefill_svc.scheduler.chunk_size`), so short prompts, which lose little, never wait. The job does not have the engine
@@ -76,15 +76,15 @@ class PrefixBackends:
 class PrefixLoader:
     """Finds and loads the cached blocks of one worker's jobs; used on the asyncio loop only.
 
-    `prefill_rate` returns the tokens per second that the worker computes, 0 while unknown. Prompts of at least
-    `long_chunks` chunks are saved while they are computed; 0: none.
+    `prefill_rate` returns the number of tokens per second that the worker computes, or 0 while it is unknown. Prompts
+    of at least `long_chunks` chunks are saved while they are computed; if it is 0, no prompt is.
     """
 
     def __init__(
         self, engine: Engine, backends: PrefixBackends, prefill_rate: Callable[[], float], long_chunks: int
     ) -> None:
         self._engine = engine
-        self._cache, self._report, self._peers = backends.cache, backends.cache_tiers, backends.peers
+        self._cache, self._tiers, self._peers = backends.cache, backends.cache_tiers, backends.peers
         self._prefill_rate = prefill_rate
         self._block = engine.spec.kv_format.block_size
         self._unit = math.lcm(engine.spec.page_size, self._block)
@@ -103,19 +103,20 @@ class PrefixLoader:
         task = job.task
         if not task.uses_cache:
             return
-        job.digests = await self._blocks.hash_blocks(job.ids, task.cache_salt)
+        job.prefix.digests = await self._blocks.hash_blocks(job.ids, task.cache_salt)
         if task.reads:
-            job.looked_up_from = self._engine.match_prefix(job.digests[: self._useful_blocks(job)]) // self._block
+            found = self._engine.match_prefix(job.prefix.digests[: self._useful_blocks(job)])
+            job.prefix.looked_up_from = found // self._block
             await self._search(job)
 
     def estimate_cached_tokens(self, job: PrefillJob) -> tuple[int, bool]:
         """Leading tokens that will probably be cached, judging from the look-up; whether some must be loaded."""
-        runs = self._runs(job, job.looked_up_from)
-        return self._useful_tokens(job, runs[-1].blocks.stop if runs else job.looked_up_from), bool(runs)
+        runs = self._runs(job, job.prefix.looked_up_from)
+        return self._useful_tokens(job, runs[-1].blocks.stop if runs else job.prefix.looked_up_from), bool(runs)
 
     def evict(self, job: PrefillJob) -> bool:
         """Evict a slice of the cached blocks that the job's pages replace; False if only the last slice is left."""
-        new_tokens = len(job.ids) - job.looked_up_from * self._block
+        new_tokens = len(job.ids) - job.prefix.looked_up_from * self._block
         if self._engine.spec.pages_for(new_tokens) <= SLICE_NODES:
             return False
         return self._engine.evict_for(len(job.ids), job.readable, len(job.ids) - 1)
@@ -126,31 +127,32 @@ class PrefixLoader:
             return
         tokens = job.pages.cached
         if tokens:
-            job.sources.append((POOL, tokens))
+            job.prefix.sources.append((POOL, tokens))
         blocks = -(-tokens // self._block)
-        self._report.record_lookup(blocks, self._useful_blocks(job))
-        self._cache.touch(job.digests[:blocks])
+        self._tiers.record_lookup(blocks, self._useful_blocks(job))
+        self._cache.touch(job.prefix.digests[:blocks])
         if not self.has_lost_blocks(job):
             self._decide(job)
 
     def has_lost_blocks(self, job: PrefillJob) -> bool:
         """Whether the pool has lost blocks since the look-up that the cache may have."""
-        return self._blocks_in_pages(job) < job.looked_up_from and self._cache.enabled
+        return self._blocks_in_pages(job) < job.prefix.looked_up_from and self._cache.enabled
 
     async def look_up_again(self, job: PrefillJob) -> None:
         """Look up the blocks that the pool has lost, and plan again."""
-        job.looked_up_from = self._blocks_in_pages(job)
+        job.prefix.looked_up_from = self._blocks_in_pages(job)
         await self._search(job)
         self._decide(job)
 
     def planned_tokens(self, job: PrefillJob) -> int:
         """Leading tokens that are in the pages or planned to be loaded."""
-        return self._useful_tokens(job, job.load_plan[-1].blocks.stop) if job.load_plan else job.cached_tokens
+        plan = job.prefix.load_plan
+        return self._useful_tokens(job, plan[-1].blocks.stop) if plan else job.cached_tokens
 
     async def load(self, job: PrefillJob) -> None:
         """Load the planned blocks into the pages; blocks that can't be loaded will be computed."""
         at = self._blocks_in_pages(job)
-        for from_peer, group in itertools.groupby(job.load_plan, lambda run: run.tier == PEER):
+        for from_peer, group in itertools.groupby(job.prefix.load_plan, lambda run: run.tier == PEER):
             runs = list(group)
             start, stop = at, runs[-1].blocks.stop
             if from_peer:
@@ -159,32 +161,34 @@ class PrefixLoader:
                 at = await self._load_from_cache(job, range(at, stop))
             for run in runs:
                 if (got := min(at, run.blocks.stop) - start) > 0:
-                    job.sources.append((run.tier, got * self._block))
+                    job.prefix.sources.append((run.tier, got * self._block))
                     start += got
 
     def publish(self, job: PrefillJob) -> None:
         """Publish the job's final blocks, so that others can share them."""
         if job.handle is not None and job.task.cache.writes:
-            self._engine.publish(job.handle, job.digests[: job.computed // self._block])
+            self._engine.publish(job.handle, job.prefix.digests[: job.computed // self._block])
 
     async def publish_loaded(self, job: PrefillJob) -> None:
-        """The same after a load, in slices."""
+        """Publish the job's final blocks after a load, in slices between which the event loop runs."""
         if job.task.cache.writes:
-            await self._blocks.publish(job.pages, job.digests[: job.computed // self._block])
+            await self._blocks.publish(job.pages, job.prefix.digests[: job.computed // self._block])
 
     async def save(self, job: PrefillJob) -> None:
-        """Save the final blocks of a long prompt beside its next chunk; waits a while for those of the chunk before."""
+        """Save the final blocks of a long prompt while its next chunk is computed; waits up to SAVE_WAIT_S for the
+        save before.
+        """
         await self._saver.save(job)
 
     async def write_back(self, job: PrefillJob) -> None:
         """Put the job's new blocks into the cache; the caller must keep its pages meanwhile."""
         await self._saver.finish(job)
-        if job.task.cache.writes and job.saved < len(job.digests):
+        if job.task.cache.writes and job.prefix.saved < len(job.prefix.digests):
             hits = job.cached_tokens // self._block
-            await self._blocks.write_back(job.pages, job.digests, hits, lambda: True, least=job.saved)
+            await self._blocks.write_back(job.pages, job.prefix.digests, hits, lambda: True, least=job.prefix.saved)
 
     async def give_up(self, job: PrefillJob) -> None:
-        """End the save of a job that failed. If its KV may be wrong, remove the saved blocks."""
+        """Stop the save of a job that failed. Remove its saved blocks if its KV may be wrong."""
         await self._saver.stop(job)
         if isinstance(job.error, EngineError):
             await self._saver.remove(job)
@@ -198,41 +202,45 @@ class PrefixLoader:
     def should_defer(self, job: PrefillJob, other: PrefillJob, behind: float) -> bool:
         """Whether `other` is about to compute and publish at least half of the tokens that `job` still needs.
 
-        `behind` is by how many tokens the other ranks behind the job. If that is more than the job would save, only the
-        chunk that the other computes now counts: a short job does not wait for a long one.
+        `behind` is the number of tokens by which `other` comes after `job` in the scheduler's order. If it is larger
+        than the number of tokens that the wait would save, only the chunk that `other` computes now counts, so that a
+        short job does not wait for a long one.
         """
         if not (job.task.reads and other.task.cache.writes):
             return False
         done, unit = job.scheduled.done, self._unit
-        common = min(common_blocks(job.digests, other.digests) * self._block, len(other.ids) // unit * unit)
+        blocks = common_blocks(job.prefix.digests, other.prefix.digests)
+        common = min(blocks * self._block, len(other.ids) // unit * unit)
         if behind > common - done:
             common = min(common, other.computing_end // unit * unit)
         saved = min(common, len(job.ids) - 1) - done
         return other.computed < -(-common // unit) * unit and 2 * saved >= job.scheduled.remaining
 
     async def _search(self, job: PrefillJob) -> None:
-        wanted = job.digests[job.looked_up_from : self._useful_blocks(job)]
-        job.hits = await self._cache.lookup(wanted) if wanted and self._cache.enabled else Hits()
+        wanted = job.prefix.digests[job.prefix.looked_up_from : self._useful_blocks(job)]
+        job.prefix.hits = await self._cache.lookup(wanted) if wanted and self._cache.enabled else Hits()
 
     def _useful_blocks(self, job: PrefillJob) -> int:
-        """Blocks worth loading. The last token is always computed, so a block with only that token is not."""
-        return min(len(job.digests), -(-(len(job.ids) - 1) // self._block))
+        """Number of leading blocks that are worth loading; a block that has only the last token is not, because the
+        last token is always computed.
+        """
+        return min(len(job.prefix.digests), -(-(len(job.ids) - 1) // self._block))
 
     def _useful_tokens(self, job: PrefillJob, blocks: int) -> int:
-        """Tokens that need not be computed if this many leading blocks are loaded."""
+        """Number of tokens that need not be computed if the first `blocks` blocks are loaded."""
         return min(blocks * self._block, len(job.ids) - 1)
 
     def _blocks_in_pages(self, job: PrefillJob) -> int:
-        """Leading blocks that came with the pages; all useful ones if the cached tokens end within a block.
+        """Number of leading blocks whose KV is in the pages.
 
-        The rest of such a block can't be loaded.
+        If the cached tokens end within a block, nothing more can be loaded, and all useful blocks count.
         """
-        tokens = sum(tokens for _, tokens in job.sources)
+        tokens = sum(tokens for _, tokens in job.prefix.sources)
         whole = tokens % self._block or job.cached_tokens == len(job.ids) - 1
         return self._useful_blocks(job) if whole else tokens // self._block
 
     def _runs(self, job: PrefillJob, have: int) -> list[TierRun]:
-        runs = cached_runs(job.hits, job.looked_up_from, have)
+        runs = cached_runs(job.prefix.hits, job.prefix.looked_up_from, have)
         source = job.task.source
         if source is None or not job.task.reads:
             return runs
@@ -252,11 +260,11 @@ class PrefixLoader:
             metrics.PREFIX_DECISIONS.labels(decision.name).inc()
             _log.debug("%s: of %s after %d blocks: %s", job.task.name, runs, have, decision)
             runs = truncate(runs, decision.blocks)
-        job.load_plan = runs
+        job.prefix.load_plan = runs
 
     async def _load_from_cache(self, job: PrefillJob, blocks: range) -> int:
         return await self._blocks.load(
-            job.pages, job.digests, blocks, job.is_active, lambda end: self.advance(job, end * self._block)
+            job.pages, job.prefix.digests, blocks, job.is_active, lambda end: self.advance(job, end * self._block)
         )
 
     async def _load_from_peer(self, job: PrefillJob, blocks: range) -> int:
@@ -266,7 +274,7 @@ class PrefixLoader:
             return blocks.start
         # A source that claims to have more than the prompt has no prefix of it.
         last = source.tokens // self._block - 1
-        digest = job.digests[last] if last < len(job.digests) else b"\0"
+        digest = job.prefix.digests[last] if last < len(job.prefix.digests) else b"\0"
         return blocks.stop if await self._peers.fetch(job.pages, source, tokens, digest) else blocks.start
 
 
@@ -274,9 +282,9 @@ PEER = "peer"
 
 
 def cached_runs(hits: Hits, looked_up_from: int, have: int) -> list[TierRun]:
-    """The cache's hits from block `have` on, if the look-up began at block `looked_up_from`.
+    """Runs of the cache's hits from block `have` on; the look-up began at block `looked_up_from`.
 
-    Empty if `have` lies before `looked_up_from`, because nothing is known about the blocks between them.
+    There are none if `have` is less than `looked_up_from`, because the blocks between them were not looked up.
     """
     runs, at = [], looked_up_from
     for tier, blocks in hits.runs:
@@ -289,10 +297,10 @@ def cached_runs(hits: Hits, looked_up_from: int, have: int) -> list[TierRun]:
 def add_peer(
     runs: Sequence[TierRun], have: int, peer_blocks: int, rates: Mapping[str, FetchRate], block_bytes: int
 ) -> list[TierRun]:
-    """`runs` together with a peer that has the first `peer_blocks` blocks.
+    """Add a peer that has the first `peer_blocks` blocks to the runs of the cache's hits; returns the new runs.
 
-    The peer supplies the blocks after the runs, and the blocks of the first run for which it is known to be faster and
-    of all runs after it.
+    The peer supplies its blocks after the end of the runs. If it is known to be faster than the tier of some run, it
+    also supplies its blocks of the first such run and of all later runs. Blocks before `have` are in the pages.
     """
     kept: list[TierRun] = []
     for run in runs:
@@ -322,7 +330,7 @@ def truncate(runs: Sequence[TierRun], blocks: int) -> list[TierRun]:
 
 
 def to_hits(runs: Sequence[TierRun]) -> Hits:
-    """A plan as hits."""
+    """Convert a plan to hits: the tier and the number of blocks of each run."""
     return Hits(tuple((run.tier, len(run.blocks)) for run in runs))
 
 
@@ -343,46 +351,52 @@ def common_blocks(digests: Sequence[bytes], others: Sequence[bytes]) -> int:
 
 
 SAVE_WAIT_S = 2.0
-"""A few chunks' time: a store that takes KV more slowly than the engine computes it may slow a prompt down so far."""
+"""Longest wait, in seconds, of a chunk for the save of the chunk before it; a slow store delays a prompt no longer."""
 
 
 class ChunkSaver:
-    """Saves the blocks of one worker's long prompts; used on the asyncio loop only. `long_chunks` 0 saves none."""
+    """Saves the blocks of one worker's long prompts while they are computed; used on the asyncio loop only.
+
+    A prompt is long if it has at least `long_chunks` chunks; if that is 0, no prompt is saved.
+    """
 
     def __init__(self, cache: PrefixCache, blocks: BlockCopier, block_size: int, long_chunks: int) -> None:
         self._cache, self._blocks, self._block = cache, blocks, block_size
         self._long_chunks, self._wait_s = long_chunks, SAVE_WAIT_S
 
     async def save(self, job: PrefillJob) -> None:
-        """Begin to save the final blocks of a job, if it is long; call it after each chunk but the last."""
-        if job.saving is None and not self._is_long(job):
+        """Start to save the final blocks of a job if its prompt is long; call it after each chunk except the last."""
+        if job.prefix.saving is None and not self._is_long(job):
             return
         await self._wait(job)
-        if job.saving is None or job.saving.done():
-            job.saving = asyncio.create_task(self._save(job), name=f"save {job.task.name}")
+        if job.prefix.saving is None or job.prefix.saving.done():
+            job.prefix.saving = asyncio.create_task(self._save(job), name=f"save {job.task.name}")
 
     async def finish(self, job: PrefillJob) -> None:
-        """Save the rest of a job that has been computed, for at most two waits; `job.saved` blocks need no write."""
-        if job.saving is not None:
+        """Save the rest of a job that has been computed; this takes at most twice SAVE_WAIT_S.
+
+        Afterwards the first `job.prefix.saved` blocks need no write-back.
+        """
+        if job.prefix.saving is not None:
             await self.save(job)
             await self._wait(job)
             await self.stop(job)
 
     async def stop(self, job: PrefillJob) -> None:
-        """End the save of a job; returns when its pages are not read any more."""
-        if job.saving is not None:
-            job.saving.cancel()
-            await wait_to_end(job.saving)
+        """Stop the save of a job; returns when nothing reads its pages any more."""
+        if job.prefix.saving is not None:
+            job.prefix.saving.cancel()
+            await wait_to_end(job.prefix.saving)
 
     async def remove(self, job: PrefillJob) -> None:
         """Remove the saved blocks of a job."""
-        final = range(job.computed // self._block if job.to_save else 0)
-        await self._cache.remove([job.digests[block] for block in final if job.to_save[block]])
+        final = range(job.computed // self._block if job.prefix.to_save else 0)
+        await self._cache.remove([job.prefix.digests[block] for block in final if job.prefix.to_save[block]])
 
     def _own_blocks(self, job: PrefillJob) -> int:
-        """Leading blocks that this process had itself: no shared store was asked for them."""
+        """Number of leading blocks that came from this process, so that no shared store was asked for them."""
         own_tiers = {POOL, *self._cache.local_tiers}
-        own = itertools.takewhile(lambda source: source[0] in own_tiers, job.sources)
+        own = itertools.takewhile(lambda source: source[0] in own_tiers, job.prefix.sources)
         return sum(tokens for _, tokens in own) // self._block
 
     def _is_long(self, job: PrefillJob) -> bool:
@@ -390,18 +404,19 @@ class ChunkSaver:
         return job.task.cache.writes and 0 < self._long_chunks * computed <= missing
 
     async def _wait(self, job: PrefillJob) -> None:
-        # Not even for a turn of the loop if it has ended: another prompt would get the engine out of its turn.
-        if job.saving is not None and not job.saving.done():
-            await asyncio.wait({job.saving}, timeout=self._wait_s)
+        # A save that has ended needs no wait: in even one turn of the loop, another prompt could get the engine.
+        if job.prefix.saving is not None and not job.prefix.saving.done():
+            await asyncio.wait({job.prefix.saving}, timeout=self._wait_s)
 
     async def _save(self, job: PrefillJob) -> None:
-        blocks = range(job.saved, job.computed // self._block)
+        blocks = range(job.prefix.saved, job.computed // self._block)
         try:
-            if not job.to_save:
-                job.to_save = await self._cache.select_saves(job.digests, self._own_blocks(job))
-                if not job.to_save:
+            if not job.prefix.to_save:
+                job.prefix.to_save = await self._cache.select_saves(job.prefix.digests, self._own_blocks(job))
+                if not job.prefix.to_save:
                     return
-            job.saved = await self._blocks.save(job.pages, job.digests, job.to_save, blocks)
+            prefix = job.prefix
+            prefix.saved = await self._blocks.save(job.pages, prefix.digests, prefix.to_save, blocks)
         except Exception:
             _log.exception("%s: blocks could not be saved", job.task.name)
 
@@ -410,10 +425,10 @@ _MIN_BYTES_PER_S = 100e6
 
 
 class PeerFetcher:
-    """Decode workers as a cache tier; used on the asyncio loop only. Tickets are made out to `consumer`.
+    """Fetches prefixes from decode workers; used on the asyncio loop only.
 
-    A fetch may take `budget_s` plus the time of its bytes at 100 MB/s. It fails if the exporter sends nothing for
-    `budget_s`.
+    `consumer` is the name of this worker in its tickets. A fetch may take `budget_s` seconds plus the time that its
+    bytes take at 100 MB/s. It fails if the exporter sends nothing for `budget_s` seconds.
     """
 
     def __init__(self, engine: Engine, tls: Tls | None, consumer: str, budget_s: float) -> None:
@@ -431,10 +446,10 @@ class PeerFetcher:
         return FetchRate(0.0, bytes_per_s) if bytes_per_s else None
 
     async def fetch(self, handle: KvHandle, source: PrefixSource, tokens: range, digest: bytes) -> bool:
-        """Pull `tokens` of the source's prefix into the handle; False if not all of them arrived.
+        """Fetch the KV of `tokens` of the source's prefix into the handle; returns whether all of it arrived.
 
-        `digest` is that of the last full block of the source's prefix, as this worker computed it. Returns or raises,
-        also when cancelled, only after the last write has ended.
+        `digest` is the digest that this worker has computed for the last full block of the source's prefix. The call
+        ends only after its last write has ended, also if it is cancelled.
         """
         size, arrived, began = len(tokens) * self._token_bytes, 0, time.monotonic()
         timeout_s = self._budget_s + size / _MIN_BYTES_PER_S

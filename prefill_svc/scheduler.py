@@ -58,7 +58,7 @@ _CHUNK_SIZES = ((512_000, 4_096), (128_000, 8_192), (32_000, 16_384))
 _RETRY_AFTER_S = (0.1, 60.0)
 
 
-def chunk_size(prompt_tokens: int, configured: int, rate: float, hiding: int = 0) -> int:
+def chunk_size(prompt_tokens: int, configured: int, rate: float, min_overlap: int = 0) -> int:
     """Tokens of the next chunk of a prompt; `rate` is in tokens/s, 0 while unknown.
 
     If `configured` is 0, it depends on the length of the prompt: the whole prompt below 32,000 tokens, then 16,384,
@@ -67,17 +67,17 @@ def chunk_size(prompt_tokens: int, configured: int, rate: float, hiding: int = 0
     MIN_CHUNK, since smaller chunks use a processor badly, unless that would take longer than MIN_CHUNK_S. It is never
     below MIN_RATE_TOKENS, so that the rate is measured again when a slow phase is over.
 
-    `hiding`: of a prompt with KV in host memory, the tokens from which on a chunk hides the copies; 0 if there are
-    none. Shorter chunks would wait for copies, and copy the same KV more often, so its chunks are not shorter, whatever
-    the limits above, and do not shrink with its length.
+    `min_overlap` is the smallest number of tokens whose computation takes as long as the copies of KV from host memory,
+    or 0 if the prompt has no KV there. Shorter chunks would wait for the copies, and copy the same KV more often. So
+    the chunks of such a prompt never get shorter than that, and do not shrink with its length.
     """
     if configured:
         return configured
-    sizes = _CHUNK_SIZES[-1:] if hiding else _CHUNK_SIZES
+    sizes = _CHUNK_SIZES[-1:] if min_overlap else _CHUNK_SIZES
     size = next((size for least, size in sizes if prompt_tokens >= least), prompt_tokens)
     rate = rate or UNKNOWN_RATE
     least = max(MIN_RATE_TOKENS, min(MIN_CHUNK, int(rate * MIN_CHUNK_S)))
-    return min(prompt_tokens, max(hiding, min(size, max(least, int(rate * CHUNK_S)))))
+    return min(prompt_tokens, max(min_overlap, min(size, max(least, int(rate * CHUNK_S)))))
 
 
 class Stage(enum.Enum):
@@ -231,8 +231,8 @@ class PrefillScheduler:
         job = self._turn_order(ready if running is None else [running, *ready])[0]
         if job is running:
             return None
-        hiding = self.spec.hiding_chunk if job.in_host else 0
-        size = chunk_size(job.tokens, self.chunk_size, job.rate or self.rate.value, hiding)
+        min_overlap = self.spec.min_overlap_chunk if job.in_host else 0
+        size = chunk_size(job.tokens, self.chunk_size, job.rate or self.rate.value, min_overlap)
         if not job.rate and not self.chunk_size and job.done >= FAR_TOKENS:
             # Resumed from cached blocks: nothing is known of its tokens' time.
             size = min(size, MIN_RATE_TOKENS)

@@ -239,7 +239,7 @@ class PrefillWorker:
             self._scheduler.expect(job.scheduled, self._prefix.planned_tokens(job))
         await self._prefix.load(job)
         job.computed = job.cached_tokens
-        for tier, tokens in count_by_tier(job.sources, job.cached_tokens).items():
+        for tier, tokens in count_by_tier(job.prefix.sources, job.cached_tokens).items():
             metrics.PREFILL_TOKENS.labels(tier).inc(tokens)
         if job.computed:
             self._prefix.advance(job, job.computed)
@@ -337,7 +337,7 @@ class PrefillWorker:
             elif self._reserve(job):
                 self._prefix.plan_load(job)
                 in_host, planned = job.pages.in_host, self._prefix.planned_tokens(job)
-                loads = bool(job.load_plan) or self._prefix.has_lost_blocks(job)
+                loads = bool(job.prefix.load_plan) or self._prefix.has_lost_blocks(job)
                 self._scheduler.allocate(scheduled, planned, in_host=in_host, loads=loads)
                 job.allocated.set_result(None)
             else:
@@ -417,7 +417,7 @@ def _finite(deadline: float) -> float | None:
 
 
 @dataclass(slots=True)
-class _Chunk:
+class _RunningChunk:
     """One call to the engine; `seconds` are its own, without those of the chunks that preempted it."""
 
     job: PrefillJob
@@ -469,7 +469,7 @@ class ChunkRunner:
         passed, the chunk ends after the current layer with that error.
         """
         job.computing_end = end
-        chunk = _Chunk(job, job.computed, end, preempts=job is not self._running[0])
+        chunk = _RunningChunk(job, job.computed, end, preempts=job is not self._running[0])
         run = self._thread.run_preempting if chunk.preempts else self._thread.run
         call = run(self._compute, chunk)
         cancelled = False
@@ -505,7 +505,7 @@ class ChunkRunner:
         if not self._running:
             self._progress.set_idle()
 
-    def _compute(self, chunk: _Chunk) -> ChunkResult:
+    def _compute(self, chunk: _RunningChunk) -> ChunkResult:
         """Compute one chunk; runs on the engine thread."""
         job, began, others_s = chunk.job, time.monotonic(), 0.0
 

@@ -40,9 +40,10 @@ if TYPE_CHECKING:
 class EngineSpec:
     """Properties that do not change while an engine lives.
 
-    `steps_ahead`: the most passes that may be in flight when a step is launched; 0 for an engine whose `launch`
-    returns when the tokens are known. The last `host_pages` of the `pages` are in host memory beside a device;
-    a chunk of `hiding_chunk` tokens or more hides the copies of KV from there, if these take time.
+    `steps_ahead` is the largest number of passes that may be in flight when a step is launched; it is 0 if `launch`
+    returns only when the tokens are known. The last `host_pages` of the `pages` pages are in host memory. The KV in
+    them is copied to the device while a chunk is computed; a chunk of at least `min_overlap_chunk` tokens takes as long
+    as the copies.
     """
 
     fingerprint: str
@@ -55,7 +56,7 @@ class EngineSpec:
     slots: int
     steps_ahead: int = 0
     host_pages: int = 0
-    hiding_chunk: int = 0
+    min_overlap_chunk: int = 0
 
     @property
     def device_pages(self) -> int:

@@ -98,7 +98,7 @@ def assemble(model: LoadedModel, config: EngineConfig, steps_ahead: int | None =
         slots=config.slots,
         steps_ahead=int(device.type == "cuda") if steps_ahead is None else steps_ahead,
         host_pages=host_pages,
-        hiding_chunk=_hiding_chunk(model, device) if host_pages else 0,
+        min_overlap_chunk=_min_overlap_chunk(model, device) if host_pages else 0,
     )
     kv = _kv_cache(config, model, spec, kv_dtype)
     runner = ModelRunner(model, kv, spec, _source(config, model, kv, spec))
@@ -248,18 +248,18 @@ def _host_pages(config: EngineConfig, page_bytes: int, pages: int, longest: int,
     return more
 
 
-def _hiding_chunk(model: LoadedModel, device: torch.device) -> int:
-    """`hiding_chunk` of EngineSpec; 0 on a CPU, which copies nothing."""
+def _min_overlap_chunk(model: LoadedModel, device: torch.device) -> int:
+    """`min_overlap_chunk` of EngineSpec; 0 on a CPU, which copies nothing."""
     if device.type != "cuda":
         return 0
     group = model.config.num_heads // model.config.num_kv_heads
     rates = measure_rates(device, model.dtype)
     # The pool is next, and can't use what torch keeps of this.
     torch.cuda.empty_cache()
-    return hiding_chunk(*rates, group, model.dtype.itemsize)
+    return min_overlap_chunk(*rates, group, model.dtype.itemsize)
 
 
-def hiding_chunk(flops_per_s: float, bytes_per_s: float, group: int, dtype_bytes: int) -> int:
+def min_overlap_chunk(flops_per_s: float, bytes_per_s: float, group: int, dtype_bytes: int) -> int:
     """Tokens of the shortest chunk whose attention takes as long as the copy of the KV that it sees.
 
     A key and a value of one KV head and `d` elements are `2 d dtype_bytes` bytes to copy. For each token of the chunk

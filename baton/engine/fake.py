@@ -325,8 +325,8 @@ class FakeEngine(EngineCore):
 
     `steps_ahead` is that of the spec. `step_time` and `chunk_time` are seconds that a step and a chunk take, spent
     through `delay`: the step's when its result is waited for, the chunk's in equal shares before each layer's
-    `on_layer`. Tests pass a `delay` of their own to stop the engine at a chosen point. `host_pages` and `hiding_chunk`
-    are those of the spec: the fake reads pages of both homes alike.
+    `on_layer`. Tests pass a `delay` of their own to stop the engine at a chosen point. `host_pages` and
+    `min_overlap_chunk` go into the spec; the fake reads pages in host memory like all others.
     """
 
     memory: FakeMemory
@@ -351,7 +351,7 @@ class FakeEngine(EngineCore):
         chunk_time: float = 0.0,
         delay: Callable[[float], object] = time.sleep,
         host_pages: int = 0,
-        hiding_chunk: int = 0,
+        min_overlap_chunk: int = 0,
     ) -> None:
         if not 1 < vocab_size <= BASE**head_dim:
             raise EngineError(f"vocab_size {vocab_size} can't be told apart in {head_dim} digits of base {BASE}")
@@ -367,7 +367,7 @@ class FakeEngine(EngineCore):
             slots,
             steps_ahead,
             host_pages,
-            hiding_chunk,
+            min_overlap_chunk,
         )
         super().__init__(spec, InProcessExecutor(FakeRunner(spec, step_time, chunk_time, delay)))
 

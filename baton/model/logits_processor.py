@@ -1,7 +1,7 @@
 """Changes of logits before penalties and sampling: allowed tokens, minimum length, biases.
 
-A row's part (`RowProcessor`) lies on the device from when the row joins the batch until it leaves. The batch's
-(`LogitsProcessor`) is made of these when rows have joined or left, and works on the rows that have something to change.
+The tensors of a row (`RowProcessor`) stay on the device while the row is in the batch. When rows have joined or left,
+the tensors of the batch (`LogitsProcessor`) are made from them. They cover only rows whose parameters change logits.
 """
 
 from __future__ import annotations
@@ -19,8 +19,12 @@ from baton.request import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class RowProcessor:
-    """One row's: `denied` is bool `[vocab]`, false where a token is allowed; `ending` are the token ids that min_tokens
-    bans; `bias` are token ids and what is added to their logits. None of what the parameters don't ask for."""
+    """Changes of the logits of one row.
+
+    `denied` is bool `[vocab]`, true for each token that is not allowed. `ending` is int64: the ids of the tokens that
+    are banned until `min_tokens` outputs exist. `bias` is a pair of token ids, int64, and the values that are added to
+    their logits, float32. A field is None if the row's parameters do not ask for it.
+    """
 
     denied: Tensor | None
     ending: Tensor | None
@@ -30,7 +34,7 @@ class RowProcessor:
 def row_processor(
     params: SamplingParams, eos: frozenset[int], vocab_size: int, device: torch.device, denied: Tensor | None
 ) -> RowProcessor:
-    """A row's part; `denied` is given if another row with the same list of allowed tokens has it already."""
+    """Make the tensors of a row. `denied` is the mask of another row with the same list of allowed tokens, or None."""
     if params.allowed_token_ids and denied is None:
         denied = torch.ones(vocab_size, dtype=torch.bool, device=device)
         denied.index_fill_(0, upload(array("q", params.allowed_token_ids), torch.int64, device), False)
@@ -44,7 +48,11 @@ def row_processor(
 
 @dataclass(frozen=True, slots=True)
 class LogitsProcessor:
-    """Changes of a whole batch: one operation for each kind, where that reads only the logits that change."""
+    """Changes of the logits of a whole batch, most of them one operation for all rows.
+
+    `denied` lists (row, mask) pairs, one operation each. `bans` is a pair of equally long int64 tensors: rows and the
+    token ids that are banned in them. `bias` has rows and token ids too, and the float32 values to add.
+    """
 
     denied: Sequence[tuple[int, Tensor]]
     bans: tuple[Tensor, Tensor] | None
@@ -52,7 +60,7 @@ class LogitsProcessor:
 
     @classmethod
     def of(cls, rows: Sequence[tuple[int, RowProcessor, bool]], device: torch.device) -> LogitsProcessor:
-        """The batch's, of its rows: number, part, and whether the row may end."""
+        """Make the tensors of a batch from (index, tensors, whether the row may end now) of each row."""
         bans = [(row, part.ending) for row, part, may_end in rows if part.ending is not None and not may_end]
         bias = [(row, part.bias) for row, part, _ in rows if part.bias is not None]
         return cls(
@@ -69,20 +77,18 @@ class LogitsProcessor:
 
     @property
     def forbids(self) -> bool:
-        """Whether some token of some row can't be chosen."""
+        """Whether there is a row in which some token is not allowed."""
         return bool(self.denied) or self.bans is not None
 
     @property
     def changes(self) -> bool:
-        """Whether `apply` changes anything by itself."""
+        """Whether `apply` changes any logit."""
         return self.forbids or self.bias is not None
 
-    def apply(self, logits: Tensor, mask: Tensor | None) -> None:
-        """Change float32 `[B, vocab]` in place; `mask` is the call's own, bool `[B, vocab]`, true where allowed."""
+    def apply(self, logits: Tensor) -> None:
+        """Change `logits`, float32 `[B, vocab]`, in place."""
         for row, denied in self.denied:
             logits[row].masked_fill_(denied, -torch.inf)
-        if mask is not None:
-            logits.masked_fill_(~mask, -torch.inf)
         if self.bans is not None:
             logits[self.bans] = -torch.inf
         if self.bias is not None:
@@ -91,7 +97,7 @@ class LogitsProcessor:
 
 
 def _repeated(parts: Sequence[tuple[int, Tensor]], device: torch.device) -> Tensor:
-    """Each row's number, as often as its part is long; int64."""
+    """The index of each row, repeated once for each element of its tensor; int64."""
     lengths = [len(part) for _, part in parts]
     rows = upload(array("q", [row for row, _ in parts]), torch.int64, device)
     return torch.repeat_interleave(rows, upload(array("q", lengths), torch.int64, device), output_size=sum(lengths))

@@ -1,18 +1,18 @@
 """From logits to tokens, for a whole batch at once.
 
-Steps, in vLLM's order: the token masks (allowed_token_ids, a mask given with the call), min_tokens,
-logit_bias, the penalties; then greedy rows take the argmax, and the others divide by the temperature, apply
-min_p, top_k and top_p, and draw (`baton.model.truncation`). Log-probabilities are those of the raw logits.
+The steps are, in vLLM's order: allowed_token_ids, min_tokens, logit_bias and the penalties. Then greedy rows take the
+argmax. The other rows divide by the temperature, apply min_p, top_k and top_p (`baton.model.truncation`), and draw.
+Log-probabilities are computed from the raw logits.
 
-A draw adds to each logit a noise that depends on seed, choice index, output index and token id only, and takes
-the largest (`baton.model.gumbel`).
+A draw adds noise to each logit and takes the largest sum (`baton.model.gumbel`). The noise depends only on seed, choice
+index, output index and token id.
 
-Every operation is row by row, so a row's token does not depend on other rows. All state is a pure function of
-the SequenceState; what is kept between steps (penalty counts, the metadata) equals what a rebuild would give.
+Every operation is row by row, so a row's token does not depend on other rows. All state is a pure function of the
+SequenceState: the state that is kept between steps equals the state that a rebuild would give.
 
-A step does for each row only what that row's parameters ask for. State that a row needs from step to step
-(`baton.model.logits_processor`, `baton.model.penalties`) is built when it joins. State that is rebuilt when others join
-or leave (`_SamplingMetadata`) is a few numbers a row.
+Each row costs only the steps that its parameters ask for. Large state of a row (`baton.model.logits_processor`,
+`baton.model.penalties`) is built once, when the row joins. Only `_SamplingMetadata`, a few numbers for each row, is
+rebuilt when other rows join or leave.
 
 The copy of sampled tokens from the device to the host is queued at once; `SamplerOutput.read` waits for it.
 """
@@ -37,7 +37,7 @@ from baton.model.truncation import WINDOW, Limits, draw_limited
 from baton.request import SamplingParams, SequenceState, TokenInfo
 
 _MIN_TEMPERATURE = torch.finfo(torch.float32).tiny
-"""The lowest temperature divided by: a lower one could become 0 in float32, and make NaN of 0 / 0."""
+"""Smallest divisor of logits, in place of a lower temperature: float32 could round that to 0, and 0 / 0 is NaN."""
 
 _PROBLEMS = ("logits are not finite", "no token is allowed")
 
@@ -60,9 +60,11 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class _SamplingMetadata:
-    """Sampling parameters of the batch as tensors; kept until the batch or a min_tokens ban changes.
+    """Sampling parameters of the batch as tensors; kept until a row joins or leaves, or a min_tokens ban ends.
 
-    Row indices are int64. `free` and `limited` index `drawn`; `reporting` is `reported` on the device.
+    All indices are int64. `drawn` has the rows that draw. `free` and `limited` are positions in `drawn`: rows without
+    and with a limit (min_p, top_k, top_p). `reported` lists the rows with log-probabilities; `reporting` is the same on
+    the device.
     """
 
     processor: LogitsProcessor
@@ -77,12 +79,12 @@ class _SamplingMetadata:
 
 
 class SamplerBatch:
-    """The sampling state of a batch: rows are added at the end, and the last one fills the place of one removed."""
+    """The sampling state of a batch. A new row goes to the end; the last row fills the place of a removed one."""
 
     def __init__(
         self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device, lowest: LowestNoise = lowest_noise
     ) -> None:
-        """`lowest` is `baton.model.gumbel.lowest_noise`, or what computes the same."""
+        """Make an empty batch. `lowest` is `baton.model.gumbel.lowest_noise`, or a function with the same results."""
         self._lowest = lowest
         self._vocab_size = vocab_size
         self._eos = eos_token_ids
@@ -92,7 +94,7 @@ class SamplerBatch:
         self._metadata: _SamplingMetadata | None = None
 
     def add(self, state: SequenceState) -> None:
-        """A new last row."""
+        """Add a sequence as the new last row."""
         entry = self._table.add(state) if state.params.penalizes else None
         processor = row_processor(state.params, self._eos, self._vocab_size, self._device, self._denied(state.params))
         self._rows.append(_Row(state, len(state.output_ids), processor, entry))
@@ -109,36 +111,36 @@ class SamplerBatch:
 
     @property
     def penalizes(self) -> bool:
-        """Whether some row's next token depends on all tokens before it, so that `add_token_ids` must know them."""
+        """Whether a row has a penalty, so that `add_token_ids` must get every output."""
         return any(row.penalties is not None for row in self._rows)
 
     @property
     def all_greedy(self) -> bool:
-        """Whether each row's next token is that of its largest logit, and nothing else is asked about logits."""
+        """Whether the next token of each row is the argmax of its unchanged logits, without log-probabilities."""
         metadata = self._metadata = self._metadata or self._build()
         changed = metadata.processor.changes or metadata.penalized
         return not (changed or metadata.reported or len(metadata.drawn))
 
-    def sample(self, logits: Tensor, mask: Tensor | None = None) -> list[TokenInfo | NoToken]:
-        """The next token of each row, waiting for the device; call `add_outputs` when they are taken."""
-        return self.launch(logits, mask).read()
+    def sample(self, logits: Tensor) -> list[TokenInfo | NoToken]:
+        """Choose the next token of each row, and wait for the device; arguments and errors as in `launch`."""
+        return self.launch(logits).read()
 
     @torch.inference_mode()
-    def launch(self, logits: Tensor, mask: Tensor | None = None) -> SamplerOutput:
-        """Choose the next token of each row on the device; call `add_outputs` when they are taken.
+    def launch(self, logits: Tensor) -> SamplerOutput:
+        """Choose the next token of each row on the device. The caller then counts the tokens with `add_outputs`.
 
-        `logits`: float32 `[B, vocab]`, overwritten. `mask`: bool `[B, vocab]`, true where a token is allowed.
-        A row whose logits are not finite, or without an allowed token, gets an error in place of a token.
-        On CUDA nothing here waits for the device, but for rows with top_k, top_p or min_p.
+        `logits` is float32 `[B, vocab]`, and is overwritten. A row gets NoToken in place of a token if its logits are
+        not finite or no token is allowed. On CUDA the call does not wait for the device, unless a row has top_k, top_p
+        or min_p.
         """
         metadata = self._metadata = self._metadata or self._build()
         checks = [logits.sum(-1).isfinite()]
         raw = logits[metadata.reporting] if metadata.reported else None
-        metadata.processor.apply(logits, mask)
+        metadata.processor.apply(logits)
         for group in metadata.penalized:
             apply_penalties(logits, group)
         tiles = LogitTiles(logits)
-        if metadata.processor.forbids or mask is not None:
+        if metadata.processor.forbids:
             checks.append(tiles.maxima.amax(-1) > -math.inf)
         sampled = SamplerOutput(self._choose(tiles, metadata), checks)
         if raw is not None:

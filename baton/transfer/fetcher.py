@@ -43,7 +43,7 @@ async def fetch(
     """
     async with _release_at_end(sources):
         box = _whole(engine, range(first, tokens))
-        return await pull(sources, engine, handle, box, length=tokens, timeout_s=timeout_s)
+        return await fetch_box(sources, engine, handle, box, length=tokens, timeout_s=timeout_s)
 
 
 async def fetch_prefix(
@@ -62,13 +62,13 @@ async def fetch_prefix(
     digest is another one; the other errors are those of `fetch`.
     """
     async with _release_at_end(sources), _limit_time(timeout_s):
-        for receiver in await _pull(sources, engine, handle, _whole(engine, tokens), length):
+        for receiver in await _fetch_shards(sources, engine, handle, _whole(engine, tokens), length):
             if (held := receiver.prefix_digest) != digest:
                 name = held.hex() or "none"
                 raise WrongPrefix(f"the prefix's last block is {digest.hex()}, the exporter sent {name}")
 
 
-async def pull(
+async def fetch_box(
     sources: Sequence[KvSource], engine: Engine, handle: KvHandle, box: Box, *, length: int, timeout_s: float
 ) -> Handoff:
     """Pull one box of an export of `length` tokens into the handle, from the shards that have a part of it.
@@ -77,7 +77,7 @@ async def pull(
     kind.
     """
     async with _limit_time(timeout_s):
-        first, *others = [receiver.handoff for receiver in await _pull(sources, engine, handle, box, length)]
+        first, *others = [receiver.handoff for receiver in await _fetch_shards(sources, engine, handle, box, length)]
         if first is None:
             raise IncompleteTransfer("the commit has no handoff: it is that of a prefix")
         if any(other != first for other in others):
@@ -114,10 +114,12 @@ async def _limit_time(timeout_s: float) -> AsyncIterator[None]:
         raise
 
 
-async def _pull(sources: Sequence[KvSource], engine: Engine, handle: KvHandle, box: Box, length: int) -> list[Receiver]:
+async def _fetch_shards(
+    sources: Sequence[KvSource], engine: Engine, handle: KvHandle, box: Box, length: int
+) -> list[Receiver]:
     """Pull the box from all shards that have a part of it; returns the receiver that saw the commit of each.
 
-    The first failure ends all pulls.
+    The first failure ends all fetches.
     """
     shards = [replace(source.shard, kv_address="") for source in sources]
     if not engine.spec.kv_format.is_covered_by(shards):
@@ -125,21 +127,21 @@ async def _pull(sources: Sequence[KvSource], engine: Engine, handle: KvHandle, b
     parts = [Box(box.tokens, _intersect(box.layers, each.layers), _intersect(box.heads, each.heads)) for each in shards]
     try:
         async with asyncio.TaskGroup() as group:
-            pulls = [
-                group.create_task(_pull_shard(source, engine, handle, part, length, shards))
+            fetches = [
+                group.create_task(_fetch_shard(source, engine, handle, part, length, shards))
                 for source, part in zip(sources, parts, strict=True)
                 if part.layers and part.heads
             ]
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
-    return [each.result() for each in pulls]
+    return [each.result() for each in fetches]
 
 
 def _intersect(one: range, other: range) -> range:
     return range(max(one.start, other.start), min(one.stop, other.stop))
 
 
-async def _pull_shard(
+async def _fetch_shard(
     source: KvSource, engine: Engine, handle: KvHandle, box: Box, length: int, shards: Sequence[Shard]
 ) -> Receiver:
     """The receiver that saw the shard's commit, once all gaps are filled."""
@@ -152,7 +154,8 @@ async def _pull_shard(
         again = receiver(gap)
         await _receive(source, again)
         if again.bad_frames:
-            raise CorruptFrame(f"layer {gap.layers.start}, tokens {gap.tokens}: bad a second time")
+            part = f"layer {gap.layers.start}, tokens [{gap.tokens.start}, {gap.tokens.stop})"
+            raise CorruptFrame(f"{part} failed its checksum twice; the transfer ends")
         receivers.append(again)
     committed = next((each for each in receivers if each.committed), None)
     if committed is None:

@@ -18,7 +18,7 @@ from baton.pb import kv_pb2
 from baton.request import Handoff
 from baton.transfer import wire
 from baton.transfer.export import ExportRegistry
-from baton.transfer.fetcher import Receiver, pull
+from baton.transfer.fetcher import Receiver, fetch_box
 from baton.transfer.wire import Box, pack, unpack
 from tests.effort import fuzz
 from tests.engine_calls import prefill_chunk
@@ -86,7 +86,7 @@ class Streams:
             memory = self.engine.memory._pages[page]
             memory[:] = b"\xee" * len(memory)
         try:
-            work = pull([_Source(self.of, mangle)], self.engine, handle, BOX, length=TOKENS, timeout_s=20)
+            work = fetch_box([_Source(self.of, mangle)], self.engine, handle, BOX, length=TOKENS, timeout_s=20)
             found = self.loop.run_until_complete(work)
             return found, contents(self.engine, handle, BOX)
         except TransferError:

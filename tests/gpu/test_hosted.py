@@ -85,8 +85,8 @@ def test_segments_of_both_homes_are_exact(size: int, dtype: torch.dtype, toleran
 
 def test_rates_of_the_device_decide_how_long_chunks_are(make: Make) -> None:
     engine = make("host")
-    assert 100 < engine.spec.hiding_chunk < 100_000
-    assert make("device").spec.hiding_chunk == 0
+    assert 100 < engine.spec.min_overlap_chunk < 100_000
+    assert make("device").spec.min_overlap_chunk == 0
 
 
 @pytest.fixture

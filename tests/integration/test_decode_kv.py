@@ -284,7 +284,7 @@ async def test_an_export_ends_with_its_attempt_while_it_is_being_read(end: str) 
                     router.call.cancel()
                 case "deadline":
                     attempt_of(all_, "b").life.deadline = 0.0
-                    all_.app.service.worker.dispatch()
+                    all_.app.service.worker.schedule()
                     await router.until(lambda: "b" in router.failures)
                     assert "was still transferring" in router.failures.pop("b").message
                 case "release":

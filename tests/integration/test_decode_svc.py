@@ -14,8 +14,8 @@ from baton.pb import admin_pb2, admin_pb2_grpc, decode_pb2, decode_pb2_grpc
 from baton.request import SamplingParams
 from baton.rpc.admin import ledger_from_proto
 from baton.rpc.channel import control_channel
-from decode_svc.attempts import AttemptKey, Reserve
-from decode_svc.worker import Cancel, Start
+from decode_svc.reservation import AttemptKey, Reserve
+from decode_svc.session import Cancel, Start
 from tests.decode_rig import WAIT_S, Rig, SessionRouter, key, rig
 from tests.decoding import alone, greedy
 from tests.metrics import sample

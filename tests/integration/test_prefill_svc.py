@@ -58,7 +58,7 @@ async def test_chunks_hide_copies_for_a_prompt_that_got_pages_in_host_memory(in_
             return super().launch(chunks, **kwargs)
 
     # The prompt needs 94 pages, and the device has 100 or 60.
-    engine = Watching(pages=200, host_pages=140 if in_host else 100, hiding_chunk=900)
+    engine = Watching(pages=200, host_pages=140 if in_host else 100, min_overlap_chunk=900)
     async with serving(engine) as client:
         await client.done([1] * 1_500)
     assert ends[0] == first

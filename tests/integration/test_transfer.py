@@ -30,7 +30,7 @@ from baton.rpc.errors import from_rpc_error
 from baton.rpc.server import listen
 from baton.telemetry.metrics import EXPORTS_OPEN, TRANSFER_BYTES, TRANSFER_FAULTS
 from baton.transfer.export import ExportRegistry
-from baton.transfer.fetcher import fetch, fetch_prefix, pull
+from baton.transfer.fetcher import fetch, fetch_box, fetch_prefix
 from baton.transfer.transport import SERVICE, GrpcSource, KvServicer
 from baton.transfer.wire import Box
 from tests.engine_calls import prefill_chunk
@@ -360,7 +360,7 @@ def test_any_box_arrives_in_any_layout(
             )
             export = pair.exports.open("t", prefilled(pair.exporter, TOKENS), TOKENS, on_closed=lambda: None)
             pulling = asyncio.create_task(
-                pull([pair.source()], pair.engine, pair.handle, box, length=TOKENS, timeout_s=30)
+                fetch_box([pair.source()], pair.engine, pair.handle, box, length=TOKENS, timeout_s=30)
             )
             for end in [*sorted(chunks), TOKENS]:
                 await asyncio.to_thread(mark_all_final, export, end)

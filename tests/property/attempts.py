@@ -13,8 +13,9 @@ from baton.request import CachePolicy, FinishReason
 from baton.transfer import wire
 from baton.transfer.export import ExportRegistry
 from baton.transfer.wire import Box, Commit, Manifest
-from decode_svc.attempts import AttemptKey, FailureKind
-from decode_svc.worker import RouterSession, SessionDown
+from decode_svc.attempts import FailureKind
+from decode_svc.reservation import AttemptKey
+from decode_svc.session import RouterSession, SessionDown
 from tests.decoding import Prefilled, alone, digests, prefill
 from tests.engine_calls import prefill_chunk
 from tests.prefix_cache import MemoryPrefixCache

@@ -28,10 +28,10 @@ from baton.transfer.export import ExportRegistry
 from baton.worker.status import WorkerRole, new_identity
 from decode_svc.admission import OFFER_S
 from decode_svc.app import DecodeService
-from decode_svc.attempts import AttemptKey, Reserve
 from decode_svc.loop import StepReport
+from decode_svc.reservation import AttemptKey, Reserve
 from decode_svc.scheduler import DecodeScheduler
-from decode_svc.worker import Cancel, Heartbeat, RouterSession, Start
+from decode_svc.session import Cancel, Heartbeat, RouterSession, Start
 from tests.decoding import LoggingEngine, alone, digests, prefill
 from tests.effort import machine_test
 from tests.prefix_cache import MemoryPrefixCache
@@ -88,7 +88,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         """Note which sequence is preempted, and the ranks of those that stay."""
 
         def noted(report: StepReport) -> None:
-            before = {each.id: each.rank for each in scheduler.sequences}
+            before = {each.id: each.sort_key for each in scheduler.sequences}
             preempt(report)
             left = {each.id for each in scheduler.sequences}
             (gone,) = before.keys() - left

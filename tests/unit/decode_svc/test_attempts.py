@@ -8,15 +8,8 @@ from baton.engine.fake import FakeEngine
 from baton.errors import BatonError, IncompleteTransfer, InvalidRequest, OutOfPages
 from baton.lifecycle import State
 from baton.request import FinishReason, Handoff, SamplingParams
-from decode_svc.attempts import (
-    AttemptKey,
-    Attempts,
-    DecodeAttempt,
-    InvalidReservation,
-    Reserve,
-    ledger_entries,
-    size_reservation,
-)
+from decode_svc.attempts import Attempts, DecodeAttempt, ledger_entries
+from decode_svc.reservation import AttemptKey, InvalidReservation, Reserve, size_reservation
 from decode_svc.scheduler import DecodeSequence
 from tests.decoding import greedy, prefill
 

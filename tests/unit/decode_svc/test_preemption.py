@@ -58,8 +58,8 @@ class Bench:
             assert lost.kind is FailureKind.PREEMPTED
             request, sequence = self.live.pop(lost.id)
             assert not sequence.handle.alive
-            others = [other.rank for _, other in self.live.values()]
-            assert not others or sequence.rank > max(others), "only the youngest makes room"
+            others = [other.sort_key for _, other in self.live.values()]
+            assert not others or sequence.sort_key > max(others), "only the youngest makes room"
             self.preempted.append(request.number)
             self.to_replay.append(request)
 

@@ -10,7 +10,8 @@ from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine
 from baton.errors import IncompleteTransfer
 from baton.request import CachePolicy, SamplingParams
-from decode_svc.attempts import AttemptKey, Attempts, DecodeAttempt, InvalidReservation, Reserve
+from decode_svc.attempts import Attempts, DecodeAttempt
+from decode_svc.reservation import AttemptKey, InvalidReservation, Reserve
 from tests.decoding import alone, digests, greedy, prefill
 from tests.property.attempts import check_pool, held_payloads, payloads
 
@@ -91,7 +92,7 @@ def test_the_end_leaves_what_is_final_and_the_next_turn_finds_its_answer() -> No
     assert ids == [*PROMPT, *alone(PROMPT, greedy(8))]
     assert worker.attempts.end(attempt, 1.0) == [sequence.id]
     (left,) = worker.attempts.take_published()
-    assert (left.owner, len(left.digests), left.context, left.new) == ("a/0", 4, 2, 2)
+    assert (left.owner, len(left.digests), left.context_blocks, left.new) == ("a/0", 4, 2, 2)
     # 18 tokens, of which the last has no KV.
     assert worker.held(ids) == 16
     turn = [*ids, 1, 2, 3]

@@ -13,9 +13,10 @@ from baton.pb import decode_pb2, inference_pb2, kv_pb2
 from baton.request import DecodeTimings, FinishReason, Output, RemoteExport, ReserveResult, TokenInfo
 from baton.rpc.convert import export_to_proto
 from baton.worker.status import WIRE_VERSION
-from decode_svc.attempts import AttemptKey, Failure, FailureKind, Reserve
+from decode_svc.attempts import Failure, FailureKind
+from decode_svc.reservation import AttemptKey, Reserve
 from decode_svc.servicer import command_from_proto, down_to_proto
-from decode_svc.worker import Cancel, Heartbeat, RouterSession, SessionDown, Start
+from decode_svc.session import Cancel, Heartbeat, RouterSession, SessionDown, Start
 from tests.property.virtual import VirtualLoop
 
 KEY = AttemptKey("r", 2)

@@ -17,8 +17,10 @@ from baton.request import CachePolicy, Handoff, RemoteExport, SamplingParams
 from baton.transfer.export import ExportRegistry
 from baton.worker.status import WorkerRole, new_identity
 from decode_svc.app import DecodeService
-from decode_svc.attempts import AttemptKey, FailureKind, Reserve
-from decode_svc.worker import DecodeWorker, FetchKv, RouterSession, Start
+from decode_svc.attempts import FailureKind
+from decode_svc.reservation import AttemptKey, Reserve
+from decode_svc.session import RouterSession, Start
+from decode_svc.worker import DecodeWorker, KvFetcher
 from tests.decoding import GREEDY, digests, prefill
 from tests.prefix_cache import MemoryPrefixCache
 from tests.property.virtual import VirtualLoop
@@ -33,7 +35,7 @@ def loop() -> Iterator[VirtualLoop]:
     made.close()
 
 
-def made(loop: VirtualLoop, engine: FakeEngine, fetch: FetchKv) -> DecodeWorker:
+def made(loop: VirtualLoop, engine: FakeEngine, fetch: KvFetcher) -> DecodeWorker:
     """A worker without its engine thread. A fetch may take FETCH_S for three tokens."""
 
     def make() -> DecodeService:
@@ -98,7 +100,7 @@ class Evicting:
     """The requests in the order in which they were answered, and whether they were granted."""
 
     def __post_init__(self) -> None:
-        self.worker = made(self.loop, self.engine, cast(FetchKv, None))
+        self.worker = made(self.loop, self.engine, cast(KvFetcher, None))
         self.contexts = [[number] * 16 * 7 for number in (1, 2)]
         for ids in self.contexts:
             self.engine.free(self.engine.reserve("cached", len(ids)), digests(self.engine, ids))

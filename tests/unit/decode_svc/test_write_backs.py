@@ -12,7 +12,7 @@ from baton.errors import OutOfPages
 from baton.telemetry import metrics
 from baton.worker.prefix_cache import MAX_WRITE_BACKS, BlockCopier
 from decode_svc.attempts import PublishedBlocks
-from decode_svc.worker import MAX_WAITING_COPIES, WriteBacks
+from decode_svc.write_backs import MAX_WAITING_COPIES, WriteBacks
 from tests.decoding import digests
 from tests.engine_calls import prefill_chunk
 from tests.metrics import count

@@ -53,15 +53,13 @@ EVERYTHING = [
 ]
 
 
-def plain(logits: Tensor, state: SequenceState, mask: Tensor | None = None) -> int:
+def plain(logits: Tensor, state: SequenceState) -> int:
     """One token, step by step, after vLLM's documented order; sums and probabilities in float64."""
     params, x = state.params, logits.clone()
     if params.allowed_token_ids:
         keep = torch.zeros_like(x, dtype=torch.bool)
         keep[list(params.allowed_token_ids)] = True
         x[~keep] = -math.inf
-    if mask is not None:
-        x[~mask] = -math.inf
     if len(state.output_ids) < params.min_tokens:
         x[[*params.stop_token_ids, *([] if params.ignore_eos else EOS)]] = -math.inf
     for token, bias in params.logit_bias:
@@ -110,8 +108,8 @@ def some_logits(rows: int, vocab: int, seed: int = 0, spread: float = 3.0) -> Te
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def ids(batch: SamplerBatch, logits: Tensor, mask: Tensor | None = None) -> list[int]:
-    found = batch.sample(logits.clone(), mask)
+def ids(batch: SamplerBatch, logits: Tensor) -> list[int]:
+    found = batch.sample(logits.clone())
     assert not faults(found)
     return [info.token_id for info in found if isinstance(info, TokenInfo)]
 
@@ -225,33 +223,18 @@ def test_only_real_penalties_are_tracked() -> None:
         assert SamplingParams(**{field: value}).penalizes
 
 
-def test_a_mask_bounds_greedy_and_drawn_rows() -> None:
-    vocab = 50
-    states = states_of(EVERYTHING[:15], vocab)
-    logits = some_logits(len(states), vocab)
-    mask = torch.rand(len(states), vocab, generator=torch.Generator().manual_seed(1)) < 0.3
-    expected = [plain(row, state, allowed) for row, state, allowed in zip(logits, states, mask, strict=True)]
-    found = ids(batch_of(states, vocab), logits, mask)
-    assert found == expected
-    assert all(mask[i, token] for i, token in enumerate(found))
-
-
 def faults(found: Sequence[TokenInfo | NoToken]) -> dict[int, str]:
     """The rows without a token, and why."""
     return {row: str(one) for row, one in enumerate(found) if isinstance(one, NoToken)}
 
 
 def test_rows_without_an_allowed_token_fail_alone() -> None:
-    batch = batch_of(states_of([GREEDY, SamplingParams(temperature=0.0, allowed_token_ids=(3,))], 10), 10)
-    mask = torch.ones(2, 10, dtype=torch.bool)
-    mask[1, 3] = False
+    only_eos = SamplingParams(temperature=0.0, min_tokens=3, allowed_token_ids=(2,))
+    batch = batch_of([SequenceState(GREEDY, [1], []), SequenceState(only_eos, [1], [])], 10)
     logits = some_logits(2, 10)
-    found = batch.sample(logits.clone(), mask)
+    found = batch.sample(logits.clone())
     assert faults(found) == {1: "no token is allowed"}
     assert found[0] == TokenInfo(int(logits[0].argmax()))
-    only_eos = SamplingParams(temperature=0.0, min_tokens=3, allowed_token_ids=(2,))
-    found = batch_of([SequenceState(only_eos, [1], [])], 10).sample(some_logits(1, 10))
-    assert faults(found) == {0: "no token is allowed"}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -93,7 +93,7 @@ def test_a_chunk_that_was_slow_once_is_forgotten() -> None:
 
 
 def test_chunks_hide_copies_for_a_prompt_that_has_pages_in_host_memory() -> None:
-    s = scheduler(pages=300, host_pages=200, chunk=0, hiding_chunk=900)
+    s = scheduler(pages=300, host_pages=200, chunk=0, min_overlap_chunk=900)
     s.rate.add(1_000, 1.0)
     # A short one too: it may share a prefix that is there.
     for tokens, in_host, end in ((1_500, False, 500), (1_500, True, 900), (3_000, True, 900), (800, True, 800)):

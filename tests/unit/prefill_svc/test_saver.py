@@ -48,7 +48,7 @@ class Rig:
         task = PrefillTask("r", 0, "", IDS, (), (0,), params, cache=cache or CachePolicy.READ_WRITE)
         self.job = PrefillJob.create(task, PrefillScheduler(self.engine.spec, CHUNK, 8).admit(len(IDS)), 0.0)
         self.job.handle = self.engine.reserve("r", len(IDS))
-        self.job.digests = blocks.digests(IDS, b"")
+        self.job.prefix.digests = blocks.digests(IDS, b"")
 
     def compute(self) -> None:
         job, end = self.job, self.job.computed + CHUNK
@@ -63,15 +63,15 @@ class Rig:
 
     async def settled(self) -> int:
         """The number of stored blocks when the save under way has ended."""
-        assert self.job.saving is not None
+        assert self.job.prefix.saving is not None
         async with asyncio.timeout(WAIT_S):
-            await asyncio.wait({self.job.saving})
+            await asyncio.wait({self.job.prefix.saving})
         return len(self.store.blocks)
 
     def right(self, blocks: int) -> bool:
         """Whether the store has just these leading blocks, with the KV of the job's pages."""
         payloads = self.engine.read_blocks(self.job.pages, 0, blocks)
-        return dict(self.store.blocks) == dict(zip(self.job.digests[:blocks], payloads, strict=True))
+        return dict(self.store.blocks) == dict(zip(self.job.prefix.digests[:blocks], payloads, strict=True))
 
 
 async def test_a_long_prompt_is_saved_chunk_by_chunk() -> None:
@@ -81,8 +81,8 @@ async def test_a_long_prompt_is_saved_chunk_by_chunk() -> None:
         assert await rig.settled() == chunk * CHUNK // rig.block
     rig.compute()
     await rig.saver.finish(rig.job)
-    assert rig.right(len(rig.job.digests))
-    assert rig.job.saved == len(rig.job.digests)
+    assert rig.right(len(rig.job.prefix.digests))
+    assert rig.job.prefix.saved == len(rig.job.prefix.digests)
 
 
 @pytest.mark.parametrize(
@@ -105,10 +105,10 @@ async def test_only_long_prompts_that_may_write_are_saved(long_chunks: int, cach
 
 async def test_tokens_that_were_cached_make_no_prompt_long() -> None:
     rig = Rig(long_chunks=CHUNKS)
-    rig.job.sources.append(("pool", CHUNK))
+    rig.job.prefix.sources.append(("pool", CHUNK))
     rig.job.computed = CHUNK
     await rig.chunk()
-    assert rig.job.saving is None
+    assert rig.job.prefix.saving is None
 
 
 async def test_a_chunk_waits_for_the_save_of_the_one_before_it() -> None:
@@ -147,8 +147,8 @@ async def test_a_store_that_hangs_delays_each_chunk_for_a_moment_and_loses_nothi
     assert await rig.settled() == 2, "the save that was under way"
     rig.compute()
     await rig.saver.save(rig.job)
-    assert await rig.settled() == len(rig.job.digests), "all that has become final since"
-    assert rig.right(len(rig.job.digests))
+    assert await rig.settled() == len(rig.job.prefix.digests), "all that has become final since"
+    assert rig.right(len(rig.job.prefix.digests))
 
 
 async def test_a_prompt_that_is_computed_leaves_a_store_that_hangs() -> None:
@@ -158,8 +158,8 @@ async def test_a_prompt_that_is_computed_leaves_a_store_that_hangs() -> None:
         await rig.chunk()
     async with asyncio.timeout(WAIT_S):
         await rig.saver.finish(rig.job)
-    assert rig.job.saving.done(), "nobody reads the pages"
-    assert rig.job.saved == 0
+    assert rig.job.prefix.saving.done(), "nobody reads the pages"
+    assert rig.job.prefix.saved == 0
 
 
 async def test_a_save_that_fails_is_made_with_the_next_chunk() -> None:
@@ -177,19 +177,19 @@ async def test_a_save_that_fails_is_made_with_the_next_chunk() -> None:
 
 async def test_blocks_that_the_store_has_are_not_written_again() -> None:
     rig = Rig()
-    rig.store.blocks[rig.job.digests[1]] = b"there"
+    rig.store.blocks[rig.job.prefix.digests[1]] = b"there"
     await rig.chunk()
     assert await rig.settled() == 2
-    assert rig.store.blocks[rig.job.digests[1]] == b"there"
-    assert rig.job.saved == 2
+    assert rig.store.blocks[rig.job.prefix.digests[1]] == b"there"
+    assert rig.job.prefix.saved == 2
 
 
 async def test_what_was_saved_is_removed_but_not_what_others_saved() -> None:
     rig = Rig()
-    rig.store.blocks[rig.job.digests[0]] = b"there"
+    rig.store.blocks[rig.job.prefix.digests[0]] = b"there"
     for _ in range(2):
         await rig.chunk()
     await rig.settled()
     assert len(rig.store.blocks) == 4
     await rig.saver.remove(rig.job)
-    assert list(rig.store.blocks) == rig.job.digests[:1]
+    assert list(rig.store.blocks) == rig.job.prefix.digests[:1]

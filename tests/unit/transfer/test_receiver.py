@@ -10,7 +10,7 @@ from baton.kv.format import Shard
 from baton.request import Handoff
 from baton.transfer import wire
 from baton.transfer.export import ExportRegistry
-from baton.transfer.fetcher import Receiver, pull
+from baton.transfer.fetcher import Receiver, fetch_box
 from baton.transfer.wire import Box, Manifest, encode_commit, encode_manifest, pack
 from tests.unit.transfer.support import (
     HEADS,
@@ -50,7 +50,7 @@ class Pair:
 
     async def pull(self, mangle: Mangle) -> Handoff:
         self.source = MemorySource(self.export, mangle)
-        return await pull([self.source], self.engine, self.handle, whole(TOKENS), length=TOKENS, timeout_s=20)
+        return await fetch_box([self.source], self.engine, self.handle, whole(TOKENS), length=TOKENS, timeout_s=20)
 
     @property
     def correct(self) -> bool:
@@ -108,7 +108,7 @@ async def test_a_bad_commit_is_fetched_again_alone(pair: Pair) -> None:
 
 async def test_a_frame_that_is_bad_again_ends_the_transfer(pair: Pair) -> None:
     before = faults("corrupt_frame")
-    with pytest.raises(CorruptFrame, match="bad a second time"):
+    with pytest.raises(CorruptFrame, match="failed its checksum twice"):
         await pair.pull(lambda stream, f: [flip(f[0]), *f[1:]])
     assert len(pair.source.boxes) == 2
     assert faults("corrupt_frame") == before + 1

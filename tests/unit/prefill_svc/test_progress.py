@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.request import PrefillProgress
-from prefill_svc.job import INTERVAL_S, PrefillEstimate
+from prefill_svc.progress import INTERVAL_S, PrefillEstimate
 
 BASE, SLOPE = 1e-3, 1e-8
 

@@ -1,0 +1,144 @@
+"""Write-backs: copies of the blocks of ended sequences to the shared cache."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import abc, deque
+
+from baton.engine.contract import Engine, KvHandle
+from baton.errors import EngineError, OutOfPages
+from baton.ledger import LedgerEntry
+from baton.lifecycle import State
+from baton.telemetry import metrics
+from baton.worker.prefix_cache import MAX_WRITE_BACKS, BlockCopier
+from decode_svc.attempts import PublishedBlocks
+
+_log = logging.getLogger(__name__)
+
+MAX_WAITING_COPIES = 64
+"""Number of sequences whose write-back may wait; the blocks of further ones are not copied."""
+
+
+class WriteBacks:
+    """Copies of ended sequences' blocks to the shared cache, of up to MAX_WRITE_BACKS sequences at a time.
+
+        sequence ends ─ publish ─ free        its blocks stay in the pool, as cached pages
+             └ add ── waits ── pinned ── copied, slice by slice ── free
+
+    A waiting write-back holds no pages: its blocks may be evicted, and then there is less to copy. A running one pins
+    its blocks with a handle of its own, which is in the ledger and belongs to no slot. `release_pages` frees those
+    handles, because requests that need pages come first: only a copy is lost. For the same reason nothing is pinned
+    while the batch lacks pages. All is used on the asyncio loop, except `release_pages`.
+
+    If `enabled` is False, all sequences are ignored. `short_of_pages` says whether the batch lacks pages; `changed` is
+    called when a copy has ended.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        blocks: BlockCopier,
+        *,
+        enabled: bool,
+        short_of_pages: abc.Callable[[], bool],
+        changed: abc.Callable[[], object],
+    ) -> None:
+        self._engine = engine
+        self._blocks = blocks
+        self._enabled = enabled
+        self._short_of_pages = short_of_pages
+        self._changed = changed
+        self._waiting: deque[PublishedBlocks] = deque()
+        self._running: dict[asyncio.Task[None], tuple[KvHandle, float]] = {}
+        self._loop = asyncio.get_running_loop()
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._running)
+
+    def add(self, published: PublishedBlocks) -> None:
+        """Copy the blocks after the context, as soon and as far as possible."""
+        if not self._enabled or not published.new:
+            return
+        if len(self._waiting) >= MAX_WAITING_COPIES:
+            _count_dropped(published.new)
+            return
+        self._waiting.append(published)
+        self._next()
+
+    def release_pages(self) -> bool:
+        """Free the handles of all copies; returns True if there were any. May be called from any thread.
+
+        The pages return to the pool when the reads in progress have ended.
+        """
+        pinned = [handle for handle, _ in list(self._running.values()) if handle.alive]
+        for handle in pinned:
+            self._engine.free(handle)
+        return bool(pinned)
+
+    def entries(self, now: float) -> list[LedgerEntry]:
+        """One ledger entry for each handle."""
+        spec, entries = self._engine.spec, []
+        for handle, since in self._running.values():
+            pages = spec.pages_for(handle.capacity)
+            size = pages * spec.page_size * spec.kv_format.token_bytes
+            entries.append(LedgerEntry(handle.owner, "write_back", State.ENDED.value, pages, size, now - since))
+        return entries
+
+    async def wait_finished(self) -> None:
+        """Wait until no write-back waits or runs."""
+        while self._running:
+            await asyncio.wait(list(self._running))
+
+    async def close(self) -> None:
+        """Stop all write-backs, and wait until nothing is being read."""
+        self._enabled = False
+        self._waiting.clear()
+        self._blocks.stop()
+        self.release_pages()
+        await self.wait_finished()
+
+    def _next(self) -> None:
+        while self._waiting and len(self._running) < MAX_WRITE_BACKS:
+            published = self._waiting.popleft()
+            if (handle := self._pin(published)) is not None:
+                task = asyncio.create_task(self._copy(published, handle), name=handle.owner)
+                self._running[task] = handle, self._loop.time()
+
+    def _pin(self, published: PublishedBlocks) -> KvHandle | None:
+        """A handle on as many of the blocks as are still cached; None if none of them is new."""
+        if not self._short_of_pages():
+            # If a block is evicted in between, the handle has an empty page in its place.
+            with contextlib.suppress(OutOfPages):
+                cached = self._engine.match_prefix(published.digests)
+                handle = self._engine.reserve(f"{published.owner}/write_back", cached, published.digests)
+                if self._count_pinned(handle) > published.context_blocks:
+                    return handle
+                self._engine.free(handle)
+        _count_dropped(published.new)
+        return None
+
+    def _count_pinned(self, handle: KvHandle) -> int:
+        return handle.cached // self._engine.spec.kv_format.block_size
+
+    async def _copy(self, published: PublishedBlocks, handle: KvHandle) -> None:
+        digests, first = published.digests[: self._count_pinned(handle)], published.context_blocks
+        try:
+            await self._blocks.write_back(handle, digests, first, lambda: handle.alive, least=first)
+        except EngineError as error:
+            if handle.alive:
+                _log.error("%s failed: %s", handle.owner, error)
+        except Exception:
+            _log.exception("%s failed", handle.owner)
+        finally:
+            self._engine.free(handle)
+            task = asyncio.current_task()
+            if task is not None:
+                del self._running[task]
+            self._next()
+            self._changed()
+
+
+def _count_dropped(blocks: int) -> None:
+    metrics.PREFIX_BLOCKS.labels("any", "dropped").inc(blocks)
