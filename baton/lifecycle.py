@@ -60,7 +60,7 @@ _NEXT: dict[State, frozenset[State]] = {
     State.ENDED: frozenset(),
 }
 FIRST = frozenset({State.QUEUED, State.PREPARING, State.RESERVED})
-"""First states of the parts."""
+"""The first state of an attempt in each part."""
 
 
 class Lifecycle:

@@ -8,7 +8,7 @@ DECAY = 0.8
 
 
 class DecayingRate:
-    """Units per second over recent samples; each counts DECAY times as much as the next one.
+    """Units per second over recent samples; a sample counts DECAY times as much as the sample after it.
 
     It is the sum of units divided by the sum of seconds, so a sample counts in proportion to its duration.
     """

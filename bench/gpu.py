@@ -150,7 +150,7 @@ def copy_kv(engine: EngineCore, stop: threading.Event) -> float:
 
 
 def transformers(raw: dict[str, Any], device: torch.device, plan: EnginePlan) -> dict[str, float]:
-    """`generate` of transformers at the plan's largest batch: its steps after the first."""
+    """Rates of transformers' `generate` at the plan's largest batch, without its first step."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = {key: value for key, value in raw.items() if key not in ("architectures", "model_type")}

@@ -10,7 +10,7 @@ pool's method that had it.
 `wall_ms` is a whole time. When other programs use the cores, they are part of it. `most_ms` is that of the loop without
 the time that its thread waited for a core, and not more than the CPU time of the process's Python threads together.
 `held_ms` is also without the longest time that another Python thread waited for a core meanwhile, because that thread
-may have had the interpreter's lock. Those of the lock are the CPU time of the thread that had it.
+may have had the interpreter's lock. For the lock, both are the CPU time of the thread that held it.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class LoopTimer:
         return self._callback if self._took > held / 2 else _other_threads()
 
     def _read_threads(self) -> dict[int, tuple[float, float]]:
-        """Of each Python thread: seconds of CPU time, and seconds that it was ready to run and had no core.
+        """Seconds of CPU time of each Python thread, and seconds in which it was ready to run but had no core.
 
         Other threads never have the interpreter's lock. See Documentation/scheduler/sched-stats.rst of Linux.
         """

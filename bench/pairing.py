@@ -16,7 +16,7 @@ _WORDS = 300
 
 
 def turned(names: Sequence[str], number: int) -> list[str]:
-    """The order of round `number`: the first of one round is the last of the next."""
+    """The names in the order of round `number`: the first name of a round is the last one of the next round."""
     turn = number % len(names)
     return [*names[turn:], *names[:turn]]
 

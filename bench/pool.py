@@ -103,7 +103,7 @@ def measure(page_size: int, kind: str, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run."""
+    """Measure the pools, and save the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds

@@ -64,7 +64,7 @@ class Requests:
         self._tokenizer = Tokenizer.load(bundled.path())
 
     async def idle(self) -> None:
-        """Nothing."""
+        """No request."""
 
     async def new(self) -> None:
         """A prompt of which nothing is cached."""
@@ -168,7 +168,7 @@ async def measure(model: str, tokens: int, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run."""
+    """Measure a fleet, and save the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=2)

@@ -1,7 +1,7 @@
 """`baton bench engine`: the rates of an engine, compared with those of the machine at the same time.
 
-The GEMM probe runs between the prefills, and the bandwidth probe between the decodes. MFU is the operations per second
-of a prefill (causal ones only), divided by the mean of the probes before and after it. MBU is the bytes per second of a
+The GEMM probe runs between the prefills, and the bandwidth probe between the decodes. MFU is the causal operations
+per second of a prefill, divided by the mean of the probes before and after it. MBU is the bytes per second of a
 step, divided by the mean of the bandwidths before and after it. The report has the medians of all rounds.
 """
 

@@ -52,7 +52,7 @@ def memory_bytes(name: str) -> int | None:
 class Provenance:
     """The machine and the commit at the time when this object is made, which is before the measurement.
 
-    Commits that are made during a measurement are not what it measures.
+    A commit that is made during the measurement is not the measured one.
     """
 
     def __init__(self) -> None:

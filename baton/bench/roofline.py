@@ -43,7 +43,7 @@ class ModelShape:
 
     @property
     def num_layers(self) -> int:
-        """Layers."""
+        """Number of layers."""
         return len(self.windows)
 
     @property
@@ -64,7 +64,7 @@ class ModelShape:
 
     @property
     def step_weights(self) -> int:
-        """Elements of all matrices that a decode step reads; times their size in bytes, the `weight_bytes` below."""
+        """Elements of all matrices that a decode step reads. `weight_bytes` below is this times the bytes of one."""
         return self.num_layers * self.layer_weights + self.head_weights
 
     def kv_token_bytes(self, element_bytes: int) -> int:
@@ -92,15 +92,15 @@ def decode_bytes(
 ) -> int:
     """Bytes that one step over `batch` sequences moves.
 
-    `contexts` as in `decode_flops`. `weight_bytes`: of all weights that a step reads (`step_weights` times the
-    bytes of an element). `kv_token_bytes`: of one token's KV over all layers.
+    `contexts` as in `decode_flops`. `weight_bytes`: bytes of all weights that a step reads (`step_weights` times the
+    bytes of an element). `kv_token_bytes`: bytes of one token's KV over all layers.
     """
     seen = sum(_pairs(1, context - 1, window) for context in _each(batch, contexts) for window in shape.windows)
     return weight_bytes + kv_token_bytes * seen // shape.num_layers + kv_token_bytes * batch
 
 
 def _pair_flops(shape: ModelShape) -> int:
-    """Of one query token and one key token in one layer: the score and its share of the weighted sum."""
+    """Operations of one query and one key token in one layer: the score and its share of the weighted sum."""
     return 4 * shape.num_heads * shape.head_dim
 
 

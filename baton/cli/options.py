@@ -52,7 +52,7 @@ def connection_options(command: F) -> F:
 
 
 def connection(flags: dict[str, Any]) -> dict[str, Any]:
-    """Take what `connection_options` added out of a command's flags, as arguments of the client."""
+    """Remove the flags of `connection_options` from `flags`, and return them as arguments of the client."""
     return {name: flags.pop(name) for name in _CONNECTION}
 
 

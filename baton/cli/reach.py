@@ -36,13 +36,16 @@ T = TypeVar("T")
 
 _WORKERS = (role_name("prefill"), role_name("decode"))
 _OTHER_NAME = "Hostname Verification Check failed"
-"""In gRPC's message when the certificate is not that of the name asked for."""
+"""Part of gRPC's message about a certificate that has another name."""
 
 
 def survey_options(
     who: str, default: str | None = None, timeout: str = "Seconds for each process."
 ) -> Callable[[F], F]:
-    """Add the flags of a command that asks `who`; without a `default`, --target is required."""
+    """Add the flags of a command that asks several processes; `who` names these in the help.
+
+    Without a `default`, --target is required.
+    """
     targets = {"required": True} if default is None else {"default": [default], "show_default": True}
 
     def add(command: F) -> F:
@@ -61,7 +64,7 @@ def survey_options(
 
 
 def addresses(targets: Sequence[Sequence[str]]) -> list[str]:
-    """All addresses that --target named."""
+    """All addresses in the values of --target."""
     return [address for each in targets for address in each]
 
 

@@ -63,7 +63,7 @@ ANYWHERE = [f"--{name}=127.0.0.1:0" for name in LISTENERS]
 
 @dataclass(frozen=True, kw_only=True)
 class UpOptions:
-    """The options given. `services` has settings of the services, by the name of the field."""
+    """Options of `baton up`. `services` has settings of the services by field name."""
 
     prefill: int
     decode: int

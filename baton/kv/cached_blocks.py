@@ -1,24 +1,24 @@
-"""The cached blocks of a page pool: a tree of nodes, found again by the digests of what their pages hold.
+"""The cached blocks of a page pool: a tree of nodes, which are found by the digests of the blocks in their pages.
 
-A *run* is the least number of tokens that is both whole pages and whole blocks: lcm(page, block) tokens. A *node* has
-consecutive runs of one chain; its children continue it in different ways. A digest covers every token before it
-(`baton.kv.hashing`), so a node is found by the last block of its first run, and how far it matches by bisection. A
-prompt of a million tokens is one node, unless others share its beginning. So the work of a look-up, a reservation or an
-eviction depends on the number of nodes in a chain; numpy does the rest, for all pages at once.
+A *run* is the shortest span of tokens that fills whole pages and whole blocks: lcm(page, block) tokens. A *node* has
+consecutive runs of one chain; its children continue the chain in different ways. A digest covers every token before it
+(`baton.kv.hashing`). So the last block of its first run identifies a node, and bisection finds the number of its runs
+that match. A prompt of a million tokens is one node, unless others share its beginning. So the work of a look-up, a
+reservation or an eviction depends on the number of nodes in a chain; numpy does the rest, for all pages at once.
 
 The beginning of a run is found by its inner blocks. Several nodes may begin with the same inner blocks. The beginning
 is always copied, because sequences that continue differently can't share a page of the run. When a sequence ends within
 a run, it leaves such a beginning as a *partial node*: a node of inner blocks only, without children.
 
-A node that has pages without an owner is *idle*. The least recently used is evicted first, from its end, of those on
-the device or of those in host memory, as is asked for (a run counts as where its first page is, and all runs of a node
-are in the same home). When an owner frees its pages, the nodes of its chain become the most recently used, from the
+A node that has pages without an owner is *idle*. An eviction names a home, the device or host memory, and begins at the
+end of the least recently used idle node there. A run belongs to the home of its first page, and all runs of a node are
+in the same home. When an owner frees its pages, the nodes of its chain become the most recently used, from the
 last to the first, so a child is evicted before its parent. The node in which the chain ends is split there, because its
 rest was not used; a node and its only child become one. If two sequences have computed the same run, the first that
 publishes it is cached, and the copy of the second is not. The second may then own a node whose parent is idle. When the
 parent is evicted, so is the node; its owner may publish it again, in its own pages.
 
-Nodes are numbers, and their fields are in arrays, since the garbage collector would have to visit objects. Pure
+Nodes are numbers, and their fields are in arrays, because the garbage collector would visit objects. Pure
 bookkeeping without a lock: the pool calls it with its lock held, and counts the owners of each page.
 """
 
@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from baton.kv.hashing import DIGEST_BYTES, PackedDigests
 
 PrefixesChanged: TypeAlias = Callable[[Sequence[bytes], Sequence[bytes] | None], object]
-"""Called with the digests of blocks that were added, and of those that were removed; None: all that there were."""
+"""Called with the digests of added blocks and of removed blocks; None instead of these if all were removed."""
 
 Pages: TypeAlias = NDArray[np.int64]
 Counts: TypeAlias = NDArray[np.int32]
@@ -48,13 +48,13 @@ SLICE_NODES, SLICE_PAGES = 32, 1 << 14
 """The most that is evicted, removed or checked at once, which takes about a millisecond."""
 
 _SHARDS = 256
-"""A large dict takes many milliseconds to grow, so names are in several, by the last byte of a digest."""
+"""Number of dicts of names, by the last byte of a digest: a single large dict takes many milliseconds to grow."""
 
 
 class PrefixPages(NamedTuple):
-    """Pages of the leading cached `tokens` of a chain: whole runs in the pages `shared`, the rest in `cut`.
+    """Pages with the first `tokens` tokens of a chain. `shared` has the whole runs, in token order.
 
-    `cut` are the first pages of `run`.
+    The tokens after them are in `cut`, the first pages of the next cached run, whose pages are `run`.
     """
 
     shared: Pages
@@ -64,9 +64,10 @@ class PrefixPages(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """End of a chain in the tree: `runs` of `node` match, `whole` with those of the nodes before it.
+    """The place in the tree up to which a chain is cached: `node` is the last node, of which `runs` runs match.
 
-    The next run of `begun`, which is `node` or a child of it, begins with the next `blocks`; 0: there is none.
+    `whole` counts these runs and all runs of the nodes before. The run that follows in `begun`, which is `node` or its
+    child, begins with the next `blocks` blocks of the chain; 0 if there is no such run.
     """
 
     node: int
@@ -77,7 +78,7 @@ class _Found(NamedTuple):
 
 
 class CachedBlockIndex:
-    """The tree, and the order of eviction. `owners` is the pool's count for each page.
+    """The tree, and the order of eviction. `owners` has the number of owners of each page; the pool counts them.
 
     Pages from number `device_pages` on are in host memory.
     """
@@ -106,7 +107,7 @@ class CachedBlockIndex:
         # By each block of a node's first run.
         self._named: list[dict[bytes, int]] = [{} for _ in range(_SHARDS)]
         self._others: dict[bytes, dict[int, None]] = {}
-        """Further nodes with such a block, if there are several."""
+        """The other nodes whose first run has the block, if there are several."""
         self._stored, self._dropped = bytearray(), bytearray()
         self._changed: PrefixesChanged | None = None
 
@@ -120,7 +121,7 @@ class CachedBlockIndex:
         return self._idle[host]
 
     def are_cached(self, pages: Pages) -> bool:
-        """Whether one of the pages is cached; it must not be written."""
+        """Whether at least one of the pages is cached. A cached page must not be written."""
         return bool(self._node_of[pages].any())
 
     def cached(self, out: NDArray[np.bool_] | None = None) -> NDArray[np.bool_]:
@@ -149,10 +150,10 @@ class CachedBlockIndex:
         return PrefixPages(pages[: whole * width], run[: -(-rest // self._page_size)], run, tokens)
 
     def insert(self, pages: Pages, digests: Sequence[bytes], *, ends: bool = False) -> None:
-        """Cache the runs of a sequence that owns `pages`; runs that are already cached stay in their pages.
+        """Cache the runs of a sequence that owns `pages`. Runs that are already cached stay in their pages.
 
-        Only whole runs, unless the sequence `ends`: then nothing is written after its last block any more. None while
-        there are uncached nodes: their blocks would be reported as dropped later.
+        A last run that is not full is cached only if the sequence `ends`, because nothing is written after it then.
+        Nothing is cached while there are uncached nodes: their blocks would be reported as dropped later.
         """
         if self._child[_UNCACHED]:
             return
@@ -161,7 +162,7 @@ class CachedBlockIndex:
         whole = min(len(digests) // size, len(pages) // width)
         new = pages[found.whole * width : whole * width]
         if len(taken := np.flatnonzero(self._node_of[new])):
-            # A fork may share only the first pages of a run, and another one has published them.
+            # A fork may share only the first pages of a run, and another sequence has published them.
             whole, ends = found.whole + int(taken[0]) // width, False
         node = found.node
         if whole > found.whole:
@@ -178,9 +179,9 @@ class CachedBlockIndex:
         self._count_idle(pages, -1)
 
     def release(self, pages: Pages, unowned: NDArray[np.bool_]) -> Pages:
-        """Note that an owner of `pages`, in token order, has freed them; returns those neither owned nor cached.
+        """Note that an owner has freed `pages`, in token order; returns the pages that are neither owned nor cached.
 
-        `unowned`: which of them have no owner any more.
+        `unowned` says for each page whether it has no owner any more.
         """
         cached = self._node_of[pages] > 0
         if not len(last := np.flatnonzero(cached)[-1:]):
@@ -190,9 +191,9 @@ class CachedBlockIndex:
         return pages[unowned & ~cached]
 
     def touch(self, pages: Pages) -> None:
-        """Make a chain the most recently used, up to the last of these cached pages, which are in token order.
+        """Make the nodes of a chain the most recently used, up to the last of `pages` (cached, in token order).
 
-        The nodes in pages of other sequences too: the whole chain was in use.
+        This includes nodes in pages of other sequences, because the whole chain was in use.
         """
         if not len(pages):
             return
@@ -206,9 +207,10 @@ class CachedBlockIndex:
             node = self._parent[node]
 
     def evict(self, host: bool, count: int) -> Pages:
-        """Remove the end of the least recently used node there, up to `count` pages without owner; returns these.
+        """Remove the end of the least recently used idle node in a home: at most `count` pages without owner.
 
-        With all nodes after it, wherever they are. The caller knows that there is an idle node.
+        Removes all nodes after it too, in either home. Returns the removed pages without owner. If the home has no
+        idle node, takes one of the other home; there must be one.
         """
         head, other = _HEADS[host], _HEADS[not host]
         node = self._newer[head] if self._newer[head] != head else self._newer[other]
@@ -233,7 +235,7 @@ class CachedBlockIndex:
         return freed, bool(self._child[_UNCACHED])
 
     def emptied(self) -> CachedBlockIndex:
-        """A new index of the same pages without cached blocks, which has the watcher from now on."""
+        """A new index of the same pages, without cached blocks. It takes over the watcher."""
         index = CachedBlockIndex(self._owners, self._page_size, self._block_size, self._device_pages)
         self._changed, index._changed = None, self._changed
         if index._changed is not None:
@@ -257,7 +259,7 @@ class CachedBlockIndex:
     def check_nodes(self, first: int) -> tuple[list[str], int]:
         """Contradictions between nodes, their pages and names, their places in the tree, and the order of eviction.
 
-        Looks at a slice of them, from number `first` on; returns the number after the slice, 0 at the end.
+        Checks a slice of the nodes, from number `first` on. Returns also the number after the slice, 0 at the end.
         """
         node, pages, faults = max(first, _FIRST), 0, list[str]()
         stop = min(node + SLICE_NODES, len(self._pages))
@@ -292,7 +294,7 @@ class CachedBlockIndex:
         return self._blocks[node][block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]
 
     def _is_whole(self, node: int) -> bool:
-        """Whether it has whole runs, and is not a partial node."""
+        """Whether a node has whole runs, and is not a partial node."""
         return len(self._blocks[node]) >= self._size * DIGEST_BYTES
 
     def _in_host(self, node: int) -> bool:
@@ -452,7 +454,7 @@ class CachedBlockIndex:
         self._name(node)
 
     def _cut(self, node: int, runs: int) -> Pages:
-        """Remove a node's runs from a number on, and all nodes after it; returns their pages without owner."""
+        """Remove a node's runs from number `runs` on, and all nodes after it; returns their pages without owner."""
         freed = [self._remove_below(node, len(self._pages))]
         if not runs:
             return np.concatenate([*freed, self._remove(node)])

@@ -49,7 +49,7 @@ def attention_parts(dtype: str, kv_heads: int, head_dim: int) -> tuple[KvPart, .
 class Shard:
     """Layers and KV heads that one process of a worker holds, and the address ("host:port") where it serves them.
 
-    An empty host (":7001") means the one that the worker was dialled at. In manifests and commits there is no address.
+    An empty host (":7001") stands for the host to which routers connect. Manifests and commits have no address.
     """
 
     kv_address: str

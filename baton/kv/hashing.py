@@ -34,7 +34,7 @@ _SALT = b"baton tenant salt 1"
 _REQUEST_SALT = b"baton request salt 1"
 _ID_BYTES = 4
 _PIECE = 16_384
-"""Token ids converted in one call, which keeps the interpreter's lock."""
+"""Number of token ids converted in one call, which keeps the interpreter's lock."""
 
 
 def chain_root(fingerprint: str, kv_format: str, salt: bytes = b"") -> bytes:
@@ -45,7 +45,7 @@ def chain_root(fingerprint: str, kv_format: str, salt: bytes = b"") -> bytes:
 def block_digests(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
     """One 32-byte digest for each full block of `block_size` tokens; ids must be in [0, 2**32).
 
-    On a thread it lets other threads run between pieces.
+    Other threads can run between pieces of a long list.
     """
     full, piece = len(token_ids) // block_size, max(1, _PIECE // block_size) * block_size
     digests, parent, sha256, stride = [], root, hashlib.sha256, block_size * _ID_BYTES
@@ -61,7 +61,7 @@ def block_digests(root: bytes, token_ids: Sequence[int], block_size: int) -> lis
 
 
 class PackedDigests(Sequence[bytes]):
-    """Digests that lie one after the other in `data`; each is cut out when it is read, since there may be many."""
+    """A sequence of digests, kept as one `bytes`: an object for each would be too many for a long prompt."""
 
     __slots__ = ("_data",)
 
@@ -81,7 +81,7 @@ class PackedDigests(Sequence[bytes]):
         return PackedDigests(self._data + other._data)
 
     def data(self, most: int) -> bytes:
-        """The first digests, one after the other."""
+        """The first `most` digests, joined."""
         return self._data[: most * DIGEST_BYTES]
 
     @overload

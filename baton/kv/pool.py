@@ -3,13 +3,13 @@
     reserve ──▶ handle ──▶ free
                   └ pin … unpin   around every read, write and forward pass on its pages
 
-A handle has a *lease* on a list of pages. `free` ends the lease at once for the handle, but the pages
-return to the pool only when all pins on that lease have ended: a late frame or a running forward pass never touches
-pages that have a new owner. Leases share full pages: a fork shares those of its parent, and a handle reserved with a
-prefix shares its published pages (`baton.kv.cached_blocks`). So each page has a reference count (`PageAllocator`), and
-a page that is shared or published is never written. `audit` checks this invariant: each page is free, cached
-(published, and without owner), or its count equals the number of leases that list it. Cached pages are evicted when no
-page is free. `watch` reports every return of pages, also a late one.
+A handle has an *allocation*, which is a list of pages. `free` ends the handle at once, but the pages return to the pool
+only when all pins on the allocation have ended. So a late frame or a running forward pass never touches pages that have
+a new owner. Allocations share full pages: a fork shares full pages of its parent, and a handle that was reserved with a
+prefix shares the published pages of this prefix (`baton.kv.cached_blocks`). So each page has a reference count
+(`PageAllocator`), and a page that is shared or published is never written. `audit` checks this invariant: each page is
+free, cached (published, and without owner), or its count equals the number of allocations that list it. Cached pages
+are evicted when no page is free. `watch` reports every return of pages, also a late one.
 
 Pure bookkeeping: pages are numbers, and the memory behind them belongs to the engine. Every method may be called from
 any thread. No method holds the lock for more than about a millisecond, whatever the number of pages: what takes longer
@@ -54,7 +54,7 @@ class PoolStats:
 
 
 @dataclass(eq=False, slots=True)
-class _Lease:
+class _Allocation:
     """`pages` are replaced, never changed: others read them without the lock."""
 
     owner: str
@@ -71,10 +71,10 @@ class _Lease:
 class PageHandle:
     """The right to the pages of one sequence; see `baton.engine.contract.KvHandle`."""
 
-    __slots__ = ("_device_pages", "_lease", "_page_size", "cached")
+    __slots__ = ("_allocation", "_device_pages", "_page_size", "cached")
 
-    def __init__(self, lease: _Lease, page_size: int, device_pages: int, cached: int = 0) -> None:
-        self._lease = lease
+    def __init__(self, allocation: _Allocation, page_size: int, device_pages: int, cached: int = 0) -> None:
+        self._allocation = allocation
         self._page_size = page_size
         self._device_pages = device_pages
         self.cached = cached
@@ -83,27 +83,27 @@ class PageHandle:
     @property
     def owner(self) -> str:
         """Name of its owner, for the ledger."""
-        return self._lease.owner
+        return self._allocation.owner
 
     @property
     def capacity(self) -> int:
         """Number of tokens for which it has pages."""
-        return len(self._lease.pages) * self._page_size
+        return len(self._allocation.pages) * self._page_size
 
     @property
     def alive(self) -> bool:
         """False from the moment it was freed."""
-        return self._lease.active
+        return self._allocation.active
 
     @property
     def in_host(self) -> bool:
         """Whether some of its pages are in host memory."""
-        return bool((self._lease.listed >= self._device_pages).any())
+        return bool((self._allocation.listed >= self._device_pages).any())
 
     @property
     def pages(self) -> array[int]:
         """Its pages in token order; not to be changed."""
-        return self._lease.pages
+        return self._allocation.pages
 
     def check_alive(self) -> None:
         """Raise EngineError if it was freed."""
@@ -122,9 +122,9 @@ class PageCopy:
 
 @dataclass(frozen=True, slots=True)
 class PageStates:
-    """All pages at one moment: how many owners each has, whether it is cached, and, by home, which ones are free.
+    """The states of all pages at one moment: owners, which pages are cached, and the free pages of each home.
 
-    `count` is how many are said to be cached, and `idle` how many of these have no owner, by home.
+    `count` is the index's number of cached pages, `idle` its number of cached pages without owner in each home.
     """
 
     owners: Counts
@@ -135,7 +135,7 @@ class PageStates:
     device_pages: int
 
     def check(self, counts: Counts) -> list[str]:
-        """Contradictions, if these are the numbers of owners of all pages; empty if there are none."""
+        """Descriptions of contradictions; empty if there are none. `counts`: owners of each page, counted again."""
         faults = []
         free = np.bincount(np.concatenate(self.free), minlength=len(counts))
         if (
@@ -201,9 +201,9 @@ class PageAllocator:
         return pages
 
     def evict_slice(self, count: int, kept: Pages) -> bool:
-        """Evict a slice of what `allocate` would evict, but none of the pages `kept`; True if more is left.
+        """Evict a part of the pages that `allocate(count)` would evict, but none of `kept`; True if more are left.
 
-        Nothing is evicted if fewer than `count` pages are available beside `kept`, which are owned or cached.
+        `kept` are owned or cached pages. If fewer than `count` pages are available beside them, evicts nothing.
         """
         idle = kept[self._owners[kept] == 0]
         in_host = int(np.count_nonzero(idle >= self._device_pages))
@@ -269,9 +269,9 @@ class PageAllocator:
         return PageStates(owners, cached, free, index.cached_pages, idle, self._device_pages)
 
     def _homes_of(self, count: int, spared: tuple[int, int] = (0, 0)) -> tuple[int, int]:
-        """The parts of `count` pages that are taken on the device, and in host memory.
+        """The numbers of pages, `count` together, to take on the device and in host memory.
 
-        `spared`: the cached pages of each home that are not taken.
+        `spared`: number of cached pages in each home that must stay.
         """
         room = (self._free[home] + self.block_index.idle_pages_in(home) - spared[home] for home in (False, True))
         device, host = room
@@ -301,7 +301,7 @@ class PagePool:
         self._lock = threading.Lock()
         self._device_pages = pages - host_pages
         self._allocator = PageAllocator(pages, page_size, block_size or page_size, self._device_pages)
-        self._leases: set[_Lease] = set()
+        self._allocations: set[_Allocation] = set()
         self._returns = 0
         self._on_returned: Callable[[], object] | None = None
 
@@ -324,9 +324,9 @@ class PagePool:
     ) -> PageHandle:
         """Reserve a handle of at least `tokens` tokens. Raises OutOfPages, and then allocates nothing.
 
-        It has the longest run of published blocks that begins the chain `prefix`, up to `max_cached_tokens`: whole
-        units in shared pages, the rest by calls of `copy`, without any lock held, if there is one and a page to spare
-        for it.
+        The handle begins with the leading blocks of the chain `prefix` that are published, up to `max_cached_tokens`
+        tokens. Whole runs (`baton.kv.cached_blocks`) are shared pages. The rest is copied by calls of `copy`, without
+        any lock held, if `copy` is given and a page is free for it.
         """
         while self.evict_for(tokens, prefix, max_cached_tokens):
             pass
@@ -343,7 +343,7 @@ class PagePool:
             handle = self._handle(owner, np.concatenate([shared, own]), cached)
             if not len(cut) or copy is None:
                 return handle
-            source = self._lease(owner, cut)
+            source = self._allocation(owner, cut)
             source.pins, source.active = 1, False
         try:
             with self.pin(handle):
@@ -368,7 +368,7 @@ class PagePool:
     def publish(self, handle: PageHandle, digests: Sequence[bytes]) -> None:
         with self._locked():
             if handle.alive:
-                self._block_index.insert(handle._lease.listed, digests)
+                self._block_index.insert(handle._allocation.listed, digests)
 
     def match_prefix(self, digests: Sequence[bytes]) -> int:
         with self._lock:
@@ -385,7 +385,7 @@ class PagePool:
     def uncache(self, handle: PageHandle) -> None:
         with self._locked():
             if handle.alive:
-                self._block_index.uncache(handle._lease.listed)
+                self._block_index.uncache(handle._allocation.listed)
         left = True
         while left:
             with self._locked():
@@ -402,9 +402,9 @@ class PagePool:
             pass
         with self._locked():
             handle.check_alive()
-            pages = handle._lease.listed
+            pages = handle._allocation.listed
             if (more := self.pages_for(tokens) - len(pages)) > 0:
-                handle._lease.pages = _array(np.concatenate([pages, self._allocator.allocate(more)]))
+                handle._allocation.pages = _array(np.concatenate([pages, self._allocator.allocate(more)]))
 
     def fork(
         self, handle: PageHandle, owner: str, shared_tokens: int, tokens: int, spare: PageHandle | None = None
@@ -420,7 +420,7 @@ class PagePool:
                 asked = f"{shared_tokens} tokens of {handle.capacity}"
                 raise EngineError(f"{owner}: can't share {asked} in a fork of {tokens}")
             full, rest = divmod(shared_tokens, self.page_size)
-            need, pages = self.pages_for(tokens) - full, handle._lease.listed
+            need, pages = self.pages_for(tokens) - full, handle._allocation.listed
             own = self._allocator.allocate(need) if spare is None else self._reuse_pages(spare, need)
             self._allocator.share(pages[:full])
             copy = PageCopy(int(pages[full]), int(own[0]), rest) if rest else None
@@ -435,15 +435,15 @@ class PagePool:
         """
         with self._lock:
             handle.check_alive()
-            lease = handle._lease
+            allocation = handle._allocation
             if writes:
-                self._check_writable(lease, writes)
-            lease.pins += 1
+                self._check_writable(allocation, writes)
+            allocation.pins += 1
         try:
-            yield lease.pages
+            yield allocation.pages
         finally:
             with self._locked():
-                self._unpin(lease)
+                self._unpin(allocation)
 
     @contextmanager
     def pin_batch(self, handles: Sequence[PageHandle], writes: Sequence[range]) -> Iterator[list[PageHandle]]:
@@ -453,30 +453,30 @@ class PagePool:
         """
         with self._lock:
             dead = [handle for handle in handles if not handle.alive]
-            leases = [] if dead else [handle._lease for handle in handles]
-            self._check_batch(leases, writes)
-            for lease in leases:
-                lease.pins += 1
+            allocations = [] if dead else [handle._allocation for handle in handles]
+            self._check_batch(allocations, writes)
+            for allocation in allocations:
+                allocation.pins += 1
         try:
             yield dead
         finally:
             with self._locked():
-                for lease in leases:
-                    self._unpin(lease)
+                for allocation in allocations:
+                    self._unpin(allocation)
 
     def free(self, handle: PageHandle, digests: Sequence[bytes] = ()) -> None:
         """Free the handle; its pages return once unpinned. Caches `digests` (`Engine.free`)."""
         with self._locked():
             if handle.alive:
-                self._block_index.insert(handle._lease.listed, digests, ends=True)
-                self._end_lease(handle._lease)
+                self._block_index.insert(handle._allocation.listed, digests, ends=True)
+                self._end_allocation(handle._allocation)
 
     def free_all(self) -> None:
         """Free every handle, and remove all published blocks."""
         self.drop_cached()
         with self._locked():
-            for lease in [lease for lease in self._leases if lease.active]:
-                self._end_lease(lease)
+            for allocation in [allocation for allocation in self._allocations if allocation.active]:
+                self._end_allocation(allocation)
 
     def stats(self) -> PoolStats:
         """Count pages."""
@@ -485,18 +485,18 @@ class PagePool:
         return PoolStats(used=self.pages - free - cached, free=free, cached=cached, total=self.pages)
 
     def audit(self) -> dict[str, int]:
-        """Check the conservation invariant; pages by owner, shared ones counted for each.
+        """Check that pages are conserved; returns the number of pages by owner. A shared page counts for each owner.
 
         Owners that freed pages which are still pinned are listed with the suffix DRAINING. Raises EngineError with the
         ledger.
         """
         buffers = self._allocator.new_buffers()
         with self._lock:
-            leases = [(each.owner, each.active, each.pins, each.listed) for each in self._leases]
+            allocations = [(each.owner, each.active, each.pins, each.listed) for each in self._allocations]
             states = self._allocator.copy_states(*buffers)
         ledger: dict[str, int] = {}
         counts, faults = np.zeros(self.pages, np.int32), []
-        for owner, active, pins, pages in leases:
+        for owner, active, pins, pages in allocations:
             name = owner if active else owner + DRAINING
             ledger[name] = ledger.get(name, 0) + len(pages)
             counts[pages] += 1
@@ -527,13 +527,13 @@ class PagePool:
         if on_returned is not None:
             on_returned()
 
-    def _lease(self, owner: str, pages: Pages) -> _Lease:
-        lease = _Lease(owner, _array(pages))
-        self._leases.add(lease)
-        return lease
+    def _allocation(self, owner: str, pages: Pages) -> _Allocation:
+        allocation = _Allocation(owner, _array(pages))
+        self._allocations.add(allocation)
+        return allocation
 
     def _handle(self, owner: str, pages: Pages, cached: int = 0) -> PageHandle:
-        return PageHandle(self._lease(owner, pages), self.page_size, self._device_pages, cached)
+        return PageHandle(self._allocation(owner, pages), self.page_size, self._device_pages, cached)
 
     def _match(self, owner: str, tokens: int, prefix: Sequence[bytes], max_cached_tokens: int | None) -> PrefixPages:
         """The cached beginning of a handle of `tokens` tokens."""
@@ -543,7 +543,7 @@ class PagePool:
         return self._block_index.match_prefix(prefix, most)
 
     def _evict_to_extend(self, handle: PageHandle, tokens: int) -> bool:
-        """Evict a part of what `extend` replaces; True if more is left."""
+        """Evict a part of the pages that `extend` would evict; True if more are left."""
         with self._locked():
             more = self.pages_for(tokens) - len(handle.pages)
             return more > 0 and self._allocator.evict_slice(more, NO_PAGES)
@@ -551,41 +551,41 @@ class PagePool:
     def _reuse_pages(self, spare: PageHandle, count: int) -> Pages:
         """Allocate `count` pages, first those of `spare`, which is freed; its other pages return to the pool."""
         spare.check_alive()
-        lease, pages = spare._lease, spare._lease.listed
-        if lease.pins or not self._allocator.are_writable(pages):
-            raise EngineError(f"{lease.owner}: its pages are in use, a fork can't use them")
+        allocation, pages = spare._allocation, spare._allocation.listed
+        if allocation.pins or not self._allocator.are_writable(pages):
+            raise EngineError(f"{allocation.owner}: its pages are in use, a fork can't use them")
         more = self._allocator.allocate(max(0, count - len(pages)))
-        lease.pages = _array(pages[count:])
-        self._end_lease(lease)
+        allocation.pages = _array(pages[count:])
+        self._end_allocation(allocation)
         return np.concatenate([pages[:count], more])
 
-    def _end_lease(self, lease: _Lease) -> None:
-        lease.active = False
-        self._return_pages(lease)
+    def _end_allocation(self, allocation: _Allocation) -> None:
+        allocation.active = False
+        self._return_pages(allocation)
 
-    def _unpin(self, lease: _Lease) -> None:
-        lease.pins -= 1
-        self._return_pages(lease)
+    def _unpin(self, allocation: _Allocation) -> None:
+        allocation.pins -= 1
+        self._return_pages(allocation)
 
-    def _return_pages(self, lease: _Lease) -> None:
-        """Return a lease's pages to the pool, if it has ended and nothing uses them."""
-        if lease.active or lease.pins:
+    def _return_pages(self, allocation: _Allocation) -> None:
+        """Return an allocation's pages to the pool, if it has ended and nothing uses them."""
+        if allocation.active or allocation.pins:
             return
-        self._leases.discard(lease)
-        self._returns += self._allocator.release(lease.listed)
+        self._allocations.discard(allocation)
+        self._returns += self._allocator.release(allocation.listed)
 
-    def _check_writable(self, lease: _Lease, tokens: range) -> None:
+    def _check_writable(self, allocation: _Allocation, tokens: range) -> None:
         first, last = tokens[0] // self.page_size, tokens[-1] // self.page_size
-        if last >= len(lease.pages):
-            raise EngineError(f"{lease.owner}: token {tokens[-1]} lies beyond its {len(lease.pages)} pages")
-        if not self._allocator.are_writable(lease.listed[first : last + 1]):
-            raise EngineError(f"{lease.owner}: a page is shared or published, {tokens} can't be written")
+        if last >= len(allocation.pages):
+            raise EngineError(f"{allocation.owner}: token {tokens[-1]} lies beyond its {len(allocation.pages)} pages")
+        if not self._allocator.are_writable(allocation.listed[first : last + 1]):
+            raise EngineError(f"{allocation.owner}: a page is shared or published, {tokens} can't be written")
 
-    def _check_batch(self, leases: Sequence[_Lease], writes: Sequence[range]) -> None:
-        """The same for the writes of each; in one look, because every step does it."""
+    def _check_batch(self, allocations: Sequence[_Allocation], writes: Sequence[range]) -> None:
+        """As `_check_writable`, for many allocations at once, because every step does it."""
         size, pages, beyond = self.page_size, list[int](), False
-        for lease, tokens in zip(leases, writes, strict=False):
-            first, last, held = tokens.start // size, (tokens.stop - 1) // size, lease.pages
+        for allocation, tokens in zip(allocations, writes, strict=False):
+            first, last, held = tokens.start // size, (tokens.stop - 1) // size, allocation.pages
             if last >= len(held):
                 beyond = True
             elif first == last:
@@ -593,8 +593,8 @@ class PagePool:
             else:
                 pages += held[first : last + 1]
         if beyond or not self._allocator.are_writable(np.array(pages, np.int64)):
-            for lease, tokens in zip(leases, writes, strict=True):
-                self._check_writable(lease, tokens)
+            for allocation, tokens in zip(allocations, writes, strict=True):
+                self._check_writable(allocation, tokens)
 
 
 def _array(pages: Pages) -> array[int]:

@@ -19,7 +19,7 @@ _GROUPS, _MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def available_cpus(text: str) -> frozenset[int]:
-    """The result of `parse_cpus`; raises ConfigError also for a core that this thread may not use."""
+    """Core numbers of a list like "0-3,8". Raises ConfigError for a bad list or a core that may not be used here."""
     cpus = parse_cpus(text)
     if missing := sorted(cpus and cpus - os.sched_getaffinity(0)):
         raise ConfigError(f"cpus: core {missing[0]} is not available to this process, got {text!r}")

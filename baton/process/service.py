@@ -37,7 +37,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 STOP_S = 15.0
 FAILED_STOP_S = 2.0
-"""Seconds in which routers hear of a failure."""
+"""Seconds from a failure to the end of the process, in which routers hear of it."""
 ABANDON_S = 0.5
 SWITCH_S = 0.0002
 """Seconds after which a thread that computes gives the interpreter's lock to the event loop. The loop may need it

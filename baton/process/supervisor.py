@@ -54,9 +54,9 @@ class SupervisorTimes(NamedTuple):
     """Limits of a supervisor, in seconds."""
 
     kill_s: float = 2.5
-    """From the second SIGTERM to SIGKILL."""
+    """Time from the second SIGTERM to SIGKILL."""
     pause_s: float = 1.0
-    """From the second early end in a row to the start of the successor; doubles with each further one."""
+    """Pause from the second early end in a row to the next start; doubles with each further early end."""
     max_pause_s: float = 30.0
     steady_s: float = 5.0
     """If a child has been ready for this long, its end is not early."""

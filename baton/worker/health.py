@@ -46,7 +46,7 @@ HANG_CHECKS = 2 * _CHECKS_PER_LIMIT
 class Progress:
     """Time of the engine's last progress; the engine thread records it after each layer and each step.
 
-    In between, another number of `work_counter` (`Engine.work_counter`) than at the last look counts as progress.
+    A change of `work_counter` (`Engine.work_counter`) since the last look counts as progress too.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class FaultCounter:
 
     @property
     def suspected(self) -> bool:
-        """Whether LIMIT different requests have failed since the last token. `check_engine` must say why."""
+        """Whether LIMIT different requests have failed since the last token; then `check_engine` finds the cause."""
         return len(self._requests) >= LIMIT
 
     def record_success(self) -> None:
@@ -118,10 +118,10 @@ class FaultCounter:
         self._requests.add(request_id)
 
     def check_engine(self, engine: Engine, progress: Progress, *, step: bool) -> None:
-        """Compute a token for a prompt of the worker's own, and another one by a `step`, then count anew.
+        """Compute a token for a prompt of the worker's own, and with `step` one more by a decode step.
 
-        Call it on the engine thread; for a `step`, with an empty batch. Raises EngineError if there is no token. If no
-        page is free, nothing is found out.
+        Then resets the count. Call it on the engine thread; with `step`, only while the batch is empty. Raises
+        EngineError if there is no token. If no page is free, it tests nothing.
         """
         requests = sorted(self._requests)
         self._requests.clear()

@@ -37,7 +37,7 @@ SLICE_BYTES = 16 << 20
 COPY_BYTES = 4 << 20
 MAX_WRITE_BACKS = 4
 PUBLISH_BLOCKS = 1024
-"""Blocks that are published before others run."""
+"""Blocks that are published before other tasks run."""
 LONG_TOKENS = 8192
 """From this number on, hashing runs in a thread. Below, it takes less time than the way to a thread and back."""
 
@@ -119,12 +119,12 @@ class BlockCopier:
         return await executors.run(WORK, self.digests, ids, salt)
 
     def digests(self, ids: Sequence[int], salt: bytes) -> list[bytes]:
-        """The same on the calling thread; about a microsecond for each block."""
+        """As `hash_blocks`, on the calling thread; takes about a microsecond for each block."""
         root = chain_root(self._fingerprint, self._format.digest, salt)
         return block_digests(root, ids, self._format.block_size)
 
     async def publish(self, handle: KvHandle, digests: Sequence[bytes]) -> None:
-        """`Engine.publish`, perhaps of tens of thousands of blocks: others run between slices of them."""
+        """Publish blocks (`Engine.publish`) in slices: there may be tens of thousands, and other tasks run between."""
         for blocks in range(PUBLISH_BLOCKS, len(digests), PUBLISH_BLOCKS):
             self._engine.publish(handle, digests[:blocks])
             await asyncio.sleep(0)
@@ -173,7 +173,7 @@ class BlockCopier:
         *,
         least: int = 0,
     ) -> None:
-        """Put the blocks of the chain that the cache wants, until it refuses one; all of them must be final.
+        """Put the blocks of the chain that the cache wants, until it refuses one. All blocks must be final.
 
         The first `first` blocks were cache hits; the first `least` are left to other workers. The caller keeps the
         handle meanwhile. At most MAX_WRITE_BACKS run at a time; further ones are dropped.
@@ -204,9 +204,10 @@ class BlockCopier:
         wanted: Sequence[bool],
         blocks: range,
     ) -> int:
-        """Save those `blocks` of the chain that are `wanted`, in slices of COPY_BYTES; all of them must be final.
+        """Save the `blocks` of the chain that are `wanted`, in slices of COPY_BYTES. All of them must be final.
 
-        Returns the block up to which everything wanted is stored: the end of `blocks`, unless the store fails.
+        Returns the number of the block before which all wanted blocks are stored: the end of `blocks`, unless the
+        store fails.
         Returns or raises, also when cancelled, only after the last read has ended.
         """
         for run in _slices([block for block in blocks if wanted[block]], self._copy):

@@ -172,9 +172,7 @@ class StatusHub:
         self.notify()
 
     def set_ticket_keys(self, key_ids: Callable[[], tuple[bytes, ...]]) -> None:
-        """Tell watchers that fetching KV needs a ticket; every status calls `key_ids` for the keys that are valid
-        then.
-        """
+        """Tell watchers that fetching KV needs a ticket. Each status calls `key_ids` for the ids of the valid keys."""
         self._ticket_key_ids = key_ids
         self.notify()
 
@@ -222,7 +220,7 @@ MAX_NAMES = 2048
 
 _POOL, _HOST = 1, 2
 _SHARDS = 256
-"""A large dict takes many milliseconds to grow, and to list. So names are in several, by their last byte."""
+"""Number of dicts of names, by their last byte: a single large dict takes many milliseconds to grow or to list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +248,7 @@ class PrefixChangeFeed:
         self._changed = changed
         self._inbox: deque[tuple[int, Sequence[bytes] | None, bool]] = deque()
         self._merged = 0
-        """The merged part of the first change in the inbox: digests, or shards if all names are dropped."""
+        """Number of digests of the first change in the inbox that are merged; of shards, if all names are dropped."""
         self._due = False
         self._tiers: list[dict[bytes, int]] = [{} for _ in range(_SHARDS)]
         self._subscribers: set[PrefixSubscriber] = set()
@@ -335,7 +333,7 @@ class PrefixSubscriber:
         self._reset = True
         self._unsent: list[dict[bytes, bool]] = [{} for _ in cached]
         self._listed = 0
-        """Number of shards listed since the last reset; the others will be listed as they are then."""
+        """Number of shards listed since the last reset. The others are listed later, with their blocks of that time."""
 
     @property
     def has_changes(self) -> bool:
@@ -352,7 +350,7 @@ class PrefixSubscriber:
             self._unsent = [{} for _ in self._cached]
 
     def pop(self) -> PrefixChange | None:
-        """The next message: first of all cached blocks, then of the changes since the last; None if there are none."""
+        """The next message: first all cached blocks, then the changes since the last message; None without changes."""
         if not self.has_changes:
             return None
         reset, self._reset = self._reset, False

@@ -27,7 +27,7 @@ from bench.services import Services
 
 IN_TOKENS, OUT_TOKENS = 256, 64
 CONCURRENCY = {8: 40, 32: 96}
-"""Requests sent at each."""
+"""Number of requests by concurrency."""
 QUICK = {2: 4}
 PINNED = {"prefill": {"cpus": "0", "threads": 1}, "decode": {"cpus": "1", "threads": 1}}
 VOCABULARY = 100000
@@ -117,7 +117,7 @@ def asked(started: Mapping[str, Any], concurrency: int, requests: int, seed: int
 
 
 def between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """The prediction for what was measured between two, their mean; both are kept beside it."""
+    """The mean of two predictions, made before and after a measurement; both are kept beside it."""
     for each in (before, after):
         if "error" in each:
             return dict(each)

@@ -78,8 +78,8 @@ async def watch(target: Target, load: InterferenceLoad, vocabulary: int = VOCABU
 
 
 def gaps(outcomes: Sequence[Outcome], alone: float, begun: float, ended: float) -> dict[str, list[float]]:
-    """Milliseconds between tokens: `alone`, where all of a gap lies between that and `begun`, when the load began;
-    `loaded`, where any of it lies between `begun` and `ended`."""
+    """Milliseconds between tokens: `alone` from that time to `begun`, the start of the load; `loaded` where a part of
+    the gap lies between `begun` and `ended`."""
     found = [pair for each in outcomes for pair in itertools.pairwise(each.times)]
     return {
         "alone": [1e3 * (end - at) for at, end in found if alone <= at and end <= begun],
@@ -118,7 +118,7 @@ def measure(paths: PeerPaths, rounds: int, quick: bool, tell: Callable[[str], ob
 
 
 def summary(turns: Mapping[str, Sequence[Entry]]) -> dict[str, Any]:
-    """By peer: medians of its figures, and its ratio, the median of the rounds' with the least and the most."""
+    """For each peer: medians of its figures, and the median, least and greatest of its ratios."""
     lost = failures(turns)
     return {
         peer: {
@@ -149,7 +149,7 @@ def _figures_of(watch: Watch) -> Callable[[], dict[str, Any]]:
 
 
 async def watched(endpoint: Endpoint, load: InterferenceLoad, vocabulary: int = VOCABULARY) -> dict[str, list[float]]:
-    """As `watch`, of the server there, warmed up. Raises TimeoutError after WATCH_S."""
+    """As `watch`, of the server at `endpoint` after a warm-up. Raises TimeoutError after WATCH_S."""
     async with asyncio.timeout(WATCH_S), connect(endpoint) as target:
         # Work of a server at a shape's first use is no interference.
         for tokens in (load.context, load.tokens):

@@ -30,7 +30,7 @@ VLLM_NAME = "m"
 
 @dataclass(frozen=True, slots=True)
 class PeerPaths:
-    """Pythons of the environments, the checkpoint and the GGUF."""
+    """Paths of the environments' Pythons, of the checkpoint and of the GGUF file."""
 
     vllm: Path
     llama: Path

@@ -107,7 +107,7 @@ def machine(runners: Mapping[str, Asked]) -> dict[str, float]:
 
 
 def beside(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:
-    """The state of the machine around a measurement: the mean of what was probed before and after it."""
+    """The state of the machine around a measurement: the mean of the probes before and after it."""
     return {"machine": {name: (before[name] + after[name]) / 2 for name in before if name in after}}
 
 

@@ -25,7 +25,8 @@ from baton.bench.load.workload import Job
 from baton.errors import ConfigError, preview
 
 KEEP_ALIVE_S = 2.0
-"""Shorter than servers keep an idle connection (uvicorn: 5 s), so that no request meets a closing one."""
+"""Seconds for which an idle connection is kept: less than servers keep it (uvicorn: 5 s), so that no request meets a
+connection that closes."""
 _CONNECT_S = 10.0
 _DONE = b"[DONE]"
 _SHOWN_BYTES = 500
@@ -150,7 +151,7 @@ class _Reader:
             raise RequestFailed("bad event", str(error)) from None
 
     def end(self) -> None:
-        """The stream has ended. Raises RequestFailed if the output is not complete."""
+        """Record the end of the stream. Raises RequestFailed if the output is not complete."""
         outcome = self._outcome
         if not (self.done or self._finish):
             raise RequestFailed("cut short", f"the stream ended after {outcome.tokens} tokens without its final event")
@@ -198,7 +199,7 @@ async def _refusal(response: aiohttp.ClientResponse) -> RequestFailed:
 
 
 def _retry_after(text: str) -> float | None:
-    """Seconds; None if the header has a date instead, which overloaded servers do not send."""
+    """Seconds from a Retry-After header; None if it has a date, which overloaded servers do not send."""
     return float(text) if text.isascii() and text.isdigit() else None
 
 

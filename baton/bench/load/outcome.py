@@ -67,7 +67,7 @@ class Outcome:
         return cls(due, time.perf_counter(), known, capped)
 
     def event(self, tokens: int = 1) -> None:
-        """An event with tokens has come."""
+        """Record an event with `tokens` tokens."""
         self.times.append(time.perf_counter())
         self.counts.append(tokens)
         self.tokens += tokens

@@ -38,7 +38,7 @@ _WARMUP_USERS = 4
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One of: `rate` (requests per second, Poisson), `concurrency` (closed loop)."""
+    """A load: either `rate` (requests per second, Poisson) or `concurrency` (users of a closed loop)."""
 
     rate: float | None = None
     concurrency: int | None = None

@@ -36,7 +36,7 @@ _ASK_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A target, and how to reach it; `reach` has API key and TLS, with the names of `baton.client`.
+    """A target and its connection; `reach` has API key and TLS settings, as arguments of `baton.client`.
 
     `body` is merged into each HTTP request; a value of None removes a field. `tokenizer` is the file that turns prompts
     into text, for servers that accept no token ids. `connections` is the number of connections to a Baton router; over
@@ -99,7 +99,7 @@ class GrpcTarget:
             raise RequestFailed(type(error).__name__, str(error)) from None
 
     async def vocab_size(self) -> int | None:
-        """Asked on every connection, so that none is made while requests are timed."""
+        """Number of token ids. Every connection asks, so that none is opened while requests are timed."""
         asked = (client.get_model(timeout=_ASK_S) for client in self._clients)
         try:
             return (await asyncio.gather(*asked))[0].vocab_size

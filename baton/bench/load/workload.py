@@ -62,7 +62,7 @@ class Lengths:
     high: int
 
     def draw(self, source: random.Random) -> int:
-        """A number."""
+        """A random length."""
         return source.randint(self.low, self.high)
 
 
@@ -205,7 +205,7 @@ def _kind(prompt: Any) -> str | None:
 
 
 def _only(values: dict[str, Any], names: Sequence[str], problem: str, at_least: int = 1) -> tuple[str, Any]:
-    """Name from `names` that a line has, and its value; an empty name if it has none and may have none."""
+    """The one of `names` that a line has, and its value; the name is empty if the line may and does have none."""
     found = [name for name in names if name in values]
     if not at_least <= len(found) <= 1:
         raise InvalidRequest("prompt", f"{problem}, got {', '.join(found) or 'none'}")

@@ -28,7 +28,7 @@ Payload: TypeAlias = bytes | memoryview
 """The KV of a block, which nobody changes. A view keeps no more memory alive than the block's stored record."""
 
 PrefixesChanged: TypeAlias = Callable[[Sequence[bytes], Sequence[bytes]], object]
-"""Called with the digests of blocks that were stored, and of those that were dropped."""
+"""Called with the digests of stored blocks and of dropped blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +85,10 @@ class PrefixCache(Protocol):
         """
 
     async def select_saves(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
-        """The blocks of a long prompt that `save` should get: those that the shared store is not known to have.
+        """Whether `save` should get each block of a long prompt: the shared store is not known to have it.
 
-        The store is asked about the first `hits` blocks, which were hits: it may have lost blocks that are used here.
-        The blocks do not count as seen. Empty if no other worker could find saved blocks.
+        The first `hits` blocks were hits. The store is asked about them, because it may have lost blocks that are used
+        here. The blocks do not count as seen. Returns an empty list if no other worker could find saved blocks.
         """
 
     async def save(self, digests: Sequence[bytes], payloads: Sequence[Payload]) -> int:
@@ -137,12 +137,12 @@ class NullPrefixCache:
 
     @property
     def enabled(self) -> bool:
-        """False."""
+        """False: nothing that is put here is found again."""
         return False
 
     @property
     def local_tiers(self) -> frozenset[str]:
-        """None."""
+        """Empty: there are no tiers."""
         return frozenset()
 
     async def check(self) -> None:

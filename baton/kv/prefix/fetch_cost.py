@@ -36,7 +36,7 @@ _LATENCY_WEIGHT = 0.2
 
 @dataclass(frozen=True, slots=True)
 class FetchDecision:
-    """The number of the `found` leading blocks to fetch, and the seconds that this should save by the known rates."""
+    """The number of blocks to `fetch`, of the `found` leading ones, and the seconds that this is expected to save."""
 
     found: int
     blocks: int
@@ -45,7 +45,7 @@ class FetchDecision:
 
     @property
     def name(self) -> str:
-        """Metric label: "nothing" was found; "all", "part" or "none" of the blocks, or a "trial", is fetched."""
+        """Metric label: "nothing" (no block was found), "all", "part" or "none" (of the blocks), or "trial"."""
         if not self.found:
             return "nothing"
         if self.trial:

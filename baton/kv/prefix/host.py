@@ -28,7 +28,7 @@ _MAX_PARENTS = 1 << 16
 _STALE_ENTRIES = 4096
 
 SLICE_BLOCKS = 512
-"""Blocks that are looked at before others run: a long prompt has tens of thousands, and each may take two
+"""Blocks that are looked at before other tasks run: a long prompt has tens of thousands, and each may take two
 microseconds. A turn of the event loop may come to slices of several prompts."""
 
 _HIT, _MISS, _FETCHED, _EVICTED = (
@@ -43,7 +43,7 @@ def _turn() -> Generator[None, None, None]:
 
 
 async def slices(items: Sequence[T]) -> AsyncIterator[Sequence[T]]:
-    """Parts of at most SLICE_BLOCKS; others run between them."""
+    """The items in slices of at most SLICE_BLOCKS; other tasks run between slices."""
     for start in range(0, len(items), SLICE_BLOCKS):
         if start:
             await _turn()

@@ -76,7 +76,7 @@ class WriteFilter:
         self._young[digest[:KEY_BYTES]] = state
 
     def states(self, digests: Iterable[bytes]) -> Iterator[BlockState]:
-        """The state of each block of a chain; AGAIN for one that counts as stored, but is behind a refused one."""
+        """The state of each block of a chain. A stored block that follows a refused block is AGAIN."""
         doubted = False
         for digest in digests:
             state = self.state(digest)
@@ -204,7 +204,7 @@ class StoreTier:
         await self.cache.remove(digests)
 
     async def clear(self, *, shared: bool) -> list[CacheTier]:
-        """Drop all blocks, those in a shared store only if `shared`."""
+        """Drop all blocks. Blocks in a shared store are dropped only if `shared`."""
         cleared = await self.cache.clear(shared=shared)
         if cleared:
             self.write_filter.clear()  # last, because blocks stored meanwhile may be gone too

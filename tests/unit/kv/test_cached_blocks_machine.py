@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from baton.errors import EngineError, OutOfPages
 from baton.kv.hashing import block_digests
-from baton.kv.pool import PageCopy, PageHandle, PagePool, _Lease
+from baton.kv.pool import PageCopy, PageHandle, PagePool, _Allocation
 from tests.effort import machine_test
 
 ROOT = bytes(32)
@@ -72,7 +72,7 @@ class CachedBlocksMachine(RuleBasedStateMachine):
         self.unit = self.pool._block_index.run_tokens
         self.sequences: list[Sequence_] = []
         self.dead: list[PageHandle] = []
-        self.pins: list[tuple[_Lease, ExitStack]] = []
+        self.pins: list[tuple[_Allocation, ExitStack]] = []
         self.content: dict[tuple[int, int], tuple[int, ...]] = {}
         self.model = Model()
         self.pool.watch_prefixes(self.model.changed)
@@ -99,9 +99,9 @@ class CachedBlocksMachine(RuleBasedStateMachine):
 
     def owned(self) -> dict[int, int]:
         """Owners of each page that has any, among them what was given up and is pinned still."""
-        leases = {sequence.handle._lease for sequence in self.sequences} | {lease for lease, _ in self.pins}
+        held = {each.handle._allocation for each in self.sequences} | {each for each, _ in self.pins}
         owners: dict[int, int] = {}
-        for page in (page for lease in leases for page in lease.pages):
+        for page in (page for allocation in held for page in allocation.pages):
             owners[page] = owners.get(page, 0) + 1
         return owners
 
@@ -336,17 +336,17 @@ class CachedBlocksMachine(RuleBasedStateMachine):
         if sequence is not None:
             stack = ExitStack()
             stack.enter_context(self.pool.pin(sequence.handle))
-            self.pins.append((sequence.handle._lease, stack))
+            self.pins.append((sequence.handle._allocation, stack))
 
     @rule(index=INDEX)
     def unpin(self, index: int) -> None:
         if self.pins:
-            lease, stack = self.pins.pop(index % len(self.pins))
+            allocation, stack = self.pins.pop(index % len(self.pins))
             stack.close()
-            if all(lease is not each for each, _ in self.pins) and all(
-                lease is not sequence.handle._lease for sequence in self.sequences
+            if all(allocation is not each for each, _ in self.pins) and all(
+                allocation is not sequence.handle._allocation for sequence in self.sequences
             ):
-                self.leave(lease.pages)
+                self.leave(allocation.pages)
 
     @rule(index=INDEX, leaves=st.booleans())
     def give_up(self, index: int, leaves: bool = False) -> None:
@@ -354,7 +354,7 @@ class CachedBlocksMachine(RuleBasedStateMachine):
         sequence = self.pick(index)
         if sequence is None:
             return
-        lease, before = sequence.handle._lease, self.pool.stats()
+        allocation, before = sequence.handle._allocation, self.pool.stats()
         told = self.returns
         digests = self.digests(sequence.ids[: sequence.written]) if leaves else []
         self.name(sequence, digests, ends=True)
@@ -362,8 +362,8 @@ class CachedBlocksMachine(RuleBasedStateMachine):
         self.pool.free(sequence.handle, self.digests(self.ids([1], 40)))
         self.sequences.remove(sequence)
         self.dead.append(sequence.handle)
-        if all(lease is not each for each, _ in self.pins):
-            self.leave(lease.pages)
+        if all(allocation is not each for each, _ in self.pins):
+            self.leave(allocation.pages)
         after = self.pool.stats()
         assert (self.returns > told) == (after.free + after.cached > before.free + before.cached)
 

@@ -101,9 +101,9 @@ def test_the_audit_raises_with_the_ledger(damage: str) -> None:
     elif damage == "count":
         allocator._owners[handle.pages[0]] = 2
     elif damage == "borrowed":
-        handle._lease.pages += array("q", [int(allocator._stacks[False][0])])
+        handle._allocation.pages += array("q", [int(allocator._stacks[False][0])])
     else:
-        handle._lease.active = False
+        handle._allocation.active = False
     with pytest.raises(EngineError, match=r"audit failed: .*ledger \{'a/1"):
         pool.audit()
 

@@ -74,8 +74,9 @@ OnLost = Callable[[Sequence[bytes]], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisLimits:
-    """Limits: seconds of a call in addition to the time of its keys and payload, lifetime of a block, bytes queued.
+    """Limits of the cache. `budget_s` is the time of a call, to which time for its keys and payload is added.
 
+    `ttl_s` is the lifetime of a block without use. `queue_bytes` limits the blocks that wait to be written.
     A node that failed is tried again after `pause_s`, which doubles with each failure up to `max_pause_s`.
     """
 
@@ -139,7 +140,7 @@ class RedisPrefixCache:
 
     @property
     def local_tiers(self) -> frozenset[str]:
-        """None: all workers share the blocks."""
+        """Empty: all workers share the blocks."""
         return frozenset()
 
     async def check(self) -> None:
@@ -390,7 +391,7 @@ class RedisPrefixCache:
 
 
 class WriteQueue:
-    """A block stays in the queue, and counts towards `queue_bytes`, until it is written or dropped.
+    """Blocks that wait to be written. Each counts towards `queue_bytes` until it is written or dropped.
 
     `lost` is called with the digests of dropped blocks.
     """

@@ -131,7 +131,7 @@ class NodeHealth:
 
 
 class Node:
-    """One master. Its client opens connections as needed, one for each running call."""
+    """One master server. Its client opens connections as needed, one for each running call."""
 
     def __init__(self, client: Redis, health: NodeHealth) -> None:
         self.client, self.health = client, health
@@ -309,7 +309,7 @@ class Cluster:
 
 
 async def first_answer(questions: Mapping[str, Awaitable[T]]) -> T:
-    """The first result of several questions, by the name of who is asked; the others are cancelled.
+    """The first result of `questions`, which are keyed by the name of the server; the others are cancelled.
 
     If all fail, raises an error with all messages: AuthenticationError if all are of that kind, else ConnectionError.
     """
@@ -407,7 +407,7 @@ def _where(client: Redis) -> str:
 
 
 class RedisCalls:
-    """Used on the asyncio loop only. Looking up the nodes may take `budget_s`."""
+    """Sends commands to the nodes of their keys, on the asyncio loop. Looking up the nodes may take `budget_s`."""
 
     def __init__(self, topology: Topology, budget_s: float) -> None:
         self._topology, self._budget_s = topology, budget_s
