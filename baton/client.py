@@ -8,16 +8,16 @@ A prompt is text, token ids, or a conversation (a list of `{"role": ..., "conten
 arguments are the fields of `baton.request.SamplingParams`. `cache` says how the prefix cache is used ("read_write",
 "read", "write" or "off"); only requests with the same `cache_salt` share cached KV. With `report_progress=True`,
 `generate` first yields deltas that have only `progress`: how much of the prompt is computed, and the time left.
-Failures are the exceptions of `baton.errors`. If a value is out of range or the prompt is too large, the client raises
-before it sends the request. Leaving the loop over a stream, or closing the stream,
-cancels the request on the server.
+Methods raise the exceptions of `baton.errors`. If a value is out of range or the prompt is too large, the client raises
+InvalidRequest before it sends the request. If the caller leaves the loop over a stream, or closes the stream, the
+request is cancelled on the server.
 
-A router that is not on this machine has TLS and asks for an API key:
+A router on another machine uses TLS, and usually needs an API key:
 
     Client("baton.example.org:50050", ca="ca.crt", api_key=os.environ["BATON_API_KEY"])
 
-`ca` is a PEM file with the CA that signed the router's certificate; `tls=True` without it means the CAs that gRPC
-trusts by default. The certificate must name the host of `target`, or `server_name` if that is given. `cert` and `key`
+`ca` is a PEM file with the CA that signed the router's certificate. With `tls=True` instead, gRPC's default CAs are
+trusted. The certificate must name the host of `target`, or `server_name` if that is given. `cert` and `key`
 are PEM files with the client's own certificate, for routers that require one. Without TLS an API key is not encrypted.
 """
 
@@ -74,9 +74,9 @@ class _Connection:
 class AsyncClient(_Connection):
     """A client of the router at `target` ("host:port"); close it, or use it as an async context manager.
 
-    `model` names the served model; empty means the only one. Every `timeout` is in seconds, and is the deadline of the
-    request on the server too; DeadlineExceeded then has the number of tokens so far. Raises ConfigError naming a
-    TLS setting that can't be used.
+    `model` is the name of the served model; if empty, the only one is used. Every `timeout` is in seconds, and is also
+    the deadline of the request on the server; the message of DeadlineExceeded has the number of tokens so far. Raises
+    ConfigError, which names the setting, if a TLS setting can't be used.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class AsyncClient(_Connection):
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Completion:
-        """The whole completion of `prompt`."""
+        """The whole completion of `prompt`, after its end."""
         completion = Completion()
         async for delta in self.generate(prompt, cache=cache, cache_salt=cache_salt, timeout=timeout, **sampling):
             completion.add(delta)
@@ -159,8 +159,9 @@ class AsyncClient(_Connection):
         return cache_from_proto(await self._ask(self._admin.Cache, CacheRequest(), timeout))
 
     async def clear_cache(self, *, redis: bool = False, timeout: float | None = None) -> tuple[CacheTier, ...]:
-        """Drop the cached blocks of the worker at `target`, and with `redis` all of them in Redis; returns what was
-        dropped.
+        """Delete the cached blocks of the worker at `target`, and if `redis`, all blocks in Redis.
+
+        Returns the number of deleted blocks and bytes of each tier. Raises Unsupported at a router.
         """
         answer = await self._ask(self._admin.ClearCache, ClearCacheRequest(redis=redis), timeout)
         return tiers_from_proto(answer.dropped)
@@ -233,7 +234,7 @@ class Client(_Connection):
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Completion:
-        """The whole completion of `prompt`."""
+        """The whole completion of `prompt`, after its end."""
         completion = Completion()
         for delta in self.generate(prompt, cache=cache, cache_salt=cache_salt, timeout=timeout, **sampling):
             completion.add(delta)
@@ -270,8 +271,9 @@ class Client(_Connection):
         return cache_from_proto(self._ask(self._admin.Cache, CacheRequest(), timeout))
 
     def clear_cache(self, *, redis: bool = False, timeout: float | None = None) -> tuple[CacheTier, ...]:
-        """Drop the cached blocks of the worker at `target`, and with `redis` all of them in Redis; returns what was
-        dropped.
+        """Delete the cached blocks of the worker at `target`, and if `redis`, all blocks in Redis.
+
+        Returns the number of deleted blocks and bytes of each tier. Raises Unsupported at a router.
         """
         answer = self._ask(self._admin.ClearCache, ClearCacheRequest(redis=redis), timeout)
         return tiers_from_proto(answer.dropped)

@@ -27,7 +27,7 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 _MAX_INT32 = 2**31 - 1
 MIN_REPETITION_PENALTY = 2**-10
-"""Logits divided by it stay finite. It is a power of two, so the float32 of the wire represents it exactly."""
+"""Smallest penalty by which a logit stays finite; a power of two, so float32 represents it exactly."""
 
 
 class FinishReason(enum.Enum):
@@ -134,14 +134,14 @@ class SamplingParams:
 
     @property
     def penalizes(self) -> bool:
-        """Whether the choice of the next token depends on the tokens before it other than through their KV."""
+        """Whether a penalty is set, which makes logits depend on the counts of earlier tokens."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def check_vocabulary(self, vocab_size: int, eos_token_ids: Collection[int] = ()) -> None:
         """Raise InvalidRequest if the parameters do not fit the model.
 
-        A token id lies outside the vocabulary, more tokens are allowed than it has, or none can be chosen because
-        `min_tokens` bans all allowed ones.
+        They do not fit if a token id is outside the vocabulary, if more tokens are allowed than it has, or if
+        `min_tokens` bans all allowed tokens.
         """
         check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
         check_count("allowed_token_ids", len(self.allowed_token_ids), vocab_size, "token ids")
@@ -188,7 +188,7 @@ class Sampling(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class SequenceState:
-    """One choice as the sampler sees it: all sampling state is a pure function of these fields.
+    """The state of one choice from which the sampler computes the next token; it needs nothing else.
 
     When a worker gets it, `params.seed` and `params.max_tokens` are set. `output_ids` are the tokens chosen so far; the
     next token has output index `len(output_ids)`.
@@ -230,9 +230,9 @@ class Handoff:
 
 
 def join_ids(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> array[int]:
-    """All token ids of a sequence; a list of a million numbers would be freed one by one.
+    """All token ids of a sequence, as an array, which is freed at once.
 
-    It is `prompt_ids` itself if that is an array, and there is no output.
+    Returns `prompt_ids` itself if it is an array and there is no output.
     """
     if isinstance(prompt_ids, array) and not output_ids:
         return prompt_ids
@@ -285,7 +285,7 @@ CACHE_TIERS = {each.name: each.metadata["title"] for each in fields(CachedTokens
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """The end of prefill; `cached_tokens` were not computed, and `cached` has their number by source."""
+    """The result of prefill; `cached_tokens` tokens were not computed, and `cached` has their number by source."""
 
     first_tokens: tuple[FirstToken, ...]
     cached_tokens: int
@@ -294,7 +294,7 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class PromptReport:
-    """Log-probabilities of a part of the prompt, from position `start` on; the prompt's first token has none."""
+    """Log-probabilities of the tokens of a prompt from position `start` on; the first token of a prompt has none."""
 
     start: int
     tokens: Sequence[TokenInfo]
@@ -302,7 +302,7 @@ class PromptReport:
 
 @dataclass(frozen=True, slots=True)
 class PrefillProgress:
-    """The computed part of a prompt, as in inference.proto. Cached tokens are done."""
+    """The progress of a prompt; `tokens_done` includes cached tokens, and `seconds_left` is None while unknown."""
 
     tokens_done: int
     tokens_total: int
@@ -322,7 +322,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """The latency account in milliseconds: queue + prefill + transfer + slot_wait + decode = total."""
+    """The latency account in milliseconds: queue + prefill + transfer + slot_wait + decode = total.
+
+    `first_token` is the time to the first token, `mean_itl` the mean time between two tokens of a choice.
+    """
 
     queue: float
     prefill: float
@@ -337,7 +340,7 @@ class Timings:
 def finish_reason(
     params: SamplingParams, output_ids: Sequence[int], eos_token_ids: frozenset[int]
 ) -> FinishReason | None:
-    """Reason for a choice's end after the last of `output_ids`, or None; the router handles stop strings."""
+    """The reason why a choice ends with the last of `output_ids`; None if it goes on. Stop strings are not checked."""
     last, count = output_ids[-1], len(output_ids)
     if count >= params.min_tokens and (
         last in params.stop_token_ids or (last in eos_token_ids and not params.ignore_eos)
@@ -356,10 +359,10 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int, first:
 
 
 def check_id(name: str, value: str, *, optional: bool = False) -> None:
-    """Raise InvalidRequest naming the field unless `value` can be an id of a request, transfer, process and so on.
+    """Raise InvalidRequest, which names the field, unless `value` is a valid id of a request, transfer or process.
 
-    That is 1 to MAX_ID_LENGTH printable ASCII characters, or none if it is `optional`. Processes keep the ids of other
-    processes, and write them to logs.
+    An id has 1 to MAX_ID_LENGTH printable ASCII characters; if `optional`, it may also be empty. The limit
+    exists because processes keep ids of other processes, and write them to logs.
     """
     if not value and not optional:
         raise InvalidRequest(name, "must not be empty")
@@ -368,13 +371,13 @@ def check_id(name: str, value: str, *, optional: bool = False) -> None:
 
 
 def check_count(name: str, count: int, limit: int, unit: str) -> None:
-    """Raise InvalidRequest naming the field if it has more than `limit` elements."""
+    """Raise InvalidRequest, which names the field, if it has more than `limit` elements."""
     if count > limit:
         raise InvalidRequest(name, f"at most {limit} {unit} are allowed", count)
 
 
 def check_length(name: str, value: str | bytes, limit: int) -> None:
-    """Raise InvalidRequest naming the field if `value` has more than `limit` characters or bytes."""
+    """Raise InvalidRequest, which names the field, if `value` has more than `limit` characters or bytes."""
     if len(value) > limit:
         unit = "characters" if isinstance(value, str) else "bytes"
         raise InvalidRequest(name, f"must have at most {limit} {unit}", len(value))
@@ -393,7 +396,7 @@ MAX_SHARDS = 1024
 
 @dataclass(frozen=True, slots=True)
 class RemoteExport:
-    """An export of another worker. Each of its `shards` serves a part of it, under the same transfer id.
+    """An export at another worker. Each of the worker's `shards` serves a part, under the same transfer id.
 
     `ticket` is the router's permission to fetch it; empty if the fleet has no ticket keys.
     """
@@ -416,8 +419,8 @@ class PrefixSource:
 class ReserveResult:
     """The answer to a reservation; `too_small` if the worker's memory can't hold the request even when empty.
 
-    `retry_after_s` is 0 if unknown. The worker has the KV of the first `cached_tokens` tokens of the context, and keeps
-    it. If pages were missing, `reservable_tokens` is the largest context that another request could reserve now.
+    `retry_after_s` is 0 if unknown. The worker has pinned the KV of the first `cached_tokens` tokens of the
+    context. If pages were missing, `reservable_tokens` is the largest context that another request could reserve now.
     """
 
     granted: bool
@@ -430,7 +433,7 @@ class ReserveResult:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTimings:
-    """Durations on decode's clock, in milliseconds: from Start to commit, and from commit to slot."""
+    """Durations on decode's clock: `fetch_ms` from Start to the commit, `slot_wait_ms` from the commit to a slot."""
 
     fetch_ms: float
     slot_wait_ms: float
@@ -440,8 +443,8 @@ class DecodeTimings:
 class Output:
     """Tokens of one choice; `output_index` is the index of the first token; `finish` is set if the last token ends it.
 
-    `timings` come with the first output of a choice. An Output is made for every token, so it is not frozen: a frozen
-    dataclass takes three times as long to make.
+    The first output of a choice has `timings`. The class is not frozen, because an Output is made for every token, and
+    a frozen dataclass takes three times as long to make.
     """
 
     choice_index: int

@@ -10,7 +10,7 @@ from router.processes import prepare, run_router_processes
 
 
 def start(config: RouterConfig) -> Running:
-    """The router, or several for `--processes`, ready to be entered."""
+    """One router, or several for `--processes`, as an async context manager."""
     configure(config.log_level, "router")
     prepare()
     return run_router_processes(config) if config.processes > 1 else run(config)

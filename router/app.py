@@ -1,4 +1,4 @@
-"""A router in one piece: everything starts with `run`, and stops, in reverse, when its block ends."""
+"""A router process: `run` starts all of its parts, and stops them in reverse order when the block ends."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from router.serving.validator import RequestValidator, ServedModel, largest_mess
 from router.workers.pool import Pool
 
 _FINAL_READ_S = 2.0
-"""Seconds for clients to read the end of their streams, before these are cut."""
+"""Seconds for clients to read the end of their streams before the streams are cut."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class RouterApp:
     _health: _Health
     _drain_s: float
     failed: asyncio.Future[None]
-    """Gets an exception when the router can't go on."""
+    """A future that gets an exception if the router can't go on."""
 
     @property
     def listening(self) -> str:
@@ -71,11 +71,11 @@ class RouterApp:
 
 @contextlib.asynccontextmanager
 async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[RouterApp]:
-    """Start a router; it is healthy once a prefill and a decode worker that match are there.
+    """Start a router; it is healthy while there is a prefill worker with a matching decode worker.
 
     With `shared`, other processes may listen on the same port.
-    Raises ConfigError for an address that is refused or taken and for files of keys or certificates that can't be used,
-    ModelError for an unusable checkpoint.
+    Raises ConfigError if an address is refused or taken, or if a file of keys or certificates can't be used, and
+    ModelError if the checkpoint can't be used.
     """
     keys = {"api_keys": config.api_keys}
     check_reach(config.grpc, insecure=config.insecure, tls=bool(config.tls_cert), keys=keys, field="grpc")
@@ -84,7 +84,7 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
     signer = TicketSigner(config.ticket_key) if config.ticket_key else None
     model, longest, digest = await executors.run(WORK, _load, config)
     largest = largest_message(min(longest, config.max_model_len or longest), model.vocab_size)
-    # The first large request should not pay for page faults either: it is received, copied and parsed on the loop.
+    # Large requests are received, copied and parsed on the event loop, where page faults would hold up others.
     freed_memory.prepare(2 * largest)
     router_id = f"router-{socket.gethostname()}-{secrets.token_hex(4)}"
     pool = Pool(config, router_id, digest, tls, signer)
@@ -131,7 +131,7 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
 
 
 async def _stop(request_runner: RequestRunner, door: FrontDoor, processes: TokenizerProcesses | None) -> None:
-    """End what a drain has left running, tell its clients why, and wait until nothing is left of it."""
+    """Cancel the requests that a drain has left, tell their clients, and wait until all have ended."""
     request_runner.stop()
     if processes is not None:
         processes.close()
@@ -142,7 +142,7 @@ async def _stop(request_runner: RequestRunner, door: FrontDoor, processes: Token
 
 
 class _Health:
-    """Serving while at least one pair of workers is, until the router drains."""
+    """The health of the router: serving while a pair of workers can serve, until the router drains."""
 
     def __init__(self, pool: Pool, listener: Listener) -> None:
         self._pool = pool
@@ -154,7 +154,7 @@ class _Health:
         self._report()
 
     def stop(self) -> None:
-        """Report that no request will be taken any more."""
+        """Report from now on that the router is not serving."""
         self._stopped = True
         self._report()
 
@@ -166,7 +166,7 @@ class _Health:
 
 
 def _load(config: RouterConfig) -> tuple[ServedModel, int, str]:
-    """The model, its own greatest length, and the digest of its tokenizer."""
+    """The model, the most tokens of its context, and the digest of its tokenizer."""
     directory = resolve(config.checkpoint)
     numbers = ModelConfig.from_pretrained(directory)
     digest = tokenizer_digest(directory)

@@ -1,17 +1,18 @@
-"""From a request of an attempt to its placement: an assignment at a prefill worker, and pages at a decode worker.
+"""Placement of attempts: an assignment at a prefill worker, and pages at a decode worker.
 
-    place           PlacementRequest   waits in the queue as a Waiter (`PlacementScheduler.push`)
-    _give_turns     Turn               its turn, once a prefill worker has room: `next_turn` and `select_workers`
+    method          result             event
+    place           Waiter             the request enters the queue (`PlacementScheduler.push`)
+    _give_turns     Turn               a prefill worker has room, and workers are selected (`next_turn`)
     _wait_for_turn  PrefillAssignment  the prompt counts at the selected prefill worker
     _reserve        Placement          a selected decode worker has granted pages (`grant`)
-                    Refusal            all have refused: the Waiter is in the queue again (`refuse`)
+                    Refusal            all have refused, and the Waiter is in the queue again (`refuse`)
 
-`placement/scheduler.py` decides whose turn it is and where; here its decisions are carried out. Changes of workers,
-released places and timers wake it.
+`placement/scheduler.py` decides which request is placed and where; this module waits, and asks the workers. Changes
+of workers, released assignments and timers wake it.
 
-When no worker of a role is there, requests wait in the queue too, each for `worker_wait_s`, and go on in order.
+Requests also wait in the queue while a role has no workers, each for `worker_wait_s` seconds.
 
-A request that is suspected of killing workers waits beside the queue, for workers of its own (`isolation.py`).
+A request that is suspected of killing workers waits outside the queue for workers of its own (`isolation.py`).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class _TooLarge(Exception):
 
 
 class Dispatcher:
-    """Hands out placements; lives on the event loop. Changes of workers and timers wake it."""
+    """Gives placements to attempts. Use it on the event loop only."""
 
     def __init__(self, pool: Pool, config: RouterConfig) -> None:
         self._pool = pool
@@ -58,9 +59,9 @@ class Dispatcher:
             max_wait_s=config.queue_wait_s,
         )
         self._turns: dict[Waiter, asyncio.Future[tuple[PrefillAssignment, Selection]]] = {}
-        """The future of each waiting request, which gets its turn."""
+        """A future for each waiter, whose result is its turn."""
         self._tenants: dict[PrefillAssignment, str] = {}
-        """Tenants of the requests at prefill workers."""
+        """Tenant of each assignment at a prefill worker that came from the queue."""
         self._breakers = Breakers(self._loop.time)
         self._changed = asyncio.Event()
         self._retry_timer: asyncio.TimerHandle | None = None
@@ -79,14 +80,14 @@ class Dispatcher:
     def check(self, tenant: str, *, decodes: bool) -> None:
         """Raise Overloaded if the queue is full for the tenant.
 
-        Raises Unavailable if no worker can serve the request and requests are not to wait for workers.
+        Raises Unavailable if no worker can serve the request and `worker_wait_s` is 0.
         """
         if not self._config.worker_wait_s and not can_serve(self._pool.fleet, decodes=decodes):
             raise Unavailable(self._pool.describe_missing())
         self.scheduler.check(tenant)
 
     def close(self) -> None:
-        """Fail all that wait."""
+        """Fail all waiting requests with Unavailable."""
         for waiter in self.scheduler:
             self._dismiss(waiter, Unavailable("the router is stopping"))
         self._watch_fleet()
@@ -97,11 +98,11 @@ class Dispatcher:
     async def place(
         self, request: PlacementRequest, deliver: Deliver, suspicion: Callable[[], Suspicion] = lambda: Suspicion.NONE
     ) -> AsyncIterator[Placement]:
-        """Wait for a placement and hold it until the block ends; an unfinished decode attempt is then cancelled.
+        """Wait for a placement and hold it until the block ends, which releases the assignment and the pages.
 
-        A request that is suspected of killing workers gets workers of its own as long as it is. Raises Overloaded at
-        once when the queue is full or the deadline can't be met, Unavailable when no worker came that can serve it, and
-        InvalidRequest when it is larger than any decode worker can hold.
+        `deliver` gets the events of the attempt. While `suspicion` returns more than NONE, the request gets workers of
+        its own. Raises Overloaded at once if the queue is full or the deadline can't be met, Unavailable if no worker
+        that can serve the request came in time, and InvalidRequest if no decode worker can ever hold it.
         """
         try:
             placement = await self._isolate(request, deliver, suspicion) if suspicion() else None
@@ -121,7 +122,7 @@ class Dispatcher:
             self._on_update()
 
     def release(self, assignment: PrefillAssignment) -> None:
-        """The prefill worker is done with the request; idempotent."""
+        """Release the assignment, since the prompt is computed; idempotent."""
         if self._free(assignment):
             self._give_turns()
 
@@ -135,7 +136,7 @@ class Dispatcher:
     async def _isolate(
         self, request: PlacementRequest, deliver: Deliver, suspicion: Callable[[], Suspicion]
     ) -> Placement | None:
-        """A placement on workers of its own; None to run among others."""
+        """A placement on workers of its own; None if the request may run among others."""
         request = replace(request, alone=True)
 
         async def reserve(
@@ -153,7 +154,7 @@ class Dispatcher:
         return placed and replace(placed[0], isolation=placed[1])
 
     async def _wait_in_queue(self, request: PlacementRequest, deliver: Deliver) -> Placement:
-        """Wait in the queue and use turns until one brings a placement."""
+        """Wait in the queue until a turn brings a placement."""
         now = self._loop.time()
         waiter = Waiter(request, now)
         if not request.is_retry:
@@ -171,13 +172,13 @@ class Dispatcher:
                     if (placement := await self._reserve(waiter, assignment, selection, deliver)) is not None:
                         return placement
         finally:
-            # No waiter may stay in the queue without a future for its turn, whatever was raised here.
+            # A waiter in the queue must have a future for its turn, also after an error.
             self.scheduler.leave_queue(waiter)
             del self._turns[waiter]
             self.scheduler.forget(waiter)
 
     async def _wait_for_turn(self, waiter: Waiter) -> tuple[PrefillAssignment, Selection]:
-        """Wait in the queue for a turn."""
+        """Wait for a turn. Raises _TooLarge if no decode worker can ever hold the request."""
         turn = self._turns[waiter]
         try:
             return await turn
@@ -192,7 +193,7 @@ class Dispatcher:
     async def _reserve(
         self, waiter: Waiter, assignment: PrefillAssignment, selection: Selection, deliver: Deliver
     ) -> Placement | None:
-        """Ask decode workers in a turn; None when all refuse and the waiter is back in the queue."""
+        """Ask the selected decode workers; None if all refuse, and the waiter is back in the queue."""
         answer = None
         try:
             too_small = waiter.refusal.too_small
@@ -209,17 +210,17 @@ class Dispatcher:
             self._end_turn(waiter, None if isinstance(answer, Placement) else assignment)
 
     def _end_turn(self, waiter: Waiter, unused: PrefillAssignment | None) -> None:
-        """A turn is over, with a placement or without."""
+        """End a turn; `unused` is its assignment if it brought no placement."""
         self.scheduler.end_turn(waiter)
         if unused is not None:
             self._free(unused)
         self._give_turns()
 
     async def _wait_for_larger_worker(self, waiter: Waiter) -> None:
-        """Wait for a larger decode worker than those that are there, and return to the queue.
+        """Wait until a decode worker joins that is large enough, and return to the queue.
 
-        Only requests that were accepted before wait: they ran on such a worker. Raises InvalidRequest for others, and
-        Unavailable after `worker_wait_s`.
+        Only retries wait, because they ran on such a worker before. Raises InvalidRequest for a new request, and
+        Unavailable after `worker_wait_s` seconds.
         """
         request, reasons = waiter.request, "; ".join(waiter.refusal.too_small.values())
         problem = (
@@ -235,7 +236,7 @@ class Dispatcher:
                     await self._changed.wait()
         except TimeoutError:
             waited = f"after a wait of {self._config.worker_wait_s:g} s"
-            message = f"no decode worker is there any more that could hold the request, {waited}: {problem}"
+            message = f"no decode worker is left that could hold the request, {waited}: {problem}"
             raise Unavailable(message) from None
         self._turns[waiter] = self._loop.create_future()
         self.scheduler.push_again(waiter, self._loop.time(), first=True)
@@ -250,12 +251,12 @@ class Dispatcher:
         self._give_turns()
 
     def _retry_refused(self) -> None:
-        """Let refused entries ask again though no worker has changed."""
+        """Let refused waiters ask again although no worker has changed."""
         self._retry_timer = None
         self._on_update()
 
     def _give_turns(self) -> None:
-        """Give turns, in the order of the queue, as long as prefill workers have room."""
+        """Give turns in the order of the queue while prefill workers have room."""
         self._changed.set()
         without_room: set[Waiter] = set()
         while self._give_turn(without_room):
@@ -264,14 +265,14 @@ class Dispatcher:
         self._watch_fleet()
 
     def _give_turn(self, without_room: set[Waiter]) -> bool:
-        """Give the next entry its turn; False when no entry can use one."""
+        """Give the next waiter its turn; False if no waiter can use one."""
         excluded = self._breakers.excluded()
         next_ = self.scheduler.next_turn(self._pool.fleet, excluded, self._loop.time(), without_room)
         if next_ is None:
             return False
         waiter, turn = next_.waiter, self._turns[next_.waiter]
         if turn.done():
-            # It was cancelled, and its task has yet to wake up and leave the queue.
+            # The waiter was cancelled, but its task has not run since.
             self.scheduler.leave_queue(waiter)
         elif next_.selection is None:
             self._dismiss(waiter, _TooLarge())
@@ -283,7 +284,7 @@ class Dispatcher:
         return True
 
     def _watch_fleet(self) -> None:
-        """Limit the time for which entries wait for a fleet that is gone."""
+        """Start the timer for waiters while no workers can serve; stop it when some can."""
         missing = self.scheduler.lacks_fleet(self._pool.fleet, self._loop.time())
         if missing and self._give_up_timer is None:
             self._give_up_timer = self._loop.call_later(self._config.worker_wait_s, self._give_up)
@@ -292,7 +293,7 @@ class Dispatcher:
             self._give_up_timer = None
 
     def _give_up(self) -> None:
-        """Dismiss entries that have waited long enough for a worker."""
+        """Fail waiters that have waited `worker_wait_s` seconds for a worker."""
         self._give_up_timer, wait_s = None, self._config.worker_wait_s
         late, next_at = self.scheduler.overdue(self._pool.fleet, self._loop.time(), wait_s)
         for waiter in late:
@@ -308,7 +309,7 @@ class Dispatcher:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A worker that can give KV: where, and of which incarnation."""
+    """A decode worker from which prefill can fetch KV: its shards with KV addresses, and its incarnation."""
 
     shards: tuple[Shard, ...]
     incarnation: str
@@ -316,10 +317,11 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The placement of an attempt; `decode` is None when nothing is to be decoded.
+    """The workers of an attempt; `decode` is None if the attempt needs no decode worker.
 
-    `consumer` is the audience of KV tickets; faults and successes of the workers go to `breakers`.
-    `pinned_tokens` are the leading ones that the decode worker has already, and `peer` is where prefill can fetch them.
+    `consumer` is the audience of KV tickets for the decode worker. `breakers` count faults and successes of the
+    workers. The decode worker has pinned the KV of the first `pinned_tokens` tokens; prefill can fetch it from `peer`,
+    unless that is None.
     """
 
     prefill: PrefillAssignment
@@ -331,16 +333,16 @@ class Placement:
     pinned_tokens: int = 0
     peer: Peer | None = None
     isolation: IsolationGrant | None = None
-    """Set for a request that has workers for itself."""
+    """The grant of a request that has workers for itself."""
 
     def describe(self) -> str:
-        """The workers, for people."""
+        """The workers, for the ledger's reader."""
         decode = f", decode at {self.decode_address}" if self.decode else ""
         return f"prefill {self.prefill.link.name}{decode}"
 
 
 class Reserver:
-    """Opens assignments at prefill workers, and asks decode workers for pages."""
+    """Makes assignments at prefill workers, and asks decode workers for pages, for `timeout_s` seconds each."""
 
     def __init__(self, pool: Pool, breakers: Breakers, timeout_s: float) -> None:
         self._pool = pool
@@ -348,7 +350,7 @@ class Reserver:
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
         self._refused: dict[tuple[str, int], dict[str, DecodeCall]] = {}
-        """Attempts of requests that wait, by the decode worker that refused them."""
+        """Refused calls by (request id, attempt number), then by the address of the decode worker."""
 
     def assign(self, selection: Selection, query: PlacementQuery) -> PrefillAssignment:
         """An assignment at the selected prefill worker."""
@@ -363,7 +365,10 @@ class Reserver:
         deliver: Deliver,
         too_small: Mapping[str, str],
     ) -> Placement | Refusal:
-        """Ask the decode workers in turn. The assignment stays the caller's until there is a placement."""
+        """Ask the decode workers, one after the other, until one grants pages.
+
+        The caller must release the assignment if the result is a Refusal.
+        """
         if not request.decodes:
             self._expect_blocks(request, assignment, selection)
             return Placement(assignment, self._breakers.begin_attempt(selection.prefill, None))
@@ -396,7 +401,7 @@ class Reserver:
         return self._refusal(request, selection, answers, too_small)
 
     def withdraw(self, request: PlacementRequest) -> None:
-        """The request does not ask again: workers that refused it need not set pages aside for it."""
+        """Tell decode workers that refused the request not to set pages aside: it will not ask again."""
         for call in self._refused.pop((request.request_id, request.attempt), {}).values():
             call.withdraw()
 
@@ -424,9 +429,9 @@ class Reserver:
         )
 
     def _last_resort(self, request: PlacementRequest, selection: Selection, too_small: Mapping[str, str]) -> list[str]:
-        """Decode workers that the request avoids: better one of these than to wait for the others.
+        """Addresses of decode workers that the request avoids, to ask after all others: that is better than to wait.
 
-        One that must run alone has no others but the worker that is isolated for it.
+        Empty for a request that must run alone.
         """
         fleet = self._pool.fleet
         prefill = fleet.prefill.get(selection.prefill)
@@ -439,19 +444,19 @@ class Reserver:
         return [address for address in addresses if address in query.avoid and address not in closed]
 
     def _expect_blocks(self, request: PlacementRequest, assignment: PrefillAssignment, selection: Selection) -> None:
-        """Note the blocks that the prefill worker will soon hold: the prompt goes there at once."""
+        """Note the blocks that the prefill worker will soon hold, because the prompt goes there at once."""
         writes = request.cache.writes
         self._pool.prefixes.expect(selection.prefill, request.digests, assignment.cached_tokens, writes=writes)
 
     def _peer(self, assignment: PrefillAssignment, decode: WorkerLink) -> Peer | None:
-        """The decode worker, if the prefill worker can fetch KV from it: in its own format and with our KV tickets."""
+        """The decode worker as a source of KV; None if its block namespace differs, or if it refuses our KV tickets."""
         status = decode.status
         if status is None or decode.namespace != assignment.link.namespace or not self._pool.signs_for(status.identity):
             return None
         return Peer(complete_shards(status.identity.shards, decode.address), status.identity.incarnation)
 
     async def _ask(self, call: DecodeCall, request: PlacementRequest, digests: bytes) -> ReserveResult:
-        """One worker's answer; one that doesn't come in time, or for a lost session, is a refusal."""
+        """The answer of one worker; a refusal if none comes in time or the session is lost."""
         answer = ReserveResult(False, "no answer", False)
         left = request.deadline - self._loop.time()
         try:

@@ -1,17 +1,16 @@
 """Isolation of requests that are suspected of killing workers: each waits for workers of its own.
 
-    its turn ── give the least loaded workers nothing new ── empty ── reserve ── run ── first token from decode
-                                                                                        └─ the end of the turn
+    request is first ── its workers get no new requests ── they are empty ── reserve ── run ── first token from decode
+                                                                                               └─ isolation ends
 
-One request at a time has the turn, in order of arrival; all its choices share it. A request waits for its turn until
-its deadline, or until it is no longer suspected. If the workers do not become empty in `wait_s`, the request runs among
-others after all: it may then kill a worker once more, but no request fails because others were isolated before it, and
-the next loss is evidence again. The first token from decode ends the turn: a request that kills does so before it.
+One request at a time is isolated, in order of arrival, together with all of its choices. The others wait until their
+deadline, or until they are no longer suspected. If the workers do not become empty in `wait_s` seconds, the request
+runs among others. It may then kill another worker, which is new evidence against it; but no request fails because it
+waited for isolation. The first token from decode ends the isolation, because a request that kills does so before it.
 
-It has a prefill worker for itself. It has a decode worker for itself only if deaths of decode workers alone point at
-it: a long prompt takes minutes to compute, and a small fleet has one decode worker. If such a request kills a decode
-worker among others, that is evidence for its next turn. Otherwise the decode worker is isolated only while the request
-waits there for pages, so that released pages go to it.
+The request has a prefill worker for itself. It has a decode worker for itself only if deaths of decode workers alone
+are evidence enough: a long prompt takes minutes to compute, and a small fleet may have one decode worker. In all other
+cases the decode worker is isolated only while the request waits there for pages, so that it gets the released pages.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from router.workers.pool import Pool
 
 P = TypeVar("P")
 ReserveAt: TypeAlias = Callable[[PlacementQuery, Selection, Mapping[str, str]], Awaitable[P | Refusal]]
-"""Reserves at the selected workers; the mapping has the reasons of decode workers that are too small."""
+"""A function that reserves at the selected workers; the mapping has the reason of each worker that is too small."""
 
 
 class Isolation:
-    """Places requests where nothing else runs; `Pool.isolate` tells others which workers are not for them.
+    """Places requests on workers that serve no other request; `Pool.isolate` keeps new requests away from them.
 
-    `changed` is set whenever a worker or the queue has changed; `updates` is the number of changes of workers.
+    `changed` is set at each change of a worker or of the queue. `updates` returns the number of changes of workers.
     """
 
     def __init__(
@@ -58,21 +57,21 @@ class Isolation:
         self._wait_s = wait_s
         self._worker_wait_s = worker_wait_s
         self._attempts: dict[str, int] = {}
-        """Requests in the order of their turns, and how many of their attempts take part."""
+        """Number of attempts of each request, by request id, in order of arrival."""
         self._pair: Selection | None = None
-        """Workers for the attempts of the request whose turn it is."""
+        """Workers of the first request."""
         self._own: frozenset[str] = frozenset()
-        """The workers that these have for themselves."""
+        """Addresses of the workers that the first request has for itself."""
         self._empty_by: float | None = None
         self._loop = asyncio.get_running_loop()
 
     async def place(
         self, request: PlacementRequest, reserve: ReserveAt[P], suspicion: Callable[[], Suspicion]
     ) -> tuple[P, IsolationGrant] | None:
-        """A placement on workers of its own, and the grant that is to be released; None to run among others.
+        """Wait for a placement on workers of its own. Returns it with a grant that the caller must release.
 
-        That is so when the request is no longer suspected, when no workers became empty in time, and when no worker
-        that is there can hold the request. Raises Unavailable when there were no workers for `worker_wait_s`.
+        Returns None if the request may run among others: it is no longer suspected, no workers became empty in time, or
+        no present worker can hold it. Raises Unavailable if there were no workers for `worker_wait_s` seconds.
         """
         request_id = request.request_id
         self._attempts[request_id] = self._attempts.get(request_id, 0) + 1
@@ -89,7 +88,7 @@ class Isolation:
         self._attempts[request_id] -= 1
         if self._attempts[request_id]:
             if was_first and self._own:
-                # One that gave up had more.
+                # An attempt that gave up may have isolated more workers.
                 self._pool.isolate(self._own)
             return
         del self._attempts[request_id]
@@ -115,7 +114,7 @@ class Isolation:
                 until = gone_since + self._worker_wait_s
                 if now >= until:
                     raise Unavailable(self._pool.describe_missing(self._worker_wait_s))
-                # The time in which a pair must become empty counts only while there is one.
+                # The time in which a pair must become empty starts when there is a pair.
                 if self._is_first(request.request_id):
                     self._empty_by = None
             elif self._is_first(request.request_id):
@@ -135,7 +134,7 @@ class Isolation:
                     if not isinstance(answer, Refusal):
                         self._pair, self._own = selection, self._own | own
                         self._pool.isolate(self._own)
-                        # Other choices of the request may follow.
+                        # Other choices of the request may be placed now.
                         self._changed.set()
                         return answer, IsolationGrant(partial(self._leave, request.request_id), of_pair=of_pair)
                     too_small = answer.too_small
@@ -150,7 +149,7 @@ class Isolation:
         return None
 
     def _select(self, query: PlacementQuery, *, of_pair: bool) -> tuple[Selection, bool] | None:
-        """The pair to run at, and whether nothing but other choices of the request runs on the isolated part of it."""
+        """The pair to use, and whether its isolated workers serve no other request; None if there is no pair."""
         fleet, pair = self._pool.fleet, self._pair
         has_own = not of_pair or (pair is not None and self._own.issuperset(pair.decode))
         if pair is not None and has_own and all(address in fleet for address in (pair.prefill, *pair.decode)):
@@ -159,7 +158,7 @@ class Isolation:
 
 
 class IsolationGrant:
-    """The right of an attempt to run where no other request does, until `release`; `of_pair`: also on decode."""
+    """The right of an attempt to a prefill worker for itself until `release`; if `of_pair`, also to a decode worker."""
 
     def __init__(self, on_release: Callable[[], None], *, of_pair: bool) -> None:
         self._on_release = on_release
@@ -167,7 +166,7 @@ class IsolationGrant:
         self.released = False
 
     def release(self) -> None:
-        """Let others use the workers; idempotent."""
+        """Let other requests use the workers; idempotent."""
         if not self.released:
             self.released = True
             self._on_release()

@@ -1,22 +1,22 @@
-"""Output of a request: from tokens, in whatever order they come, to the messages for its client.
+"""Output of a request: turns tokens, which may come out of order, into the messages for its client.
 
-Each choice emits its tokens in the order of their output index and drops those it has had, so that token 2 may
-arrive before token 1, and a new attempt may repeat what an old one said. Text comes from an incremental detokenizer
-through a stop matcher. What is new gathers in the output queue until the client's stream takes it, so a slow client
-costs its own max_tokens of memory and holds back nobody.
+Each choice emits its tokens in the order of their output index and drops repeated ones. So token 2 may arrive before
+token 1, and a new attempt may repeat tokens. An incremental detokenizer makes the text, and a stop matcher searches it.
+New output waits in the output queue until the client's stream takes it, so a slow client costs the memory of its own
+max_tokens and delays no other client.
 
     add ──▶ [Update] [Update] [Update, still filling] ──▶ take: one at a time, oldest first, each at most MESSAGE_BYTES
 
-As one message, what gathers for a client that reads slowly could be larger than the client accepts (gRPC's default is
-4 MiB), and the answer would be lost. So it is cut as it comes: text, tokens and finish of a choice keep their order,
-and usage and timings are in the last message.
+A single message for a client that reads slowly could be larger than the client accepts (gRPC's default is 4 MiB), and
+the answer would be lost. So output is cut into messages as it comes. Text, tokens and finish of a choice keep their
+order; usage and timings are in the last message.
 
-The latency account has durations on the router's clock, but for decode's own, which are durations too.
+The latency account has durations on the router's clock, and two durations that decode has measured on its own.
 
-    arrival ──queue── dispatch ──prefill── first token ──transfer── ──slot wait── ──decode── end
+    arrival ──queue── placement ──prefill── first token ──transfer── ──slot wait── ──decode── end
 
-The parts add up to the total exactly. Decode begins to fetch when prefill is dispatched, so only the part of the
-fetch that comes after prefill counts as transfer. Decode is the rest, so that no time is missing.
+The sum of the parts is exactly the total. Decode begins to fetch when prefill is called, so only the part of the fetch
+after prefill counts as transfer. The remaining time counts as decode, so that no time is missing.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ from router.serving.validator import Request
 
 @dataclass(slots=True)
 class Account:
-    """Times are in seconds on one monotonic clock; of several attempts the first one's count."""
+    """The latency account of a request; times are in seconds on one monotonic clock. Only the first attempt counts."""
 
     arrived: float
     placed: float | None = None
     first_token: float | None = None
     decode: DecodeTimings | None = None
     tokens: dict[int, tuple[float, float, int]] = field(default_factory=dict)
-    """First time, last time and number of tokens by choice."""
+    """By choice: time of the first token, time of the last token, and number of tokens."""
 
     def on_placed(self, now: float) -> None:
-        """Prefill was called."""
+        """Record that workers were found and prefill is called."""
         if self.placed is None:
             self.placed = now
 
     def on_decode(self, timings: DecodeTimings) -> None:
-        """Decode has reported its share."""
+        """Record the durations that decode has measured."""
         if self.decode is None:
             self.decode = timings
 
     def on_tokens(self, choice: int, count: int, now: float) -> float | None:
-        """Tokens of a choice came; returns the time per token since those before, None for the first."""
+        """Record `count` new tokens of a choice. Returns seconds per token since the last ones; None for the first."""
         if self.first_token is None:
             self.first_token = now
         first, last, seen = self.tokens.get(choice, (now, now, 0))
@@ -72,7 +72,7 @@ class Account:
         return (now - last) / count if seen else None
 
     def timings(self, now: float) -> Timings:
-        """The account of a request that ends now, in milliseconds."""
+        """The account in milliseconds of a request that ends at `now`."""
         total = 1e3 * (now - self.arrived)
         queue = 1e3 * ((now if self.placed is None else self.placed) - self.arrived)
         until_first = 1e3 * ((now if self.first_token is None else self.first_token) - self.arrived)
@@ -98,7 +98,7 @@ class Account:
 
 
 class _Choice:
-    """One choice from its first token to its finish."""
+    """The output of one choice, from its first token to its finish."""
 
     def __init__(self, index: int, request: Request, stops: StopStrings, queue: OutputQueue) -> None:
         self.index = index
@@ -111,11 +111,11 @@ class _Choice:
         self._matcher = StopMatcher(stops, include_stop=request.params.include_stop_in_output)
 
     def forget_early(self) -> None:
-        """Drop what came out of order: a new attempt says it again."""
+        """Drop tokens that came out of order, because a new attempt sends them again."""
         self._early.clear()
 
     def add(self, index: int, tokens: Sequence[TokenInfo], finish: FinishReason | None) -> int:
-        """Take tokens from output index `index` on, and emit all that are in order now; returns their number."""
+        """Add tokens from output index `index` on, and emit all that are in order now; returns the number emitted."""
         if len(tokens) == 1 and index == len(self.output_ids) and not self._early and self.finish is None:
             self._emit(tokens[0], finish)
             return 1
@@ -135,7 +135,7 @@ class _Choice:
         piece = "" if silent else self._detokenizer.push(token.token_id)
         if finish is not None:
             piece += self._detokenizer.flush()
-        # As in vLLM, a stop string that ends within min_tokens is text like any other.
+        # As in vLLM, a stop string within the first min_tokens tokens does not end the choice.
         text = self._matcher.push(piece, counts=len(self.output_ids) > self._params.min_tokens)
         if self._matcher.found is not None:
             finish, by_token = FinishReason.STOP, False
@@ -147,7 +147,7 @@ class _Choice:
 
 
 class OutputProcessor:
-    """All choices of a request, and the queue of what its client has not been sent."""
+    """The output of all choices of a request, and the queue of messages for its client; `clock` returns seconds."""
 
     def __init__(self, request: Request, clock: Callable[[], float]) -> None:
         asked = request.params.prompt_logprobs is not None
@@ -161,56 +161,56 @@ class OutputProcessor:
         self._choices = [_Choice(index, request, stops, self.queue) for index in range(request.params.n)]
 
     def unfinished(self, choices: Iterable[int]) -> tuple[int, ...]:
-        """The `choices` that have not ended."""
+        """The indexes among `choices` that have not ended."""
         return tuple(index for index in choices if self._choices[index].finish is None)
 
     def unserved(self, choices: Sequence[int]) -> tuple[int, ...]:
-        """The `choices` that an attempt must serve: unfinished ones, or one if only the report is missing."""
+        """The indexes that an attempt must serve: unfinished ones, or one if only the prompt's report is missing."""
         return self.unfinished(choices) or (() if self.report_complete else tuple(choices[:1]))
 
     def output_ids(self, choice: int) -> list[int]:
-        """The tokens of a choice that were emitted."""
+        """The emitted token ids of a choice."""
         return self._choices[choice].output_ids
 
     def count_emitted(self, choices: Iterable[int]) -> int:
-        """The number of tokens of these choices that were emitted."""
+        """Number of emitted tokens of these choices together."""
         return sum(len(self._choices[index].output_ids) for index in choices)
 
     def begin(self, choices: Iterable[int]) -> None:
-        """A new attempt at these choices starts."""
+        """Prepare for a new attempt at these choices."""
         for index in choices:
             self._choices[index].forget_early()
 
     def report_progress(self, progress: PrefillProgress) -> None:
-        """Tell the client how far prefill is, unless it has output already: then a prompt is replayed."""
+        """Send the progress of prefill to the client, unless a prompt is replayed after the first output."""
         if self.account.first_token is None:
             self.queue.report_progress(progress)
 
     @property
     def report_complete(self) -> bool:
-        """Whether no log-probabilities of the prompt are missing."""
+        """Whether all requested log-probabilities of the prompt were added."""
         return self.queue.report_left == 0
 
     def add_report(self, start: int, tokens: Sequence[TokenInfo]) -> None:
-        """Emit log-probabilities of the prompt from position `start` on; a new attempt may repeat earlier ones."""
+        """Emit log-probabilities of the prompt from position `start` on; repeated ones are dropped."""
         self.queue.report(tokens[max(self.queue.reported - start, 0) :][: self.queue.report_left])
 
     def add_first_tokens(self, event: Prefilled) -> None:
-        """Emit what prefill sampled, each at the end of its choice."""
+        """Emit the tokens that prefill sampled, each as the next token of its choice."""
         if self._cached_tokens is None:
             self._cached_tokens, self._cached = event.cached_tokens, event.cached
         for first in event.first_tokens:
             self._first(first)
 
     def add(self, event: Output) -> bool:
-        """Emit what decode sampled; whether the choice goes on."""
+        """Emit tokens that decode sampled. Returns whether the choice goes on."""
         if event.timings is not None:
             self.account.on_decode(event.timings)
         self._add(event.choice_index, event.output_index, event.tokens, event.finish)
         return not 0 <= event.choice_index < len(self._choices) or self._choices[event.choice_index].finish is None
 
     def close(self) -> None:
-        """The request is served."""
+        """Emit usage and timings, because the request has ended."""
         completion = self.count_emitted(range(len(self._choices)))
         usage = Usage(self._prompt_tokens, self._cached_tokens or 0, completion, self._cached)
         self.queue.close(usage, self.account.timings(self._clock()))
@@ -234,25 +234,24 @@ class OutputProcessor:
 MESSAGE_BYTES = 8 << 10
 """Most bytes of a response on the wire.
 
-Making one of this size takes a millisecond at most, and a turn of the event loop may come to several of them. A thread
-would not spare the loop that: it keeps the GIL for as long.
+Making one holds up the event loop for a millisecond at most. A thread would not help, because it would hold the GIL.
 """
 
 _FIXED_BYTES = 256
-"""Most bytes of a response without prompt tokens and deltas: request id, usage and timings."""
+"""Most bytes of the other fields of a response: request id, usage and timings."""
 
 _MAX_CONTENT_BYTES = MESSAGE_BYTES - _FIXED_BYTES
 
 _DELTA_BYTES, _TOKEN_BYTES, _ALTERNATIVE_BYTES, _CHARACTER_BYTES = 32, 16, 13, 4
-"""Most bytes on the wire of a delta, of a token beside its alternatives, of an alternative, and of a character."""
+"""Most bytes on the wire of an empty delta, a token without alternatives, an alternative, and a character."""
 
 _TEXT = _MAX_CONTENT_BYTES // _CHARACTER_BYTES // 4
-"""Most characters that are added at once."""
+"""Most characters that are added to a message in one step."""
 
 
 @dataclass(slots=True)
 class ChoiceUpdate:
-    """New output of one choice; the last two fields name the cause of a finish with STOP."""
+    """New output of one choice; `stop_string` or `stop_token_id` is the cause of a finish with STOP."""
 
     index: int
     text: str = ""
@@ -264,7 +263,7 @@ class ChoiceUpdate:
 
 @dataclass(slots=True)
 class Update:
-    """New output of a request, at most one message; usage and timings come with the last."""
+    """New output of a request that fits one message; the last one has `usage` and `timings`."""
 
     deltas: dict[int, ChoiceUpdate] = field(default_factory=dict)
     prompt_tokens: Sequence[TokenInfo] = ()
@@ -272,16 +271,18 @@ class Update:
     usage: Usage | None = None
     timings: Timings | None = None
     size: int = 0
-    """Most bytes that deltas and prompt tokens may take on the wire."""
+    """Most bytes of deltas and prompt tokens on the wire."""
 
 
 class OutputQueue:
-    """Gathers new output until it is taken; one producer, one consumer."""
+    """New output that waits to be taken, for one producer and one consumer.
+
+    The report on the prompt, log-probabilities of `report_tokens` tokens, is taken before all output.
+    """
 
     def __init__(self, report_tokens: int = 0) -> None:
-        """The report, log-probabilities of `report_tokens` tokens of the prompt, is taken before all output."""
         self.reported, self.report_left = 0, report_tokens
-        """Tokens of the report that were added, and that are still to come."""
+        """Number of tokens of the report that were added, and number still missing."""
         self._waiting: deque[Update] = deque()
         self._progress: PrefillProgress | None = None
         self._report: deque[TokenInfo] = deque()
@@ -299,7 +300,7 @@ class OutputQueue:
         stop_string: str | None = None,
         stop_token_id: int | None = None,
     ) -> None:
-        """Add a token of a choice with the text that it completes, and how the choice ended if it did."""
+        """Add a token of a choice with its text, and the reason and cause of the finish if the choice has ended."""
         while len(text) > _TEXT:
             self._delta(choice, _CHARACTER_BYTES * _TEXT).text += text[:_TEXT]
             text = text[_TEXT:]
@@ -320,25 +321,25 @@ class OutputQueue:
         self._wake()
 
     def report_progress(self, progress: PrefillProgress) -> None:
-        """Add how far prefill is; it is taken before everything else, and replaces what waits of its kind."""
+        """Add the progress of prefill. It is taken before everything else, and replaces progress that still waits."""
         self._progress = progress
         self._wake()
 
     def close(self, usage: Usage, timings: Timings) -> None:
-        """Add the last of all."""
+        """Add usage and timings, after which nothing may be added."""
         last = self._last(0)
         last.usage, last.timings = usage, timings
         self._closed = True
 
     def fail(self, error: BaseException) -> None:
-        """End with an error, once what came before it is taken."""
+        """End the queue with an error, which `take` raises after the waiting output."""
         self._error, self.report_left = error, 0
         self._wake()
 
     async def take(self) -> Update:
         """Wait for the next message and take it.
 
-        When nothing is left, raises the error that ended the request, or StopAsyncIteration if it was closed.
+        When nothing is left, raises the error given to `fail`, or StopAsyncIteration after `close`.
         """
         while not (self._report or self._progress or (self._waiting and not self.report_left)):
             if self._closed:
@@ -353,7 +354,7 @@ class OutputQueue:
         return self._take_report() if self._report else self._waiting.popleft()
 
     def _take_report(self) -> Update:
-        """The part of the report that a message holds."""
+        """The next message with a part of the report; the last part may share a message with output."""
         tokens, size = [self._report.popleft()], 0
         size = _size(tokens[0])
         while self._report and size + _size(self._report[0]) <= _MAX_CONTENT_BYTES:
@@ -366,7 +367,7 @@ class OutputQueue:
         return update
 
     def _delta(self, choice: int, size: int) -> ChoiceUpdate:
-        """The part of the last message that is about a choice, with room for `size` bytes more."""
+        """The delta of a choice in the last message, after room for `size` more bytes was made."""
         update = self._last(size + _DELTA_BYTES)
         found = update.deltas.get(choice)
         if found is None:
@@ -376,7 +377,7 @@ class OutputQueue:
         return found
 
     def _last(self, size: int) -> Update:
-        """The last message if it has room for `size` bytes more, or a new one."""
+        """The last message if `size` more bytes fit into it, else a new one."""
         if self._waiting and self._waiting[-1].size + size <= _MAX_CONTENT_BYTES:
             return self._waiting[-1]
         update = Update()
@@ -397,21 +398,22 @@ def _size(token: TokenInfo) -> int:
 class StopStrings:
     """The automaton of some stop strings (Aho and Corasick, 1975); choices of a request share it.
 
-    It reads a text character by character, so what it finds does not depend on how the text was cut into pieces, and
-    the work per character depends neither on the number of stop strings nor on their length. The match that ends first
-    wins; of two that end together, the longer.
+    It reads a text character by character, so the result does not depend on how the text was cut into pieces. The work
+    per character depends neither on the number of stop strings nor on their length. The match that ends first wins; if
+    two end together, the longer one wins.
 
-    A node stands for a prefix of a stop string: the longest one that the text read so far ends with. Node 0 is empty.
+    A node stands for a prefix of a stop string. The current node is the longest prefix that the text ends with; node 0
+    is the empty prefix.
     """
 
     def __init__(self, stops: Iterable[str] = ()) -> None:
         self._next: list[dict[str, int]] = [{}]
         self._shorter = [0]
-        """By node: the node of the next shorter prefix that it ends with."""
+        """By node: the node of the longest shorter prefix that ends its prefix."""
         self.match = [0]
-        """By node: characters of the longest stop string that it ends with; 0 if there is none."""
+        """By node: length of the longest stop string that ends its prefix; 0 if there is none."""
         self.hold = [0]
-        """By node: characters at its end that a stop string could begin with."""
+        """By node: number of characters to hold back, because a stop string may begin with them."""
         for stop in stops:
             self._add(stop)
         self._link()
@@ -440,7 +442,7 @@ class StopStrings:
         self.match[node] = len(stop)
 
     def _link(self) -> None:
-        """Set what follows from shorter prefixes, which come first."""
+        """Set the entries that follow from shorter prefixes, shortest first."""
         depth = [0] * len(self._next)
         self._shorter, self.hold = [0] * len(self._next), [0] * len(self._next)
         waiting = deque([0])
@@ -456,7 +458,7 @@ class StopStrings:
 
 
 class StopMatcher:
-    """Watches one text for stop strings, and holds back exactly the longest suffix that could begin one."""
+    """Searches one text for stop strings, and holds back the longest suffix that may begin one."""
 
     def __init__(self, stops: StopStrings, *, include_stop: bool = False) -> None:
         self._stops = stops
@@ -467,9 +469,9 @@ class StopMatcher:
         """The stop string that ended the text."""
 
     def push(self, piece: str, *, counts: bool = True) -> str:
-        """Add text and return what may be shown now; once `found` is set, nothing more comes.
+        """Add text and return the text that may be shown now; it is empty after `found` was set.
 
-        Without `counts`, matches that end within `piece` are ignored. One that only begins there is found when it ends.
+        Without `counts`, matches that end within `piece` are ignored; a match that begins there may still end later.
         """
         if self.found is not None:
             return ""

@@ -1,12 +1,12 @@
-"""Several routers on one port, each a process of its own: for more streams than one core can carry.
+"""Several router processes on one port, for more streams than one core can serve.
 
     parent ── holds the port, serves nobody ── router 0, router 1, …      all listen on the port (SO_REUSEPORT), and the
       │                                                                   kernel spreads connections over them
       ├─ one dies: its streams break, the others go on; it is started again (see baton.process.supervisor)
       └─ SIGTERM: all drain, then it ends
 
-Routers need no state of each other, so these are full ones, as separate machines would run them. Each has an ops
-listener: the first at --ops, the others at the ports that follow.
+The processes share no state: each is a complete router, as on a machine of its own. Each has an ops listener, the first
+at --ops, the others at the next ports.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from router.app import run
 _LAST_PORT = 65535
 
 _KEPT_BYTES = 64 << 20
-"""Freed memory that a router keeps: several times what the longest request takes."""
+"""Bytes of freed memory that a router keeps: several times the size of the longest request."""
 
 _OWN = ("processes", "grpc", "ops")
 
@@ -45,12 +45,12 @@ class RouterProcesses:
     listening: str
     """The shared address for clients, and the ops address of each router."""
     failed: asyncio.Future[None]
-    """Stays open: a router that dies is started again."""
+    """A future that never gets a result, because a router that dies is started again."""
     _routers: Supervisor
     _drain_s: float
 
     async def drain(self) -> None:
-        """Have all drain, each for its own `drain_s`, and wait until they have ended."""
+        """Drain all routers, each for `drain_s` seconds at most, and wait until they have ended."""
         await self._routers.stop(self._drain_s + STOP_S)
 
 
@@ -58,14 +58,14 @@ class RouterProcesses:
 async def run_router_processes(config: RouterConfig) -> AsyncIterator[RouterProcesses]:
     """Start `config.processes` routers on one port; the end of the block ends them.
 
-    Raises ConfigError for an address that is refused or taken and for one of --ops that leaves too few ports,
-    Unavailable when a router does not start.
+    Raises ConfigError if an address is refused or taken, or if too few ports follow that of --ops, and Unavailable if a
+    router does not start.
     """
     keys = {"api_keys": config.api_keys}
     check_reach(config.grpc, insecure=config.insecure, tls=bool(config.tls_cert), keys=keys, field="grpc")
     ops = [_ops(config, number) for number in range(config.processes)]
     try:
-        # Whoever has the port without sharing it is found by a bind that does not share it either.
+        # Only a bind without sharing finds a process that has the port and shares it with nobody.
         bind(config.grpc).close()
         held = bind(config.grpc, shared=True)
     except ConfigError as error:
@@ -79,20 +79,20 @@ async def run_router_processes(config: RouterConfig) -> AsyncIterator[RouterProc
             ]
             ops = [parse_listeners(await routers.ready(child))["ops"] for child in children]
             for child, each in zip(children, ops, strict=True):
-                # Where metrics are told stays the same for good.
+                # The address of the metrics must not change at a restart.
                 child.restart_on_death([*command, f"--ops={each}"])
             failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             yield RouterProcesses(f"grpc={grpc} ops={','.join(ops)}", failed, routers, config.drain_s)
 
 
 def _relay(_name: str, line: str) -> None:
-    # A line of a router's log names its process.
+    # The lines of a router's log have its process id already.
     with contextlib.suppress(OSError, ValueError):
         print(line, file=sys.stderr, flush=True)
 
 
 def _flags(config: RouterConfig) -> list[str]:
-    """The settings that all routers have; secrets stay in the environment."""
+    """The flags that all routers have in common; secrets are passed in the environment."""
     flags = []
     for field in dataclasses.fields(config):
         if field.name not in _OWN and not field.metadata.get("secret"):
@@ -103,7 +103,7 @@ def _flags(config: RouterConfig) -> list[str]:
 
 
 def _ops(config: RouterConfig, number: int) -> str:
-    """The address of a router's metrics; port 0: any free one, when it starts for the first time."""
+    """The ops address of a router; port 0 stands for any free port at its first start."""
     port = parse_address(config.ops)[1]
     if port + number > _LAST_PORT:
         raise ConfigError(f"ops: {config.ops} leaves no port for router {number}")
@@ -121,7 +121,7 @@ def prepare() -> None:
 
 
 def start(config: RouterConfig) -> Running:
-    """One of several routers, ready to be entered."""
+    """One of several routers on a port, as an async context manager."""
     configure(config.log_level, "router", str(os.getpid()))
     prepare()
     return run(config, shared=True)

@@ -4,16 +4,17 @@
       ▲         └─ failure: a new attempt, elsewhere, with the output ids that the client has had
       └─────────── as long as `RetryHistory` and `RetryBudget` allow; then the last failure is the answer
 
-Prompt and output ids are all the state there is, so an attempt that continues a stream is an ordinary prefill. Before
-the first token an attempt serves all choices together; after it, each choice goes on by itself. An attempt:
+A request has no state but its prompt and output ids, so a new attempt prefills both and continues the stream. Before
+the first token one attempt serves all choices; a retry after it makes one attempt for each choice. An attempt:
 
     QUEUED ── place ── RESERVING ── PREFILLING ── first token ── TRANSFERRING ── decode's first ── DECODING ── ENDED
                                     prefill call and Start at once       tokens may come before the first token
 
-Events come from the prefill call and from the decode session, and each is handled at once, where it arrives: a token
-costs no turn of the attempt's task, which waits only for the end. However it ends (served, failed, cancelled, too
-late), `Attempt.run` gives back all of it in one place: the prefill call and its assignment, the decode attempt, and the
-exported KV that was not fetched. `workers/failures.py` has the rules for retries.
+Events come from the prefill call and from the decode session. Each is handled where it arrives, and does not wake the
+attempt's task, which waits only for the end. However an attempt ends (served, failed, cancelled, too late), three
+`finally` blocks release all that it holds: `_serve_placed` the prefill call and the export that was not fetched,
+`Dispatcher.place` the assignment and the decode worker's pages, `Attempt.run` the attempt's state. The rules for
+retries are in `workers/failures.py`.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ from router.workers.failures import AvoidedWorker, Blame, Cause, Failed, RetryBu
 from router.workers.pool import Pool
 
 DEATH_WAIT_S = 15.0
-"""Seconds to wait for a worker that a request may have killed, before it counts as dead."""
+"""Seconds after which a lost worker counts as dead, if a request may have killed it."""
 
 _STOPPED = "the router is stopping, and the request has not ended"
 
@@ -80,9 +81,9 @@ _logger = logging.getLogger(__name__)
 
 
 class RequestRunner:
-    """Serves requests, each in a task of its own; `router_id` is its name in the ledger.
+    """Serves requests, each in a task of its own; `router_id` is the router's name in the ledger.
 
-    `signer` signs the tickets with which workers fetch KV, where the fleet has keys for them.
+    `signer` signs the tickets with which workers fetch KV; None if the fleet has no ticket keys.
     """
 
     def __init__(
@@ -103,18 +104,18 @@ class RequestRunner:
         self._budget = RetryBudget(self._loop.time())
         self._running: dict[asyncio.Task[Any], OutputProcessor] = {}
         self._attempts: dict[Attempt, None] = {}
-        """Requests that hold, or wait for, anything; none means that nothing is left of any request."""
+        """Attempts that hold workers or wait for them; the values are not used."""
         self._stopped = False
 
     async def run(self, request: Request, output: OutputProcessor) -> None:
-        """Serve a request to its end; its output and its error go to the output queue."""
+        """Serve a request to its end. Its output and its error go to the output queue; nothing is raised."""
         if request.deadline is None:
             request = replace(request, deadline=request.arrived + self._config.request_timeout_s)
         self._budget.record_request()
         self._running[_this_task()] = output
         try:
             if self._stopped:
-                # It was still being tokenized when the others were ended.
+                # `stop` ran while the request was tokenized.
                 raise Unavailable(_STOPPED)
             run = self._deps.threads.of(request.tenant)
             hasher = BlockHasher(request.prompt_ids, request.salt, run) if request.reads_cache else None
@@ -131,27 +132,27 @@ class RequestRunner:
             del self._running[_this_task()]
 
     async def ledger(self) -> Ledger:
-        """Every attempt that lives, from its birth until all that it held was given back."""
+        """A ledger with one entry for each attempt that has not yet released all that it held."""
         now = self._loop.time()
         entries = tuple(attempt.ledger_entry(now) for attempt in self._attempts)
         return Ledger(self._router_id, "router", entries=entries)
 
     def stop(self) -> None:
-        """End all requests and begin none any more; clients are told that the router is gone."""
+        """Cancel all requests and refuse new ones; clients get Unavailable."""
         self._stopped = True
         for task, output in self._running.items():
             output.queue.fail(Unavailable(_STOPPED))
             task.cancel()
 
     async def finish(self) -> None:
-        """Wait until stopped requests hold nothing, and nothing goes on in the background."""
+        """Wait until the cancelled requests and all background calls have ended."""
         await asyncio.gather(*self._running, return_exceptions=True)
         await self._abandon_calls.finish()
 
     async def _serve_choices(
         self, state: RequestState, choices: Sequence[int], history: RetryHistory, delay_s: float
     ) -> None:
-        """Make attempts until the choices have ended; raises the last failure when there may be no more."""
+        """Make attempts until the choices have ended; raises the last failure if no other attempt is allowed."""
         output = state.output
         while choices := output.unserved(choices):
             if len(choices) > 1 and any(output.output_ids(choice) for choice in choices):
@@ -174,7 +175,7 @@ class RequestRunner:
             del self._attempts[attempt]
 
     async def _check_worker_deaths(self, request: Request, history: RetryHistory, attempt: AttemptFailed) -> None:
-        """Raise EngineError if the request kills workers, once a death was seen or must be presumed."""
+        """Raise EngineError if the request has killed workers; waits up to DEATH_WAIT_S to know whether they died."""
         loss, losses = attempt.failed.loss, self._deps.pool.losses
         if loss is None:
             return
@@ -193,7 +194,7 @@ class RequestRunner:
             raise EngineError(f"{message}: {attempt.failed.error}")
 
     def _retry(self, request: Request, history: RetryHistory, attempt: AttemptFailed) -> float:
-        """Seconds until the next attempt; raises the failure when there is to be none."""
+        """Seconds until the next attempt; raises the failure if no other attempt is allowed."""
         failed, now = attempt.failed, self._loop.time()
         ATTEMPTS_FAILED.labels(type(failed.error).__name__).inc()
         if request.deadline is not None and now >= request.deadline:
@@ -216,22 +217,22 @@ class RequestRunner:
 
 
 def describe_failure(failed: Failed, blamed: str) -> str:
-    """The outcome of an attempt, and its worker or pair."""
+    """The failure of an attempt for the log, with the worker or pair at fault."""
     error = str(failed.error)
-    # Workers name themselves in their errors, but for those of a call that broke.
+    # The error of a broken call does not name the worker; other errors do.
     where = error if blamed in error else f"worker {blamed}: {error}"
     return f"{_CAUSE_TEXTS[failed.cause]} {where}"
 
 
 def _this_task() -> asyncio.Task[Any]:
-    """The task that runs; a request that knew it would be part of a cycle, and wait for the garbage collector."""
+    """The running task. Raises RuntimeError outside a task."""
     if (task := asyncio.current_task()) is None:
         raise RuntimeError("a request is served in a task")
     return task
 
 
 async def _run_all(parts: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run all; the first error ends the others and is raised."""
+    """Run all coroutines; the first error cancels the others and is raised."""
     tasks = [asyncio.create_task(part) for part in parts]
     try:
         await asyncio.gather(*tasks)
@@ -242,13 +243,13 @@ async def _run_all(parts: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 
 _FINAL = (InvalidRequest, NotFound, DeadlineExceeded)
-"""Faults that another attempt would only repeat."""
+"""Errors that another attempt would only repeat."""
 
 
 class AttemptFailed(Exception):
-    """An attempt failed, and another may succeed; `blamed` names the worker or pair at fault.
+    """A failed attempt that may be followed by another; `blamed` is the address of the worker or pair at fault.
 
-    `alone`: nothing else ran at the worker.
+    `alone` tells whether no other request ran at the worker.
     """
 
     def __init__(self, failed: Failed, blamed: str, *, alone: bool) -> None:
@@ -272,7 +273,7 @@ class AttemptDeps:
 
 @dataclass(frozen=True, slots=True)
 class RequestState:
-    """A request in service; `hasher` is None for one that may not read the prefix cache."""
+    """A request and its output so far; `hasher` is None if the request may not read the prefix cache."""
 
     request: Request
     output: OutputProcessor
@@ -280,7 +281,7 @@ class RequestState:
 
 
 class Attempt:
-    """One attempt at choices that have the same output so far."""
+    """One attempt to serve choices that all have the same output ids so far."""
 
     def __init__(self, deps: AttemptDeps, state: RequestState, choices: tuple[int, ...], history: RetryHistory) -> None:
         self._deps = deps
@@ -292,7 +293,7 @@ class Attempt:
         self._number = next(history.numbers)
         self._output_ids = list(state.output.output_ids(choices[0]))
         if not state.output.unfinished(choices):
-            # Only the report on the prompt is missing; prefill samples the last token again.
+            # Only the report on the prompt is missing. Prefill always samples, so it repeats the last token.
             self._output_ids.pop()
         self._loop = asyncio.get_running_loop()
         self._run_on_thread = deps.threads.of(request.tenant)
@@ -300,24 +301,24 @@ class Attempt:
         self._life = Lifecycle(State.QUEUED, self._loop.time(), request_deadline=deadline)
         self._placement: Placement | None = None
         self._ended: asyncio.Future[Failed | Exception | None] = self._loop.create_future()
-        """The failure that ended it, an error of our own, or None when all choices have ended."""
+        """The failure of a worker, an error of this router, or None if all choices have ended."""
         self._finished: set[int] = set()
-        """Choices of which the workers will send nothing more."""
+        """Choices for which the workers will send nothing more."""
         self._prefilled = self._fetched = self._prefill_failed = False
 
     async def run(self, delay_s: float) -> None:
-        """Serve the choices, after a pause; raises AttemptFailed when another attempt may succeed."""
+        """Serve the choices after a pause of `delay_s` seconds; raises AttemptFailed if another attempt may succeed."""
         self._output.begin(self._choices)
         try:
             async with self._place(delay_s) as (placement, message):
                 await self._serve_placed(placement, message)
         finally:
             self._life.end(self._loop.time())
-            # It delivers to this attempt: the cycle would keep the prompt until the garbage collector runs.
+            # The placement refers to this attempt: the cycle would keep the prompt until the garbage collector runs.
             self._placement = None
 
     def ledger_entry(self, now: float) -> LedgerEntry:
-        """Its line in the router's ledger, at `now` on the event loop's clock."""
+        """The attempt's entry in the router's ledger; `now` is in seconds on the event loop's clock."""
         deadline = self._life.deadline
         return LedgerEntry(
             owner=f"{self._request.id}/{self._number}",
@@ -331,7 +332,7 @@ class Attempt:
 
     @contextlib.asynccontextmanager
     async def _place(self, delay_s: float) -> AsyncIterator[tuple[Placement, PrefillMessage]]:
-        """A placement, waited for until the deadline, and the message for its prefill worker."""
+        """Wait for a placement until the deadline; the message for its prefill worker is made before."""
         dispatcher, began = self._deps.dispatcher, self._loop.time()
         async with contextlib.AsyncExitStack() as stack:
             try:
@@ -347,7 +348,7 @@ class Attempt:
             yield self._placement, message
 
     async def _placement_request(self) -> PlacementRequest:
-        """The request to the dispatcher; with one token to go, prefill samples it, and nothing is decoded."""
+        """The request to the dispatcher. If one token is missing, prefill samples it without decode."""
         request, history = self._request, self._history
         context, left = len(request.prompt_ids) + len(self._output_ids), request.max_tokens - len(self._output_ids)
         digests = await self._hasher.hash(self._deps.pool.namespaces, self._output_ids) if self._hasher else {}
@@ -369,10 +370,10 @@ class Attempt:
         )
 
     async def _message(self) -> PrefillMessage:
-        """The order to the prefill worker.
+        """The message to the prefill worker.
 
-        It is made before there is a placement: the tenant's work may keep its threads busy for long, and a worker that
-        waits for them serves no request.
+        It is made before there is a placement, because the tenant's threads may be busy for long, and the worker would
+        be idle meanwhile.
         """
         request = self._request
         make = partial(
@@ -405,13 +406,13 @@ class Attempt:
             self._end(None)
             placement.prefill.detach()
             prefilling.cancel()
-            # In this order: the cancellation is sent first, and what it came too late for is abandoned.
+            # After the cancellation: an export that it came too late for must be abandoned.
             if transfer_id and not self._fetched and not self._prefill_failed:
                 self._deps.abandon_calls.abandon(placement.prefill, transfer_id)
             await asyncio.gather(prefilling, return_exceptions=True)
 
     def _source(self, placement: Placement) -> PrefixSource | None:
-        """The decode worker, if it holds a block more than prefill is thought to; prefill may fetch it."""
+        """The decode worker's cached prefix for prefill to fetch; None unless it has a block more than prefill has."""
         peer = placement.peer
         namespace = placement.prefill.link.namespace if peer else None
         if peer is None or namespace is None:
@@ -424,7 +425,7 @@ class Attempt:
         return PrefixSource(export, placement.pinned_tokens)
 
     def _kv_ticket(self, transfer_id: str, incarnation: str, consumer: str) -> bytes:
-        """The ticket that lets `consumer` fetch KV until the deadline; empty where the fleet has no keys."""
+        """A ticket that lets `consumer` fetch KV until the deadline; empty if the fleet has no ticket keys."""
         if (signer := self._deps.signer) is None:
             return b""
         expires = time.time() + (self._remaining() or 0.0)
@@ -444,11 +445,11 @@ class Attempt:
                 deliver=self._deliver,
             )
         except Exception as error:
-            # Nobody waits for this task, and the attempt would wait until its deadline.
+            # Nothing awaits this task: without this, the attempt would wait until its deadline.
             self._end(error)
 
     def _start_decode(self, placement: Placement, transfer_id: str, source: PrefixSource | None) -> None:
-        """Tell decode where to fetch the KV."""
+        """Tell the decode worker where to fetch the KV."""
         if placement.decode is None:
             self._finished.update(self._choices)
             return
@@ -461,12 +462,12 @@ class Attempt:
         )
 
     async def _wait_for_end(self, placement: Placement) -> None:
-        """Wait until all choices have ended; raise the failure that ended the attempt before."""
+        """Wait until all choices have ended; raises the failure if the attempt ends before."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(_until(self._life.request_deadline)):
                 await asyncio.shield(self._ended)
         if not self._ended.done():
-            # Messages that are ready in the loop have arrived as well, and all that has arrived counts.
+            # Messages that have arrived, but were not handled yet, may still end the attempt.
             await asyncio.sleep(0)
         if not self._ended.done():
             raise _too_late()
@@ -479,10 +480,10 @@ class Attempt:
             placement.breakers.record_success(placement.breakers.decode)
 
     def _deliver(self, event: Event) -> None:
-        """Handle an event at once."""
+        """Handle an event of the prefill call or of the decode session."""
         placement = self._placement
         if self._ended.done():
-            # Messages after the end come from a failed attempt, or from choices that the router has ended.
+            # Events may follow a failure, or the end of a choice at the router.
             return
         try:
             match event:
@@ -501,7 +502,7 @@ class Attempt:
                     self._finished.update(self._choices)
                     self._check_end(placement)
         except Exception as error:
-            # It is this request's, and not its whole session's.
+            # The error must end this attempt, and not the whole session.
             self._end(error)
 
     def _end(self, result: Failed | Exception | None) -> None:
@@ -542,10 +543,9 @@ class Attempt:
         self._life.enter(State.DECODING, self._loop.time())
 
     def _check_end(self, placement: Placement, *changed: int) -> None:
-        """End when all choices have, or when the workers say nothing more of one that has not.
+        """End the attempt if all choices have ended, or if the workers will send nothing more for an unfinished one.
 
-        A changed choice that the router has ended is ended at decode too while others go on; closing the placement ends
-        them all.
+        If the attempt goes on, the choices in `changed` that the router has ended are cancelled at the decode worker.
         """
         unfinished = self._output.unfinished(self._choices)
         if not unfinished:
@@ -559,10 +559,10 @@ class Attempt:
                 placement.decode.cancel_choice(choice)
 
     async def _classify_failure(self, placement: Placement, failed: Failed) -> Exception:
-        """The meaning of a failure for the request, and for its workers."""
+        """The exception for a failure, after the worker at fault was recorded."""
         if isinstance(failed.error, _FINAL) and failed.cause is not Cause.REFUSED:
             return failed.error
-        # Decode may notice before the watch does that it can't fetch KV because the prefill worker is lost.
+        # The prefill worker may be lost, and decode may notice this before the watch does.
         grace_s = LOSS_GRACE_S if isinstance(failed.error, SourceUnreachable) else 0.0
         if failed.blame is Blame.PAIR and await placement.prefill.wait_for_loss(grace_s):
             failed = replace(failed, blame=Blame.PREFILL, cause=Cause.LOST, loss=placement.prefill.loss)
@@ -574,7 +574,7 @@ class Attempt:
         return AttemptFailed(failed, self._record_blame(placement, failed), alone=alone)
 
     def _record_blame(self, placement: Placement, failed: Failed) -> str:
-        """Have the next attempts avoid the worker or pair that failed; its name."""
+        """Let the next attempts avoid the worker or pair at fault. Returns its address, or both addresses."""
         breakers, history, decode = placement.breakers, self._history, placement.decode_address
         prefill = placement.prefill.link.address
         if failed.blame is Blame.PAIR and decode is not None:
@@ -592,7 +592,7 @@ class Attempt:
         return name
 
     def _remaining(self) -> float | None:
-        """Seconds until the deadline."""
+        """Seconds until the deadline, at least 0.001; None if there is none."""
         left = self._life.request_deadline - self._loop.time()
         return None if math.isinf(left) else max(left, 0.001)
 

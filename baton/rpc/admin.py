@@ -1,8 +1,8 @@
-"""The Admin service: the ledger of a process and its prefix cache, and their messages. Translates only.
+"""The Admin service, which shows the ledger and the prefix cache of a process; it only translates messages.
 
-A worker serves it on its control listener, a router on the listener for clients. The function that builds a ledger
-checks the sums of its pages, and describes the fault in `violation`. A router has no cached KV, but an index of
-which worker has which prefix: this is its only tier, and can't be cleared.
+A worker serves it on its control listener, a router on its listener for clients. The function that builds a ledger
+checks the sums of its pages, and describes any fault in `violation`. A router caches no KV: its only tier is the index
+of the prefixes that workers hold, which can't be cleared.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from baton.pb import admin_pb2, admin_pb2_grpc
 ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 
 LedgerSource: TypeAlias = Callable[[], Awaitable[Ledger]]
-"""Builds the ledger of a process as it is now; bounded in time."""
+"""A function that returns the current ledger of a process, within a time limit."""
 
 CacheSource: TypeAlias = Callable[[], Awaitable[Sequence[CacheTier]]]
-"""The tiers of a process's prefix cache as they are now, nearest first; bounded in time."""
+"""A function that returns the current tiers of a process's prefix cache, nearest first, within a time limit."""
 
 CacheClearer: TypeAlias = Callable[[bool], Awaitable[Sequence[CacheTier]]]
-"""Drops all cached KV, in shared stores too if the argument is True; returns the dropped blocks and bytes by tier."""
+"""A function that deletes all cached KV, in shared stores too if the argument is True.
+
+It returns the deleted blocks and bytes of each tier.
+"""
 
 _ENTRY_FIELDS = ("owner", "kind", "state", "pages", "bytes", "age_s", "deadline_s", "tenant", "detail")
 _TIER_FIELDS = ("name", "blocks", "bytes", "capacity_bytes", "hits", "misses", "bytes_per_second", "state")
@@ -35,7 +38,7 @@ _LEDGER_FIELDS = ("process", "role", "incarnation", "pages_total", "pages_free",
 
 @dataclass(frozen=True, slots=True)
 class AdminSources:
-    """Sources of a process's answers, with its id and role; without `clear` it has nothing to clear."""
+    """The id and role of a process, and the functions for its answers; `clear` is None if it caches no KV."""
 
     process: str
     role: str
@@ -45,7 +48,7 @@ class AdminSources:
 
 
 class AdminServicer(admin_pb2_grpc.AdminServicer):
-    """Serves ledger and cache to every caller that its listener accepts."""
+    """Serves ledger and cache to all callers that its listener accepts."""
 
     def __init__(self, sources: AdminSources) -> None:
         self._sources = sources
@@ -53,13 +56,13 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
     async def Ledger(
         self, request: admin_pb2.LedgerRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.LedgerResponse:
-        """The ledger now."""
+        """The current ledger."""
         return ledger_to_proto(await self._sources.ledger())
 
     async def Cache(
         self, request: admin_pb2.CacheRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.CacheResponse:
-        """The tiers now."""
+        """The current tiers of the prefix cache."""
         tiers = await self._sources.cache()
         return admin_pb2.CacheResponse(
             process=self._sources.process, role=self._sources.role, tiers=map(_tier_to_proto, tiers)
@@ -68,7 +71,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
     async def ClearCache(
         self, request: admin_pb2.ClearCacheRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.ClearCacheResponse:
-        """Clear the tiers. Raises Unsupported if the process caches no KV."""
+        """Delete all cached KV. Raises Unsupported if the process caches none."""
         if self._sources.clear is None:
             role, process = self._sources.role, self._sources.process
             raise Unsupported(f"{role} {process} caches no KV, only its workers do")

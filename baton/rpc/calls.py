@@ -1,6 +1,6 @@
-"""Parts of a client's calls: requests from Python values, values from responses, credentials, and errors.
+"""Parts of a client's calls: requests from Python values, Python values from responses, credentials, and errors.
 
-A request that the server would refuse is refused here, with the same exception: InvalidRequest naming field and value.
+Bad values raise InvalidRequest with field and value before a request is sent, as the server would answer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ M = TypeVar("M", bound=Message)
 
 _TOKEN_IDS = 2**32
 _SHORT = 1 << 16
-"""Token ids of prompts that routers of all versions read; longer ones go in fixed width."""
+"""Most token ids that are sent as varints, which routers of all versions read; longer prompts have fixed width."""
 
 
 def generate_request(
@@ -43,7 +43,7 @@ def generate_request(
     cache_salt: str = "",
     report_progress: bool = False,
 ) -> pb.GenerateRequest:
-    """A Generate request. A str is text; other sequences are token ids or messages; their first element decides."""
+    """A Generate request. A str prompt is text; in other sequences the first element tells token ids from messages."""
     params = _params(sampling)
     if not isinstance(report_progress, int):
         raise _wrong("report_progress", "must be true or false", report_progress)
@@ -224,7 +224,7 @@ def _too_large(name: str, size: int) -> InvalidRequest:
 
 
 def deltas(response: pb.GenerateResponse) -> list[Delta]:
-    """One delta for each choice of the event. Fields of the whole request are in the first or the last delta."""
+    """One delta for each choice in the response; fields of the whole request are in the first or the last delta."""
     found = [_delta(response.request_id, choice) for choice in response.choices]
     if not found:
         found = [Delta(response.request_id, 0)]
@@ -286,9 +286,9 @@ _UNRESOLVED = re.compile(r"(errors resolving|DNS resolution failed for) .*", re.
 
 
 class ClientCall:
-    """A call to `target`, with `timeout` in seconds, None without a deadline; `secure`: its channel has TLS.
+    """A call to `target` with `timeout` in seconds, or None for no deadline; `secure` if its channel has TLS.
 
-    Raises InvalidRequest naming timeout, unless that is a finite number of at most MAX_TIMEOUT_S.
+    Raises InvalidRequest if `timeout` is not a finite number of at most MAX_TIMEOUT_S.
     """
 
     def __init__(self, target: str, timeout: float | None, *, secure: bool) -> None:
@@ -322,7 +322,7 @@ class ClientCall:
         return from_rpc_error(error)
 
     def _connection_problem(self, details: str) -> str:
-        """Why there is no connection, in plain words; "" if gRPC's message is about something else."""
+        """The reason why there is no connection, in plain words; "" if gRPC's message is about something else."""
         if _UNRESOLVED.fullmatch(details):
             return f"cannot find the host of {self._target}; check the address"
         if (found := _UNREACHED.fullmatch(details)) is None:
@@ -368,9 +368,9 @@ def client_credentials(
     key: File | None = None,
     server_name: str | None = None,
 ) -> tuple[grpc.ChannelCredentials | None, Options]:
-    """Credentials (None for a channel without TLS), and the channel's options.
+    """Credentials, or None for a channel without TLS, and the options of the channel.
 
-    Raises ConfigError naming the setting that is missing or whose file can't be used.
+    Raises ConfigError, which names the setting, if a setting is missing or its file can't be used.
     """
     given = {"ca": ca, "cert": cert, "key": key}
     if (cert is None) != (key is None):
@@ -397,9 +397,7 @@ def _read(name: str, file: Path) -> bytes:
 
 
 def _check_pair(cert: bytes | None, key: bytes | None, path: File | None) -> None:
-    """Raise ConfigError if certificate and key do not match; gRPC would report this only at the first call, and
-    unclearly.
-    """
+    """Raise ConfigError if certificate and key do not match, because gRPC's own error comes late and is unclear."""
     if cert is None or key is None:
         return
     # Imported only if there is a certificate, because it is slow to import.

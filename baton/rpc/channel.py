@@ -47,7 +47,7 @@ _DIAL: Options = [
     ("grpc.enable_http_proxy", 0),
     # Connect to a restarted worker at once.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # In fact the limit of one attempt, TCP and TLS handshake together, on a slow line or a busy machine.
+    # In fact the time limit of one connection attempt, TCP and TLS handshake together.
     ("grpc.min_reconnect_backoff_ms", 5000),
     ("grpc.max_reconnect_backoff_ms", 250),
 ]
@@ -56,7 +56,7 @@ CLIENT_OPTIONS: Options = [*_DIAL, ("grpc.max_receive_message_length", CONTROL_M
 
 
 METADATA_BYTES, METADATA_MAX_BYTES = 16 << 10, 32 << 10
-"""Sizes of a call's metadata: above the first a listener may refuse it, above the second it always does."""
+"""Bytes of a call's metadata above which a listener may refuse it, and above which it always refuses it."""
 
 
 def control_channel(address: str, tls: Tls | None = None, role: str = "router") -> grpc.aio.Channel:
@@ -68,7 +68,10 @@ def control_channel(address: str, tls: Tls | None = None, role: str = "router") 
 
 
 def kv_channel(address: str, tls: Tls | None = None, role: str = "prefill") -> grpc.aio.Channel:
-    """A channel to a worker's kv listener, "host:port", on connections of its own; `tls` as of control_channel."""
+    """A channel to the kv listener of a worker at "host:port", which never shares a connection with other channels.
+
+    `tls` and `role` have the same meaning as in `control_channel`.
+    """
     options = [
         *_DIAL,
         ("grpc.max_receive_message_length", KV_MESSAGE_BYTES),
@@ -85,13 +88,13 @@ def _channel(address: str, tls: Tls | None, role: str, options: Options) -> grpc
 
 
 HEARTBEAT_S = 1.0
-"""Longest time between two messages of a live peer."""
+"""Most seconds between two messages of a live peer."""
 
 SILENCE_S = 5.0
-"""A peer that sent nothing for so long is dead, stopped or cut off."""
+"""Seconds without a message after which a peer counts as dead, stopped or cut off."""
 
 LATE_S = 0.5
-"""A timer that fires so much after its time tells that this process was stopped or busy, and nothing of its peers."""
+"""Seconds by which a timer may be late. If it is later, this process was stopped or busy, and no peer is to blame."""
 
 
 class SilenceTimer:
@@ -121,9 +124,9 @@ class SilenceTimer:
             self._timer.cancel()
 
     def ended_call(self) -> bool:
-        """Whether a CancelledError of this task comes from `on_silence`, and not from who cancels the task."""
-        # A caller that had the task in a variable would be part of a cycle: the task keeps the error, this its
-        # traceback, and the traceback the variable. All that the call holds would wait for the garbage collector.
+        """Whether the current CancelledError comes from `on_silence`, and not from a cancellation of the task."""
+        # The task is not kept by callers: task, error, traceback and a caller's variable would form a cycle, and all
+        # that the call holds would wait for the garbage collector.
         task = asyncio.current_task()
         return self.expired and not (task is not None and task.cancelling())
 

@@ -91,19 +91,19 @@ async def listen(
     guards: Sequence[grpc.aio.ServerInterceptor] = (),
     shared: bool = False,
 ) -> AsyncIterator[Listener]:
-    """Serve what `add` registers on `address` ("host:port"; port 0 picks a free one).
+    """Serve on `address` ("host:port"; port 0 picks a free one) the services that `add` registers.
 
     services        full names of the services, for health and reflection
     grace           seconds that running calls get at the end; no handler runs after the block
     tls, roles      with `tls`, callers need a certificate of one of `roles`
     keys            the settings, by name, that identify callers
     message_bytes   size of the largest request
-    guards          interceptors inside the error mapping
+    guards          interceptors whose errors become statuses
     shared          other processes may listen on the same port
     field           the setting that the address comes from, for errors
 
-    Raises ConfigError naming `field` and the address, if it can't be bound, or if other machines can reach it and TLS,
-    keys and `insecure` are missing.
+    Raises ConfigError, which names `field` and the address, if the address can't be bound, or if other machines can
+    reach it and TLS or keys are missing without `insecure`.
     """
     check_reach(address, insecure=insecure, tls=tls is not None, keys=keys, field=field)
     try:

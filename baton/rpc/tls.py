@@ -43,7 +43,7 @@ class TlsSettings(Protocol):
 
     @property
     def tls_key(self) -> str:
-        """PEM file with its private key."""
+        """PEM file with the private key of the certificate."""
 
     @property
     def tls_ca(self) -> str:
@@ -52,7 +52,7 @@ class TlsSettings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The contents of the three files, found to match."""
+    """Matching contents of the three files in PEM, and the principal in the certificate."""
 
     cert: bytes
     key: bytes
@@ -71,7 +71,7 @@ def principal_of(role: str, name: str) -> str:
 
 
 class Tls:
-    """One process's certificate, key and CA; may be used from any thread."""
+    """The certificate, key and CA of this process; may be used from any thread."""
 
     def __init__(self, cert: str, key: str, ca: str, role: str = "") -> None:
         """If `role` is given, the certificate must contain it."""

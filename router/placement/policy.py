@@ -1,17 +1,17 @@
-"""Placement policy: the prefill and decode workers that a request goes to, from the fleet as the router knows it. Pure.
+"""Placement policy: selects the prefill and decode workers of a request from the router's view of the fleet. Pure.
 
-Prefill goes where the prompt will be done first: the tokens that wait there and the uncached tokens of the prompt, over
-the measured rate. Decode goes where most room is: workers with a free slot first, then by free pages and by cached
-tokens of the prompt. Workers that drain, and pairs whose KV does not match, are left out. A worker or pair that failed
-the request before, or has an open breaker, gets a penalty, and only those with the least penalty are used. A
-request that must run alone gets the pair with the fewest requests of this router; while it waits for that pair, and
-runs there, others are not placed on it.
+The prefill worker is the one that will finish the prompt first: the tokens waiting there plus the uncached tokens of
+the prompt, divided by the measured rate. Decode workers are ordered by room: a free slot first, then free pages and
+cached tokens of the prompt. Draining workers, and pairs whose KV formats do not match, are left out. A worker or pair
+that failed the request before, or has an open breaker, gets a penalty, and only those with the least penalty are used.
+A request that must run alone gets the pair with the fewest requests of this router; while it waits for that pair and
+runs there, no other request is placed there.
 
-A view is the state of one worker as the router knows it; the next view replaces it. Workers with the same KV format
-form a group, so that whether KV can be handed over is found for two groups, and not for each pair of workers. Workers
-that drain are in no group.
+A view is the state of one worker as the router knows it, and each new view replaces the last one. Workers with the same
+KV format form a group, so that formats are compared for each pair of groups, and not for each pair of workers. Draining
+workers are in no group.
 
-Every worker is looked at, in one pass: about 0.5 ms with 500 prefill and 500 decode workers.
+One pass looks at every worker: about 0.5 ms with 500 prefill and 500 decode workers.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from baton.kv.format import KvFormat
 from router.placement.prefix_directory import NO_MATCH, PrefixMatch
 
 MAX_ALL_ASKED, ASKED_OF_MORE = 32, 6
-"""Numbers of decode workers that are asked for a reservation: all of at most 32, the best 6 of more."""
+"""Number of decode workers up to which all are asked for a reservation, and the number asked if there are more."""
 
 RECENT_FRACTION = 1 / 10
-"""The weight of a token of the recent past against one that waits."""
+"""Weight of a recently computed token in the load, where a waiting token has weight 1."""
 
 RECENT_S = 60.0
-"""Time in which the recent past fades to 1/e."""
+"""Seconds in which the weight of a computed token falls to 1/e."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillView:
-    """A prefill worker: what it reports, and what this router has given it.
+    """The state of a prefill worker, from its reports and from this router's requests there.
 
-    `own_tokens` are still to be computed for this router's requests, `recent_tokens` were computed for them before,
-    with a weight that fades with time; `rate` is in tokens per second, 0 while unknown.
+    `address` is its "host:port". `own_requests` is the number of this router's requests there, and `own_tokens` the
+    number of their tokens still to be computed; `recent_tokens` were computed before, and fade with time. `assigned`
+    counts all requests so far. `rate` is in tokens per second, 0 while unknown.
     """
 
     address: str
@@ -54,22 +55,25 @@ class PrefillView:
     recent_tokens: float = 0.0
     incarnation: str = ""
     load_tokens: float = field(init=False)
-    """Tokens to be computed before a new prompt's, and a share of the recent ones.
+    """Tokens to be computed before a new prompt, plus a fraction of the recently computed ones.
 
-    A worker that has had more to do than others will be asked for more again, and has evicted more for it. The share
-    lets that weigh as much as a short queue, so that a prefix which draws requests all the time gets a second holder.
+    The fraction weighs as much as a short queue. So a prefix that attracts requests all the time is computed at a
+    second worker too, which then shares the load.
     """
 
     def __post_init__(self) -> None:
-        # The worker's report includes ours once it knows of them, so the larger of the two counts nothing twice.
+        # The reported tokens include this router's own, after a delay: the maximum counts none of them twice.
         load = max(self.pending_tokens, self.own_tokens) + RECENT_FRACTION * self.recent_tokens
-        # Once a view and not once a placement, of which each looks at all views.
+        # Computed once here, because every placement reads all views.
         object.__setattr__(self, "load_tokens", load)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeView:
-    """A decode worker: what it reports, and how many attempts of this router it serves."""
+    """The state of a decode worker, from its reports; `own_requests` is the number of this router's attempts there.
+
+    `address` is its "host:port"; `free_tokens` is the size of its free pages, in tokens.
+    """
 
     address: str
     kv_format: KvFormat
@@ -87,18 +91,18 @@ Group = dict[str, V]
 
 
 def can_pair(prefill: KvFormat, decode: KvFormat, *, converts: bool) -> bool:
-    """Whether KV of one format can be handed to a worker of the other."""
+    """Whether a decode worker can take KV in the format of a prefill worker; `converts` if it converts dtypes."""
     return prefill == decode or (converts and decode.can_convert_from(prefill))
 
 
 class FleetView:
-    """All accepted workers as they are now; draining ones too."""
+    """The views of all accepted workers by address, draining ones included."""
 
     def __init__(self, prefill: Iterable[PrefillView] = (), decode: Iterable[DecodeView] = ()) -> None:
         self.prefill: dict[str, PrefillView] = {}
         self.decode: dict[str, DecodeView] = {}
         self.isolated: frozenset[str] = frozenset()
-        """Workers of a request that runs alone; no other is placed there."""
+        """Addresses of the workers of a request that runs alone; no other request is placed there."""
         self._prefill_groups: dict[KvFormat, Group[PrefillView]] = {}
         self._decode_groups: dict[tuple[KvFormat, bool], Group[DecodeView]] = {}
         self._pairs: list[tuple[Collection[PrefillView], list[Collection[DecodeView]]]] | None = None
@@ -118,7 +122,7 @@ class FleetView:
 
     @property
     def pairs(self) -> list[tuple[Collection[PrefillView], list[Collection[DecodeView]]]]:
-        """Groups of prefill workers, each with the groups of decode workers that can take over their KV."""
+        """Groups of prefill workers, each with the groups of decode workers that can take its KV."""
         if self._pairs is None:
             self._pairs = [
                 (
@@ -134,7 +138,7 @@ class FleetView:
         return self._pairs
 
     def followers(self, prefill: PrefillView) -> list[DecodeView]:
-        """Decode workers that can take over the KV of a prefill worker."""
+        """Decode workers that can take the KV of a prefill worker."""
         return [
             view
             for (theirs, converts), decodes in self._decode_groups.items()
@@ -143,11 +147,11 @@ class FleetView:
         ]
 
     def has_capacity(self, limit: int) -> bool:
-        """Whether some prefill worker has fewer than `limit` of our requests."""
+        """Whether some prefill worker has fewer than `limit` requests of this router."""
         return any(view.own_requests < limit for view in self.prefill.values())
 
     def put_prefill(self, view: PrefillView) -> None:
-        """Take a new view of a prefill worker."""
+        """Add or replace the view of a prefill worker."""
         old = self.prefill.get(view.address)
         if old is not None and (old.kv_format != view.kv_format or old.draining != view.draining):
             self.remove_prefill(view.address)
@@ -158,7 +162,7 @@ class FleetView:
             group[view.address] = view
 
     def put_decode(self, view: DecodeView) -> None:
-        """Take a new view of a decode worker."""
+        """Add or replace the view of a decode worker."""
         old, kind = self.decode.get(view.address), (view.kv_format, view.converts_kv)
         if old is not None and ((old.kv_format, old.converts_kv) != kind or old.draining != view.draining):
             self.remove_decode(view.address)
@@ -169,7 +173,7 @@ class FleetView:
             group[view.address] = view
 
     def remove_prefill(self, address: str) -> None:
-        """Forget a prefill worker."""
+        """Remove the view of a prefill worker, if there is one."""
         view = self.prefill.pop(address, None)
         if view is not None and not view.draining:
             group = self._prefill_groups[view.kv_format]
@@ -179,7 +183,7 @@ class FleetView:
                 self._pairs = None
 
     def remove_decode(self, address: str) -> None:
-        """Forget a decode worker."""
+        """Remove the view of a decode worker, if there is one."""
         view = self.decode.pop(address, None)
         if view is not None and not view.draining:
             group = self._decode_groups[view.kv_format, view.converts_kv]
@@ -191,11 +195,11 @@ class FleetView:
 
 @dataclass(frozen=True, slots=True)
 class PlacementQuery:
-    """A request's query to placement.
+    """The needs of a request that a selection must meet; workers are given by address.
 
-    `tokens` are those to prefill; `prefill_match` and `decode_match` tell which workers hold some of them. `avoid`
-    names workers, `avoid_pairs` (prefill, decode) pairs, that failed the request before. `too_small` names decode
-    workers that can't hold it even when empty.
+    `tokens` is the number of tokens to prefill; `decodes` tells whether a decode worker is needed. `prefill_match` and
+    `decode_match` tell which workers hold leading tokens. `avoid` are workers, and `avoid_pairs` (prefill, decode)
+    pairs, that failed the request before. `too_small` are decode workers that can't hold it even when empty.
     """
 
     tokens: int
@@ -209,7 +213,7 @@ class PlacementQuery:
 
 @dataclass(frozen=True, slots=True)
 class Excluded:
-    """Workers and (prefill, decode) pairs with an open breaker."""
+    """Addresses of workers, and (prefill, decode) pairs of addresses, with an open breaker."""
 
     workers: frozenset[str] = frozenset()
     pairs: frozenset[tuple[str, str]] = frozenset()
@@ -220,14 +224,14 @@ NOTHING_EXCLUDED = Excluded()
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """A prefill worker and the decode workers to ask for a reservation, best first."""
+    """Addresses of a prefill worker and of the decode workers to ask for a reservation, best first."""
 
     prefill: str
     decode: tuple[str, ...] = ()
 
 
 class Penalty:
-    """Penalties of workers and pairs: from the request's own past, and from breakers."""
+    """Penalties of workers and pairs, from earlier attempts of the request and from breakers."""
 
     def __init__(self, query: PlacementQuery, excluded: Excluded) -> None:
         self._workers = (query.avoid, excluded.workers)
@@ -238,22 +242,22 @@ class Penalty:
         return any(self._workers) or any(self._pairs)
 
     def of_worker(self, address: str) -> int:
-        """The penalty of a worker."""
+        """The penalty of the worker at an address; 0 is best."""
         return sum(address in each for each in self._workers)
 
     def of_pair(self, prefill: str, decode: str) -> tuple[int, int]:
-        """The penalties of two workers, then of their pair; less is better."""
+        """The sum of the penalties of two workers, and the penalty of their pair; less is better."""
         return self.of_worker(prefill) + self.of_worker(decode), sum((prefill, decode) in each for each in self._pairs)
 
     def least(self, prefill: str, decodes: Collection[DecodeView], least_decode: int) -> tuple[int, int]:
-        """The penalty of the best pair with a prefill worker; the least one of `decodes` is known."""
+        """The penalty of the best pair with a prefill worker; `least_decode` is the least penalty among `decodes`."""
         if prefill in self._paired and decodes:
             return min(self.of_pair(prefill, decode.address) for decode in decodes)
         return self.of_worker(prefill) + least_decode, 0
 
 
 def can_serve(fleet: FleetView, *, decodes: bool) -> bool:
-    """Whether some worker, or some pair, could serve a request at all, now or later."""
+    """Whether the fleet has a prefill worker or, if `decodes`, a matching pair, whatever their load is."""
     return any(followers or not decodes for _, followers in fleet.pairs)
 
 
@@ -265,10 +269,10 @@ def matching_decodes(fleet: FleetView) -> frozenset[str]:
 def select_workers(
     fleet: FleetView, query: PlacementQuery, *, prefill_limit: int, excluded: Excluded = NOTHING_EXCLUDED
 ) -> Selection | None:
-    """The best placement.
+    """The best workers for a request.
 
-    None when no prefill worker of the least penalty has fewer than `prefill_limit` of our requests: a request waits
-    rather than go to what failed.
+    None if no prefill worker of the least penalty has fewer than `prefill_limit` requests of this router: a request
+    waits rather than use a worker with a higher penalty.
     """
     penalty = Penalty(query, excluded)
     found = [
@@ -296,9 +300,9 @@ def select_workers(
 def least_loaded_pair(
     fleet: FleetView, query: PlacementQuery, excluded: Excluded = NOTHING_EXCLUDED, *, of_pair: bool = True
 ) -> tuple[Selection, bool] | None:
-    """The pair for a request that runs alone, and whether nothing of ours runs there now.
+    """The pair for a request that runs alone, and whether it serves no request of this router now.
 
-    If not `of_pair`, only the prefill worker must be empty. None when there is no pair at all.
+    Without `of_pair`, only the prefill worker must be empty. None if there is no pair.
     """
     penalty = Penalty(query, excluded)
 
@@ -332,7 +336,7 @@ def least_loaded_pair(
 def _usable_groups(
     fleet: FleetView, query: PlacementQuery, closed: frozenset[str]
 ) -> Iterator[tuple[Collection[PrefillView], list[DecodeView]]]:
-    """Prefill workers with the decode workers that may follow them, without the `closed` ones."""
+    """Groups of prefill workers with the decode workers that can take their KV, except the addresses in `closed`."""
     for group, followers in fleet.pairs:
         prefills = [view for view in group if view.address not in closed] if closed else group
         if not query.decodes:
@@ -355,10 +359,9 @@ def _least_penalty(
 
 
 def _prefill_seconds(views: list[PrefillView], query: PlacementQuery, mean_rate: float) -> list[float]:
-    """Seconds until the prompt would be computed at each.
+    """Seconds until the prompt would be computed at each worker, in the order of `views`.
 
-    Cached tokens and waiting are so weighed in the same unit: a holder of the prefix is preferred by no more than the
-    time that it saves.
+    So cached and waiting tokens have the same unit: a cached prefix makes a worker better by the time that it saves.
     """
     tokens, cached = query.tokens, query.prefill_match.by_worker
     return [
@@ -367,7 +370,7 @@ def _prefill_seconds(views: list[PrefillView], query: PlacementQuery, mean_rate:
 
 
 def _best_decodes(views: list[DecodeView], query: PlacementQuery) -> tuple[str, ...]:
-    """A free slot first, then most room, where a worker that holds all of the prompt counts as twice as roomy."""
+    """Addresses of the best workers: a free slot first, then most room; a fully cached prompt doubles the room."""
     tokens, cached = max(query.tokens, 1), query.decode_match.by_worker
     ranks = [
         (

@@ -1,24 +1,23 @@
-"""From a request's tokens to the workers that hold their KV.
+"""Directory of cached prefixes: finds the workers that hold the KV of a request's leading tokens.
 
-    tokens ── BlockHasher ──▶ digests of blocks ── PrefixDirectory, an index for each role ──▶ who holds how much
+    tokens ── BlockHasher ──▶ digests of blocks ── PrefixDirectory, an index for each role ──▶ tokens at each worker
 
-Fingerprint, KV format and salt are at the root of a chain (`baton.kv.hashing`), so workers of another format know the
-same tokens by other names. The router's hashes only guide placement; workers compute their own.
+Fingerprint, KV format and salt are at the root of a chain (`baton.kv.hashing`), so the same tokens have different
+digests in different formats. The router's digests only guide placement; workers compute their own.
 
-An index holds what workers report, and what this router has sent there. Several routers know nothing of each other, and
-need not: what one of them has sent a worker, the worker reports to all.
+An index has the blocks that workers report, and the blocks of prompts that this router has sent them. Routers need not
+know of each other, because a worker reports its blocks to all of them. The states of a block in an index:
 
-    dispatched ── expected ── reported by the worker ── known ── dropped by it, or the worker is lost
-                     └── not reported within EXPECTED_S: forgotten
+    prompt placed ── expected ── reported by the worker ── known ── dropped by the worker, or the worker is lost
+                        └── not reported within EXPECTED_S seconds: forgotten
 
-A block goes by its name, the first 8 bytes of its digest. A digest stands for all tokens before it, and pools evict the
-end of a chain before its beginning, so a worker that holds a block is taken to hold those before it. Who holds the most
-of a chain is therefore found by search and not by walking along it, and no worker is looked at that holds nothing.
+The name of a block is the first 8 bytes of its digest. A digest stands for all tokens before it too, and page pools
+evict the end of a chain first, so a worker that holds a block is taken to hold all blocks before it. A binary search
+therefore finds the workers that hold most of a chain; workers that hold nothing are not looked at.
 
-Memory is bounded: when more than `most` blocks are known, only every second name counts from then on, then every
-fourth, and so on, by bits of the name itself, so that the same ones are left out for all workers. Chains are then known
-to within a few blocks, and all of them equally well. It stays so when fewer blocks are held again, since the names that
-were left out are not here any more; a router that is started again learns all names anew.
+Memory is bounded: above `most` blocks, an index keeps only every second name, then every fourth, and so on. Bits of the
+name decide, so that the same names are left out for all workers, and all chains are known equally well, to within a few
+blocks. The index does not become finer again when workers hold fewer blocks; a restarted router learns all names anew.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ if TYPE_CHECKING:
     from baton.worker.status import PrefixChange, WorkerIdentity, WorkerRole
 
 _INLINE_TOKENS = 4096
-"""Hashed in less than half a millisecond; more leaves the event loop."""
+"""Most tokens that are hashed on the event loop, which takes half a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockNamespace:
-    """The properties that workers with the same block names have in common; `kv_format` is a digest."""
+    """The common properties of workers that have the same block names; `kv_format` is a digest, in hex."""
 
     fingerprint: str
     kv_format: str
@@ -60,11 +59,14 @@ class BlockNamespace:
 Digests: TypeAlias = Mapping[BlockNamespace, PackedDigests]
 """Digests of the full blocks of one context, by namespace; empty for a request that reads no cache.
 
-Packed, since those of a million tokens as objects take 10 ms of the event loop to be joined and freed."""
+They are packed into one bytes object, because many small objects take milliseconds of the event loop to free."""
 
 
 class BlockHasher:
-    """Hashes the blocks of one request, and keeps those of its prompt for the next attempt; `run` hashes long ones."""
+    """Hashes the blocks of one request; `run` hashes long contexts on a thread.
+
+    The digests of the prompt are kept for later attempts.
+    """
 
     def __init__(self, prompt_ids: Sequence[int], salt: bytes, run: RunOnThread) -> None:
         self._prompt_ids = prompt_ids
@@ -73,7 +75,7 @@ class BlockHasher:
         self._prompt: dict[BlockNamespace, PackedDigests] = {}
 
     async def hash(self, namespaces: Iterable[BlockNamespace], output_ids: Sequence[int] = ()) -> Digests:
-        """Digests of prompt and output so far."""
+        """Digests of the full blocks of prompt and output, for each namespace."""
         return {namespace: await self._hash(namespace, output_ids) for namespace in list(namespaces)}
 
     async def _hash(self, namespace: BlockNamespace, output_ids: Sequence[int]) -> PackedDigests:
@@ -83,7 +85,7 @@ class BlockHasher:
         prompt = self._prompt[namespace]
         if not output_ids:
             return prompt
-        # The chain goes on from its last block as it began from its root.
+        # The last digest is the parent of the next block, as the root is the parent of the first.
         rest = [*self._prompt_ids[len(prompt) * namespace.block_size :], *output_ids]
         return prompt + await self._digests(prompt[-1] if prompt else root, rest, namespace.block_size)
 
@@ -98,29 +100,29 @@ def _pack(parent: bytes, token_ids: Sequence[int], block_size: int) -> PackedDig
 
 
 EXPECTED_S = 30.0
-"""Seconds for which blocks count as held by the worker that computes them, without a report of it."""
+"""Seconds for which a block counts as held by a worker that was sent its prompt, without a report."""
 
 MAX_BLOCKS = 2**20
-"""Each takes about 200 bytes for each worker that holds it."""
+"""Most blocks in an index, counted once for each holder; each takes about 200 bytes."""
 
 MAX_EXPECTED = 2048
-"""Blocks of one prompt that are expected at a time. Of longer ones the worker's reports tell the rest, in messages of
-no more names, so that no call holds up the event loop for longer than some milliseconds."""
+"""Most blocks of one prompt that become expected in one call, which bounds the time of the call. The worker's reports
+have the other blocks, in messages of no more names."""
 
 MAX_FORGOTTEN = 4096
-"""Blocks of a lost worker that are forgotten in one call, in about a millisecond."""
+"""Most blocks of a lost worker that one call forgets, which takes about a millisecond."""
 
 V = TypeVar("V")
 
 _Shards: TypeAlias = list[dict[bytes, V]]
-"""By the last byte of a name: a dict of 200,000 names takes 7 ms to grow."""
+"""256 dicts, indexed by the last byte of a name, because a single dict of 200,000 names takes 7 ms to grow."""
 
 _MAX_MASK_BITS = 8
 _MAX_LEVELS = 8
-"""Lengths of prefixes that are told apart; holders of less than so many others count as holding nothing."""
+"""Most lengths of prefixes in a match; workers that hold less than the shortest of them are left out."""
 
 Level = tuple[int, Collection[str]]
-"""Leading tokens, and all workers that hold at least these."""
+"""A number of leading tokens, and the workers that hold at least as many."""
 
 
 @dataclass(frozen=True)
@@ -128,18 +130,18 @@ class PrefixMatch:
     """The workers that hold leading tokens of a prompt; valid until the index changes."""
 
     levels: Sequence[Level]
-    """The most tokens first, and of each number all holders, among which are those of more."""
+    """Levels with the most tokens first; a worker in one level is in all later levels too."""
 
     @cached_property
     def by_worker(self) -> dict[str, int]:
-        """Leading tokens by the workers that hold some."""
+        """Number of leading tokens that each worker holds, by address; workers that hold none are left out."""
         tokens: dict[str, int] = {}
         for count, holders in reversed(self.levels):
             tokens.update(dict.fromkeys(holders, count))
         return tokens
 
     def tokens(self, worker: str) -> int:
-        """Leading tokens that the worker holds."""
+        """Number of leading tokens that the worker holds."""
         return next((count for count, holders in self.levels if worker in holders), 0)
 
 
@@ -151,32 +153,32 @@ def _shards() -> _Shards[Any]:
 
 
 class PrefixIndex:
-    """Blocks by worker; times are seconds on the caller's clock."""
+    """The blocks that each worker holds, with workers given by address; times are seconds on the caller's clock."""
 
     def __init__(self, most: int = MAX_BLOCKS) -> None:
         self._most = most
         self._blocks: _Shards[tuple[str, ...] | set[str]] = _shards()
         self._alone: dict[str, tuple[str, ...]] = {}
-        """By worker: the holders of a block that nobody else has."""
+        """A tuple of one worker for each worker, shared by all blocks that only it holds."""
         self._by_worker: dict[str, _Shards[float | None]] = {}
-        """By worker: when a block stops being expected, or None once the worker has reported it."""
+        """By worker and name: the time until which a block is expected; None if the worker has reported it."""
         self._expected: deque[tuple[float, str, list[bytes]]] = deque()
         self._size = 0
         self._mask = 0
         self._coarser: set[str] = set()
-        """Workers of which names are still kept that no longer count."""
+        """Workers whose left-out names have not been dropped yet."""
 
     def __len__(self) -> int:
-        """Blocks known, counted once for each worker that holds them."""
+        """Number of blocks, counted once for each worker that holds them."""
         return self._size
 
     @property
     def granularity(self) -> int:
-        """One in so many blocks is known."""
+        """The number of blocks of which one is kept: 1 if all are."""
         return self._mask + 1
 
     def update(self, worker: str, *, reset: bool, stored: Collection[bytes], dropped: Collection[bytes]) -> None:
-        """Take a worker's report, in names of NAME_BYTES; a block that is in both was dropped after it was stored."""
+        """Apply a report of names (NAME_BYTES bytes each); a name in both lists was dropped after it was stored."""
         blocks = self._of(worker)
         if reset:
             self._drop(worker, [name for shard in blocks for name, until in shard.items() if until is None])
@@ -187,10 +189,7 @@ class PrefixIndex:
         self._bound()
 
     def expect(self, worker: str, digests: Sequence[bytes], now: float, first: int = 0) -> None:
-        """A worker was sent a prompt of these blocks, and will soon hold those from `first` on as well.
-
-        Only the next MAX_EXPECTED of them count.
-        """
+        """Expect blocks of a prompt at the worker that it was sent to, from index `first` on, MAX_EXPECTED at most."""
         self._expire(now)
         blocks, until, mask = self._of(worker), now + EXPECTED_S, self._mask
         names = [digest[:NAME_BYTES] for digest in digests[first : first + MAX_EXPECTED] if not digest[0] & mask]
@@ -202,7 +201,7 @@ class PrefixIndex:
         self._bound()
 
     def forget(self, worker: str) -> bool:
-        """The worker is lost: forget MAX_FORGOTTEN of the blocks that it held; returns whether there may be more."""
+        """Forget up to MAX_FORGOTTEN blocks of a lost worker; returns whether there may be more."""
         names = list(islice(chain.from_iterable(self._by_worker.get(worker, ())), MAX_FORGOTTEN))
         self._drop(worker, names)
         if len(names) == MAX_FORGOTTEN:
@@ -213,7 +212,7 @@ class PrefixIndex:
         return False
 
     def match(self, digests: Sequence[bytes], block_size: int, now: float) -> PrefixMatch:
-        """The workers that hold the beginning of a chain of blocks, with the tokens that each holds."""
+        """The workers that hold leading blocks of a chain, with the number of tokens of each."""
         self._expire(now)
         positions: Sequence[int] = range(len(digests))
         if self._mask:
@@ -230,7 +229,7 @@ class PrefixIndex:
         return PrefixMatch(levels)
 
     def _reach(self, digests: Sequence[bytes], end: int, more_than: int) -> int:
-        """The number of the first `end` blocks that more than so many workers hold: steps that double, then halves."""
+        """The number of leading blocks, `end` at most, with more than `more_than` holders; by galloping search."""
         low, high, step = 0, end, 1
         while low < end:
             at = low + step - 1 if low + step < end else end - 1
@@ -294,7 +293,7 @@ class PrefixIndex:
                 self._drop(worker, [name for name in names if blocks[name[-1]].get(name) == until])
 
     def _bound(self) -> None:
-        """Leave out half of the names when there are too many; one worker's at a time, so that no call takes long."""
+        """Leave out half of the names if there are too many; each call does this for one worker, to be short."""
         if self._size > self._most and not self._coarser and self._mask.bit_length() < _MAX_MASK_BITS:
             self._mask = 2 * self._mask + 1
             self._coarser = set(self._by_worker)
@@ -305,11 +304,11 @@ class PrefixIndex:
 
 
 _MAX_SHARED_BLOCKS = 16
-"""Digests sent to a decode worker beyond those that it is thought to hold: reports are late, and may be coarse."""
+"""Number of digests sent beyond the blocks that a decode worker is thought to hold, because reports come late."""
 
 
 class PrefixDirectory:
-    """The indexes of a router, one for each role."""
+    """The indexes of a router, one for each role; workers are given by address, `clock` returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -317,24 +316,24 @@ class PrefixDirectory:
         self._hits = self._misses = 0
 
     def update(self, role: WorkerRole, worker: str, change: PrefixChange) -> None:
-        """Take a worker's report."""
+        """Apply a worker's report."""
         index = self._index(role)
         index.update(worker, reset=change.reset, stored=change.stored, dropped=change.dropped)
         INDEX_BLOCKS.labels(role.value).set(len(index))
 
     def forget(self, role: WorkerRole, worker: str) -> bool:
-        """A worker is lost: forget MAX_FORGOTTEN of the blocks that it held; returns whether there may be more."""
+        """Forget up to MAX_FORGOTTEN blocks of a lost worker; returns whether there may be more."""
         index = self._index(role)
         more = index.forget(worker)
         INDEX_BLOCKS.labels(role.value).set(len(index))
         return more
 
     def match_prefill(self, digests: Digests) -> PrefixMatch:
-        """The prefill workers that hold the beginning of a context; valid until the next report."""
+        """The prefill workers that hold leading blocks of a context; valid until the next report."""
         return self._match(self._prefill, digests)
 
     def match_decode(self, digests: Digests) -> PrefixMatch:
-        """The decode workers that hold the beginning of a context; valid until the next report."""
+        """The decode workers that hold leading blocks of a context; valid until the next report."""
         return self._match(self._decode, digests)
 
     def _match(self, index: PrefixIndex, digests: Digests) -> PrefixMatch:
@@ -345,7 +344,10 @@ class PrefixDirectory:
         return PrefixMatch(sorted((level for each in matches for level in each.levels), key=lambda level: -level[0]))
 
     def expect(self, worker: str, digests: Digests, cached_tokens: int, *, writes: bool) -> None:
-        """A prompt goes to a prefill worker that is thought to hold some of it, and keeps the rest if it `writes`."""
+        """Record that a prompt goes to a prefill worker, which is thought to hold its first `cached_tokens` tokens.
+
+        If it `writes` to the cache, its other blocks are expected at the worker.
+        """
         for namespace, blocks in digests.items():
             found = min(cached_tokens // namespace.block_size, len(blocks))
             self._hits += found
@@ -354,7 +356,7 @@ class PrefixDirectory:
                 self._prefill.expect(worker, blocks, self._clock(), found)
 
     def digests_to_pin(self, worker: str, namespace: BlockNamespace | None, digests: Digests) -> bytes:
-        """Digests to send to a decode worker, one after the other: of what it is thought to hold, and some more."""
+        """Digests to send to a decode worker, concatenated: of the blocks that it is thought to hold, and some more."""
         if namespace is None or not (blocks := digests.get(namespace)):
             return b""
         match = self._decode.match(blocks, namespace.block_size, self._clock())
@@ -362,7 +364,7 @@ class PrefixDirectory:
         return blocks.data(tokens // namespace.block_size + _MAX_SHARED_BLOCKS) if tokens else b""
 
     async def tiers(self) -> list[CacheTier]:
-        """The indexes as a tier of a cache: blocks by worker that holds them, and how many were found at dispatch."""
+        """The indexes as one tier; its hits are blocks of placed prompts that their worker was thought to hold."""
         blocks = len(self._prefill) + len(self._decode)
         coarsest = max(self._prefill.granularity, self._decode.granularity)
         state = "" if coarsest == 1 else f"knows one block in {coarsest}"

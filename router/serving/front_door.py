@@ -1,21 +1,21 @@
-"""The front door: the path of a request from its caller, whatever the transport.
+"""The front door: the path of a request from its caller to its stream of updates, independent of the transport.
 
     authenticate ── admit ── validate ── request_runner ── updates ── the client has taken them all, or is gone
 
     authorization: Bearer KEY ──▶ Caller (tenant, its limit, whether an admin) or Unauthenticated
 
-Without a file of keys everybody is the one tenant "". A tenant has a queue of its own, a salt of the prefix cache, and
-a number of open streams. Tokenize and Detokenize count as streams too. GetModel does not: it takes no longer than a
-refusal.
+Without a file of keys, all callers are the tenant "". Each tenant has its own queue, its own salt of the prefix cache,
+and its own number of open streams. Calls of Tokenize and Detokenize count as streams too. Calls of GetModel do not,
+because they are as cheap as a refusal.
 
-A front end translates: it takes a key and a request off the wire, iterates over the updates, and sends each. Asking for
-the next update tells that the client has taken the one before. Everything else is here: the tenant's limit of streams,
-the queue's capacity, deadlines, clients that read nothing, and the drain.
+A front end only translates: it reads a key and a request, iterates over the updates, and sends each of them. When it
+asks for the next update, the client has taken the last one. This module handles all else: limits of streams and of the
+queue, deadlines, clients that do not read, and the drain.
 
-A front end writes until the client's flow-control window is full, and then the write waits until the client reads.
-Keepalive does not help: a client that reads nothing still answers pings. So each item has a bound, from when the front
-end has it until it asks for the next one. It is short while the router drains and the request is generated: only the
-client could then hold up the end of the process.
+A front end writes until the client's flow-control window is full; then the write waits until the client reads. A client
+that does not read still answers keepalive pings. So there is a time limit for each item, from when the front end gets
+it until it asks for the next one. The limit is shorter for fully generated requests while the router drains, because
+then only the client delays the end of the process.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The tenant of a call; `max_streams` None means no limit."""
+    """The caller of a call, as known from its key; without a limit of streams, `max_streams` is None."""
 
     tenant: str = ""
     max_streams: int | None = None
@@ -63,16 +63,16 @@ class Caller:
 
 
 ANONYMOUS = Caller(admin=True)
-"""The caller where no keys are asked for."""
+"""The caller of all calls if there is no file of keys."""
 
 
 class Tenants:
-    """Knows callers by their keys, and counts the streams of each tenant; lives on the event loop."""
+    """Identifies callers by their keys, and counts the streams of each tenant. Use it on the event loop only."""
 
     def __init__(self, path: str = "", fleet_secret: str = "") -> None:
-        """`path` is the file of keys, empty for none; it is read again when it changes.
+        """`path` is the file of keys, which is read again when it changes; empty for no keys.
 
-        Raises ConfigError for a bad file, and for several tenants without a fleet secret.
+        Raises ConfigError if the file is bad, or has several tenants and `fleet_secret` is empty.
         """
 
         def keys(data: bytes) -> tuple[ApiKey, ...]:
@@ -86,13 +86,13 @@ class Tenants:
         self._streams: Counter[str] = Counter()
 
     def caller(self, authorization: Sequence[str]) -> Caller:
-        """The tenant whose key the header's values contain. Raises Unauthenticated."""
+        """The caller with the key in the values of the header. Raises Unauthenticated if there is none."""
         if self._keys is None:
             return ANONYMOUS
         seen = digest(_key(authorization))
         found: ApiKey | None = None
         for key in self._keys.value():
-            # All are looked at, so that the time taken does not tell which one it was.
+            # All keys are compared, so that the time does not tell which one it was.
             if hmac.compare_digest(key.sha256, seen):
                 found = key
         if found is None:
@@ -103,11 +103,11 @@ class Tenants:
     def stream(self, caller: Caller) -> Iterator[None]:
         """Count a stream of the caller's tenant until the block ends. Raises Overloaded beyond the tenant's limit.
 
-        A call is a stream before its message is received, and again while it is served: large messages count too.
+        A call counts once while its message is received, and once while it is served.
         """
         tenant, limit = caller.tenant, caller.max_streams
         if limit is not None and self._streams[tenant] >= limit:
-            problem = f"{self._streams[tenant]} streams of tenant {tenant} are open, {limit} may be"
+            problem = f"{self._streams[tenant]} streams of tenant {tenant} are open, {limit} are allowed"
             raise Overloaded(f"max_streams: {problem}", _RETRY_S)
         self._streams[tenant] += 1
         try:
@@ -129,9 +129,10 @@ def _key(authorization: Sequence[str]) -> str:
 
 
 class ClientStream(Generic[T]):
-    """The items for one client, one by one; asking for an item tells that the client has taken the one before.
+    """The items for one client, as an iterator; asking for an item tells that the client has taken the last one.
 
-    `take` makes the items and raises StopAsyncIteration after the last; `generated` tells whether all output is there.
+    `take` returns the next item and raises StopAsyncIteration after the last one. `generated` tells whether the request
+    has ended, so that all items wait only for the client.
     """
 
     def __init__(
@@ -157,20 +158,20 @@ class ClientStream(Generic[T]):
 
 
 class StallGuard:
-    """Watches all streams to clients, which may take `limit_s` seconds for each item."""
+    """Ends streams whose client does not take an item within `limit_s` seconds."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
         self.draining = False
         self.writing: dict[ClientStream[Any], float] = {}
-        """Streams that wait for their clients, the longest first, and since when."""
+        """Streams that wait for their clients, with the time since which they wait, the longest wait first."""
         self.now = asyncio.get_running_loop().time
 
     @contextlib.asynccontextmanager
     async def stream(
         self, take: Callable[[], Awaitable[T]], generated: Callable[[], bool]
     ) -> AsyncIterator[ClientStream[T]]:
-        """A stream, which is ended by DeadlineExceeded when its client takes nothing for too long."""
+        """A stream for one client. Raises DeadlineExceeded if the client takes no item for too long."""
         try:
             async with asyncio.timeout(None) as ending:
                 stream = ClientStream(self, take, generated, ending)
@@ -189,7 +190,7 @@ class StallGuard:
 
     @contextlib.asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
-        """Judge the streams until the block ends."""
+        """Watch the streams until the block ends."""
         watching = asyncio.create_task(self._watch(), name="client stalls")
         try:
             yield
@@ -204,13 +205,13 @@ class StallGuard:
             await asyncio.sleep(tick_s)
             now = self.now()
             if now > due + LATE_S:
-                # This process was paused or busy, and has not yet noticed what clients took meanwhile.
+                # This process was paused or busy, and does not yet know which items clients took meanwhile.
                 continue
             for stream in self._overdue(now):
                 self._end(stream, now)
 
     def _end(self, stream: ClientStream[Any], now: float) -> None:
-        # A stream is ended once: its write may take a while to notice, and a timeout that has fired can't be set again.
+        # Each stream is ended once, because a timeout that has fired can't be rescheduled.
         del self.writing[stream]
         try:
             stream.ending.reschedule(now)
@@ -231,7 +232,7 @@ class StallGuard:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The served model; `fingerprint` is empty while no worker is there."""
+    """The served model for clients; `fingerprint` is empty while there is no worker."""
 
     name: str
     max_model_len: int
@@ -242,7 +243,7 @@ class ModelInfo:
 
 
 class FrontDoor:
-    """Serves callers; all methods raise errors of `baton.errors`."""
+    """Serves the calls of clients; all methods raise errors of `baton.errors`."""
 
     def __init__(
         self,
@@ -265,19 +266,19 @@ class FrontDoor:
         self._idle.set()
         self._draining = False
         self.running = 0
-        """Calls that a drain waits for."""
+        """Number of calls that a drain waits for."""
 
     def authenticate(self, authorization: Sequence[str]) -> Caller:
-        """The caller, by the values of the header `authorization`. Raises Unauthenticated."""
+        """The caller with the key in the values of the header `authorization`. Raises Unauthenticated."""
         return self._tenants.caller(authorization)
 
     @contextlib.asynccontextmanager
     async def generate(
         self, request: GenerateRequest, caller: Caller, deadline: float | None
     ) -> AsyncIterator[tuple[str, ClientStream[Update]]]:
-        """The request's id, and its updates; the last one has the usage. The end of the block ends the request.
+        """Serve a request until the block ends: its id, and its updates, of which the last one has the usage.
 
-        `deadline` is on the event loop's clock, None for the router's own.
+        `deadline` is in seconds on the event loop's clock; None for the router's default.
         """
         status, now = "CANCELLED", asyncio.get_running_loop().time
         try:
@@ -310,7 +311,7 @@ class FrontDoor:
     async def tokenize(
         self, prompt: TextPrompt | ChatPrompt | None, size: int, caller: Caller, *, model: str = ""
     ) -> AsyncIterator[ClientStream[Sequence[int]]]:
-        """One item: the token ids of a text or a chat, which takes `size` bytes."""
+        """A stream of one item, the token ids of a text or a chat; `size` is its size in bytes."""
         with self._admit(caller):
             self._validator.check_model(model)
             token_ids = await self._validator.tokenize(prompt, size, caller.tenant)
@@ -321,7 +322,7 @@ class FrontDoor:
     async def detokenize(
         self, token_ids: Sequence[int], caller: Caller, *, skip_special_tokens: bool, model: str = ""
     ) -> AsyncIterator[ClientStream[str]]:
-        """One item: the text of token ids."""
+        """A stream of one item, the text of token ids."""
         with self._admit(caller):
             self._validator.check_model(model)
             text = await self._validator.detokenize(token_ids, caller.tenant, skip_special_tokens=skip_special_tokens)
@@ -329,7 +330,7 @@ class FrontDoor:
                 yield stream
 
     def model(self, name: str = "") -> ModelInfo:
-        """The served model, which must have that name if there is one. Raises NotFound."""
+        """The served model. Raises NotFound if `name` is neither empty nor its name."""
         self._validator.check_model(name)
         tokenizer, identities = self._model.tokenizer, self._pool.identities
         return ModelInfo(
@@ -342,13 +343,16 @@ class FrontDoor:
         )
 
     async def drain(self) -> None:
-        """Refuse new requests, and return when the running ones have ended."""
+        """Refuse new requests, and wait until the running ones have ended."""
         self._draining = self._stalls.draining = True
         await self._idle.wait()
 
     @contextlib.contextmanager
     def receive(self, caller: Caller) -> Iterator[None]:
-        """A call whose message has not come: it counts as one of its tenant's streams, but no drain waits for it."""
+        """Count a call as a stream while its message is received; a drain does not wait for it.
+
+        Raises Unavailable while the router drains, Overloaded beyond the tenant's limit of streams.
+        """
         if self._draining:
             raise Unavailable("the router is draining")
         with self._tenants.stream(caller):
@@ -356,7 +360,7 @@ class FrontDoor:
 
     @contextlib.contextmanager
     def _admit(self, caller: Caller) -> Iterator[None]:
-        """A call that counts as one of its tenant's streams, and that a drain waits for."""
+        """Count a call as a stream while it is served; a drain waits for it."""
         with self.receive(caller):
             self.running += 1
             self._idle.clear()
@@ -369,7 +373,7 @@ class FrontDoor:
 
 
 def _once(item: T) -> Callable[[], Awaitable[T]]:
-    """Takes one item."""
+    """A `take` function for a stream of one item."""
     items = iter((item,))
 
     async def take() -> T:

@@ -218,7 +218,7 @@ class InferenceServicer:
                 await write(context, _response(request_id, update))
 
     async def Tokenize(self, sent: Sized[inference_pb2.TokenizeRequest], context: grpc.aio.ServicerContext) -> None:
-        """Turn a text or a chat into token ids."""
+        """Tokenize a text or a chat."""
         caller, prompt = self._door.authenticate(_metadata(context)), tokenize_prompt(sent)
         async with self._door.tokenize(prompt, sent.size, caller, model=sent.message.model) as answers:
             async for token_ids in answers:
@@ -258,7 +258,7 @@ class InferenceServicer:
 
 
 class ApiKeyGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Refuses calls without the key that their method needs; stands behind what turns errors into statuses."""
+    """Refuses calls without the key that their method needs; use it inside `ErrorInterceptor`."""
 
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants

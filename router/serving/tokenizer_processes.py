@@ -1,15 +1,15 @@
-"""Long texts are tokenized in processes of their own.
+"""Processes that tokenize long texts.
 
-`tokenizers` makes the list of token ids in one call, which keeps the interpreter's lock for 20 ns a token. For a text
-of a million tokens the event loop would wait 20 ms, although a thread makes the call. In another process the lock is
-another one, and the ids come back as bytes.
+`tokenizers` makes the list of token ids in one call, which holds the GIL for 20 ns per token, also on a thread. A text
+of a million tokens would hold up the event loop for 20 ms. Another process has its own GIL, and returns the ids as
+bytes.
 
     thread ── text in UTF-8 ──▶ process ── ids as uint32 ──▶ the same thread
 
-A process starts when a long text comes and no other process is idle, so there are at most as many as threads. Each
-ends at the end of its standard input, with `close`, and with the thread that started it. One that does not answer for
-far longer than its text can take is killed. Where no process can be started, or one ends before it is ready (the
-checkpoint's folder is gone, or has another tokenizer now), the thread tokenizes the text itself.
+A process starts when a long text comes and no other process is idle, so there are at most as many processes as
+threads. A process ends at the end of its standard input, at `close`, and with the thread that started it. It is killed
+if it does not answer for far longer than its text can take. If no process can be started, or if it ends before it is
+ready (the checkpoint's folder is gone, or has another tokenizer now), the thread tokenizes the text itself.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from baton.process.supervisor import bind_to_parent
 from baton.tokenizer import Tokenizer
 
 LONG_TEXT = 128 << 10
-"""Bytes from which on a text is long. Shorter ones have rarely more tokens than bytes, whose list takes 2.6 ms."""
+"""Bytes from which on a text is long. The list of tokens of a shorter text takes 2.6 ms at most, as a rule."""
 
 _MIN_LIMIT_S = 60.0
 _MIN_BYTES_PER_S = 16 << 10
-"""Seconds that any text may take, and bytes of text for each further one. Most tokenizers take a megabyte a second."""
+"""Time limit of a text: the first value in seconds, plus its bytes divided by the second. Most need 1 s per MB."""
 
 _TEXT = struct.Struct("=?Q")
-"""Whether special tokens are added, and how many bytes of text follow."""
+"""Header of a text: whether special tokens are added, and the number of bytes of text that follow."""
 _READY = b"1"
 """Written by a process that has loaded its tokenizer."""
 _ANSWER = struct.Struct("=?Q")
-"""Whether the text was tokenized, and how many bytes of ids, or of an error in UTF-8, follow."""
+"""Header of an answer: whether the text was tokenized, and the number of bytes of ids, or of an error, that follow."""
 
 
 _log = logging.getLogger(__name__)
@@ -61,18 +61,18 @@ class TokenizerProcesses:
 
     def __init__(self, folder: str | Path, digest: str, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        # -P: what lies in the working directory is not imported.
+        # -P keeps modules in the working directory from being imported.
         self._command = bind_to_parent([sys.executable, "-P", "-m", __name__, str(folder), digest])
         self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._lock = threading.Lock()
         self._idle: list[subprocess.Popen[bytes]] = []
         self._running: set[subprocess.Popen[bytes]] = set()
         self._failed = False
-        """Whether the last start of a process failed; it is logged once."""
+        """Whether the last start of a process failed; only the first of several failures is logged."""
         self._closed = False
 
     def encode(self, text: bytes, *, add_special_tokens: bool) -> array[int]:
-        """Token ids of a text in UTF-8, as `Tokenizer.encode` makes them.
+        """Token ids of a text in UTF-8, the same as from `Tokenizer.encode`.
 
         Raises Unavailable if the process ends or does not answer, EngineError if the tokenizer fails.
         """
@@ -86,7 +86,7 @@ class TokenizerProcesses:
         return array("I", answer)
 
     def _ask(self, process: subprocess.Popen[bytes], text: bytes, add_special_tokens: bool) -> tuple[bool, bytearray]:
-        """The result of `_tokenize` in the process, which is idle again after it."""
+        """The result of `_tokenize` from the process, which is idle afterwards."""
         limit_s = _MIN_LIMIT_S + len(text) / _MIN_BYTES_PER_S
         deadline = time.monotonic() + limit_s
         try:
@@ -105,7 +105,7 @@ class TokenizerProcesses:
             problem = f"the process that tokenized the text ended with status {process.returncode}"
             raise Unavailable(f"{problem}; try again") from None
         except BaseException:
-            # Its late answer would be taken for the ids of the next text.
+            # A late answer would be read as the answer to the next text.
             self._end(process)
             raise
         with self._lock:
@@ -116,13 +116,13 @@ class TokenizerProcesses:
         return tokenized, answer
 
     def close(self) -> None:
-        """Kill all processes; texts that they tokenize end with Unavailable."""
+        """Kill all processes; `encode` raises Unavailable for the texts that they tokenize."""
         with self._lock:
             self._closed = True
         for process in list(self._running):
             process.kill()
         for process in list(self._running):
-            # Threads that wait for one close its pipes: another file could get their numbers before they notice.
+            # The threads that wait for it close its pipes: after a close here, another file could get the same numbers.
             process.wait()
         while self._idle:
             self._end(self._idle.pop())
@@ -187,7 +187,7 @@ def _pipe(stream: IO[bytes] | None) -> int:
 
 
 def _wait(descriptor: int, event: int, deadline: float) -> None:
-    """Wait for what `select.poll` tells of a pipe. Raises TimeoutError at the deadline by time.monotonic."""
+    """Wait for an event of `select.poll` on a pipe. Raises TimeoutError at the deadline, by time.monotonic."""
     polling = select.poll()
     polling.register(descriptor, event)
     if not polling.poll(1e3 * max(deadline - time.monotonic(), 0.0)):
@@ -222,7 +222,7 @@ def _read(stream: IO[bytes], size: int) -> bytes:
 
 
 def _tokenize(tokenizer: Tokenizer, text: bytes, add_special_tokens: bool) -> tuple[bool, bytes]:
-    """Whether the text was tokenized, and the ids as uint32, or the error."""
+    """Whether the text was tokenized, and the ids as uint32, or the error in UTF-8."""
     try:
         return True, array("I", tokenizer.encode(text.decode(), add_special_tokens=add_special_tokens)).tobytes()
     except Exception as error:
@@ -232,13 +232,13 @@ def _tokenize(tokenizer: Tokenizer, text: bytes, add_special_tokens: bool) -> tu
 
 def main() -> None:
     """Tokenize texts from standard input until its end."""
-    # A service manager signals all processes of a router that drains: its texts are still to be tokenized.
+    # A service manager signals all processes of a draining router, which still needs this one.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     folder, digest = sys.argv[1:]
     tokenizer = Tokenizer.load(folder)
     if tokenizer_digest(folder) != digest:
         sys.exit(f"the tokenizer in {folder} has changed since the router started")
-    # Whatever else is written to standard output goes to standard error.
+    # All other output to standard output goes to standard error.
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     sink.write(_READY)
@@ -250,7 +250,7 @@ def main() -> None:
             answer = _tokenize(tokenizer, text, add_special_tokens)
             sink.write(_ANSWER.pack(answer[0], len(answer[1])) + answer[1])
             sink.flush()
-            # A million tokens would leave 400 MB with a process that may never be needed again.
+            # Without this, a text of a million tokens would leave 400 MB in this process.
             del text, answer
             freed_memory.trim()
 

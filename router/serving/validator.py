@@ -1,9 +1,9 @@
-"""From a client's request to one that can be served, or to the reason why it can't.
+"""Validation and tokenization of clients' requests.
 
-Checks go from cheap to costly, and every refusal names the field and the value seen. The number of elements of a
-field is checked before any of them is read. Small requests are converted and tokenized at once; larger ones on a
-thread, when it is their tenant's turn. Long texts are tokenized in processes of their own (`tokenizer_processes.py`).
-Nothing here knows how the request came: front ends make a `GenerateRequest`.
+Cheap checks come before costly ones, and every error names the field and the value seen. The number of elements of a
+field is checked before any of them is read. Small requests are converted and tokenized at once, larger ones on a thread
+(`threads.py`), and long texts in separate processes (`tokenizer_processes.py`). The code does not depend on the
+transport: front ends make a `GenerateRequest`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from router.serving.tokenizer_processes import LONG_TEXT, TokenizerProcesses
 MAX_ROLE_LENGTH = 64
 
 MAX_CHAT_MESSAGES = 4096
-"""Messages of a chat. Rendering them keeps the GIL, for about 10 µs each, and so holds up the event loop."""
+"""Most messages of a chat. Rendering holds the GIL for about 10 µs per message, which holds up the event loop."""
 
 _INLINE_BYTES = 4096
 _INLINE_TOKENS = 4096
@@ -36,7 +36,7 @@ _ID_BYTES = 4
 """Bytes of a token id in memory."""
 
 _PIECE = 64 << 10
-"""Characters encoded in one call, which keeps the interpreter's lock."""
+"""Characters encoded in one call, during which the GIL is held."""
 
 T = TypeVar("T")
 
@@ -44,18 +44,18 @@ _MIN_MESSAGE_BYTES = 4 << 20
 _TEXT_BYTES = 16
 _TOKEN_ID_BYTES = 5
 _OTHER_BYTES = 2 << 20
-"""Bytes of text for each token of the model's length, of one token id, and of all else in a request."""
+"""Sizes for `largest_message`: bytes of text per token of the model's length, of a token id, and of the rest."""
 
 _LOGPROB_BYTES = 11
 _TOKEN_BYTES = 16
-"""Most bytes on the wire of one alternative, and of a token beside its alternatives."""
+"""Most bytes on the wire of one alternative, and of a token without its alternatives."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """The served model, as the router knows it; `tokenizer` is None when the checkpoint has none.
 
-    `processes` tokenize long texts; without them threads do.
+    `processes` tokenize long texts; if it is None, threads do.
     """
 
     name: str
@@ -67,7 +67,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """A prompt as text in UTF-8. It is not read yet, which takes milliseconds for a long one."""
+    """A prompt as text; `read` returns it in UTF-8, which takes milliseconds for a long one."""
 
     read: Callable[[], bytes]
     add_special_tokens: bool = True
@@ -94,7 +94,7 @@ class ChatPrompt:
     messages: Sequence[ChatMessage]
     add_generation_prompt: bool = True
     contents: Sequence[bytes] = ()
-    """The contents of the messages, if these lack them: in bytes that are not checked."""
+    """Contents of the messages as unchecked bytes; if not empty, they replace the contents in `messages`."""
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
@@ -102,10 +102,11 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """A client's request, as a front end hands it in; nothing of it is checked yet.
+    """A client's request from a front end, not checked yet.
 
-    `make_params` makes the sampling parameters for a vocabulary of a given size, or raises InvalidRequest; of
-    `allowed_tokens` there are so many that it may take long. `size` is what the request takes in memory, in bytes.
+    `make_params` returns the sampling parameters for a vocabulary of a given size, or raises InvalidRequest.
+    `allowed_tokens` is the number of their allowed token ids, which determines its time. `size` is the size of the
+    request in memory, in bytes.
     """
 
     prompt: Prompt | None
@@ -121,7 +122,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request that can be served; `tenant` is "" for the only one, `salt` is at the root of its prefix chain.
+    """A checked and tokenized request; `salt` is at the root of its prefix chain, `tenant` is "" without keys.
 
     `arrived` and `deadline` are in seconds on the event loop's clock.
     """
@@ -140,12 +141,12 @@ class Request:
 
     @property
     def reads_cache(self) -> bool:
-        """Whether cached KV may be used; log-probabilities of a prompt need all of it computed."""
+        """Whether cached KV may be used; it may not if log-probabilities of the whole prompt are needed."""
         return self.cache.reads and self.params.prompt_logprobs is None
 
 
 class NoText:
-    """The detokenizer of a model without a tokenizer: token ids are all there is."""
+    """The detokenizer of a model without a tokenizer, whose output has no text."""
 
     def push(self, token_id: int) -> str:
         """No text."""
@@ -157,10 +158,11 @@ class NoText:
 
 
 class RequestValidator:
-    """Checks and tokenizes; `max_model_len` tells the most tokens of prompt and output together.
+    """Checks and tokenizes requests.
 
-    `capacity` tells how many of them a decode worker's memory can hold, 0 while that is unknown: a request without
-    `max_tokens` may generate what fits both. `salt` makes the salt of a prefix chain from tenant and cache_salt.
+    `max_model_len` returns the most tokens of prompt and output together. `capacity` returns the most tokens that fit a
+    decode worker's memory, 0 while unknown; a request without `max_tokens` may use the smaller of the two. `salt`
+    makes the salt of a prefix chain from tenant and cache_salt.
     """
 
     def __init__(
@@ -178,14 +180,17 @@ class RequestValidator:
         self.max_model_len = max_model_len
 
     def check_model(self, name: str) -> None:
-        """Raise NotFound unless `name` is the served model's, or empty."""
+        """Raise NotFound unless `name` is empty or the name of the served model."""
         if name and name != self._model.name:
             raise NotFound(f"model: {preview(name)} is not served; {self._model.name!r} is")
 
     async def validate(
         self, request: GenerateRequest, *, arrived: float, deadline: float | None, tenant: str = ""
     ) -> Request:
-        """The request, with seed and max_tokens set. Raises InvalidRequest or NotFound, and what `tokenize` raises."""
+        """The checked request, with seed and max_tokens set.
+
+        Raises InvalidRequest, NotFound, and the errors of `tokenize`.
+        """
         self.check_model(request.model)
         if (size := len(request.cache_salt.encode())) > MAX_CACHE_SALT_BYTES:
             raise InvalidRequest("cache_salt", f"may have at most {MAX_CACHE_SALT_BYTES} bytes", size)
@@ -226,9 +231,9 @@ class RequestValidator:
         )
 
     async def tokenize(self, prompt: TextPrompt | ChatPrompt | None, size: int, tenant: str = "") -> Sequence[int]:
-        """Token ids of a text or a chat; `size` is what it takes in memory.
+        """Token ids of a text or a chat; `size` is its size in memory, in bytes.
 
-        Raises InvalidRequest or Overloaded; of a long text also what `TokenizerProcesses.encode` raises.
+        Raises InvalidRequest or Overloaded, and for a long text the errors of `TokenizerProcesses.encode`.
         """
         match prompt:
             case TextPrompt():
@@ -314,20 +319,20 @@ class RequestValidator:
         return await self._work(render_and_encode, tenant, size, inline=small)
 
     def _encode(self, text: bytes, *, add_special_tokens: bool) -> Sequence[int]:
-        """Token ids of a text in UTF-8; those of a long text are an array."""
+        """Token ids of a text in UTF-8; an array if the text is long."""
         if self._model.processes is not None and len(text) >= LONG_TEXT:
             return self._model.processes.encode(text, add_special_tokens=add_special_tokens)
         return self._tokenizer("text").encode(text.decode(), add_special_tokens=add_special_tokens)
 
     async def _work(self, function: Callable[[], T], tenant: str, size: int, *, inline: bool) -> T:
-        """Call at once, or on a thread. Raises Overloaded if too much of the tenant's waits for one."""
+        """Call `function` at once if `inline`, else on a thread. Raises Overloaded if the tenant's queue is full."""
         if inline:
             return function()
         self._threads.check(tenant, size)
         return await self._threads.run(tenant, function, size)
 
     def _check_fits(self, field: str, count: int) -> None:
-        """Refuse more than the model's length, before a pass over it holds up the event loop."""
+        """Raise InvalidRequest for more than the model's length, before a long loop holds up the event loop."""
         if count > (limit := self.max_model_len()):
             raise InvalidRequest(field, f"at most {limit} fit the model's length", count)
 
@@ -344,18 +349,18 @@ class RequestValidator:
 
 
 def largest_message(max_model_len: int, vocab_size: int) -> int:
-    """Bytes of the largest message that a client may need to send; parsing one holds up the event loop."""
+    """Size in bytes of the largest message that a client may need; parsing it holds up the event loop."""
     needed = max_model_len * _TEXT_BYTES + vocab_size * _TOKEN_ID_BYTES + _OTHER_BYTES
     return min(max(needed, _MIN_MESSAGE_BYTES), CONTROL_MESSAGE_BYTES)
 
 
 def _utf8(text: str) -> bytes:
-    """The bytes of a text; other threads run between pieces."""
+    """The text in UTF-8, encoded in pieces, so that other threads run between them."""
     return b"".join(text[start : start + _PIECE].encode() for start in range(0, len(text), _PIECE))
 
 
 def _messages(chat: ChatPrompt) -> list[dict[str, str]]:
-    """The messages as chat templates know them."""
+    """The messages as chat templates expect them."""
     for index, message in enumerate(chat.messages):
         if not 1 <= len(message.role) <= MAX_ROLE_LENGTH:
             field = f"chat.messages[{index}].role"
@@ -367,7 +372,7 @@ def _messages(chat: ChatPrompt) -> list[dict[str, str]]:
 
 
 def _check_prompt_logprobs(alternatives: int, count: int) -> None:
-    """Refuse a report on `count` prompt tokens that takes too much of the router's memory, before they are computed."""
+    """Raise InvalidRequest if a report on `count` prompt tokens would take too much of the router's memory."""
     size = count * (_TOKEN_BYTES + alternatives * _LOGPROB_BYTES)
     if size > CONTROL_MESSAGE_BYTES:
         raise InvalidRequest(

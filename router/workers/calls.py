@@ -1,18 +1,18 @@
-"""Calls of an attempt to its two workers: the one to prefill, and its part of the session with decode.
+"""Calls of an attempt to its two workers: a call to the prefill worker, and a share of the session with decode.
 
-A prompt has an assignment at a prefill worker, where it counts, and a call that brings its events. Between this router
-and a decode worker there is one stream, shared by all attempts there:
+At a prefill worker, an attempt has an assignment, by which its prompt counts, and a call that brings its events.
+Between this router and a decode worker there is one stream, the session, which all attempts there share:
 
-    up    Hello, then Reserve, Start, Cancel as attempts need them, and every second a Heartbeat
-    down  one message a step; each attempt's part is delivered to that attempt alone; Heartbeats
+    up    Hello, then Reserve, Start and Cancel for single attempts, and a Heartbeat every second
+    down  one message for each step, with parts for several attempts, and Heartbeats
 
-Heartbeats list the attempts that a side believes to be alive. The stream is ordered, so what the other side lists and
-this one does not know has ended here, and what was granted and is not listed there, twice in a row, is lost: a message
-that got lost costs two seconds, and never a hang. Once is not enough, since decode lists nothing of an attempt that
-prefill's first token has ended, and the two streams race. Silence for `SILENCE_S` ends the session.
+A Heartbeat lists the attempts that its sender believes to be alive. If two Heartbeats in a row lack an attempt that was
+granted, the worker has lost it, and it fails: a lost message costs two seconds, and never a hang. One Heartbeat is not
+enough, because decode no longer lists an attempt that has ended with prefill's first token, and this router may get
+that token later. Silence for `SILENCE_S` seconds ends the session.
 
-Nothing here waits for a client: what comes down is handed on at once. When the stream ends, for whatever reason, the
-worker has freed all that it owned, so every attempt on it fails, and a new session starts with none.
+Messages from decode are delivered at once, and never wait for a client. When the stream ends, the worker has freed all
+that belonged to it. Every attempt of the session then fails, and a new session starts without attempts.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ from router.placement.prefix_directory import BlockNamespace
 from router.workers.failures import Blame, Cause, Failed, WorkerLoss
 
 PREEMPTED_RETRY_S = 1.0
-"""Seconds after which a client that was preempted too often should try again."""
+"""Seconds after which a client should try again, if its request was preempted too often."""
 
 _Kind = decode_pb2.AttemptFailure.Kind
 _FAULTS: dict[int, tuple[Callable[[str], BatonError], Blame, Cause]] = {
@@ -91,7 +91,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DecodeEnded:
-    """The decode worker holds nothing of the attempt any more, and nothing is wrong."""
+    """The attempt has ended at the decode worker without a fault, and holds nothing there."""
 
 
 Event = PrefillProgress | PromptReport | Prefilled | Output | DecodeEnded | Failed
@@ -100,7 +100,7 @@ Deliver = Callable[[Event], None]
 
 @dataclass(frozen=True, slots=True)
 class SessionEnd:
-    """The meaning of a session's end; `reason` is empty where the session knows no more."""
+    """The cause of a session's end; `reason` is empty if only the session's own error is known."""
 
     reason: str
     cause: Cause
@@ -108,7 +108,7 @@ class SessionEnd:
 
 
 class DecodeCall:
-    """One attempt's part of a session; lives until `close`."""
+    """The part of a session that belongs to one attempt; it ends with `close`."""
 
     def __init__(self, session: DecodeSession, request_id: str, number: int, deliver: Deliver) -> None:
         self._session = session
@@ -119,21 +119,21 @@ class DecodeCall:
         self._reserved = False
         self._unanswered = False
         self.has_output = False
-        """Whether the worker has sent a token of it."""
+        """Whether the worker has sent a token of the attempt."""
 
     @property
     def key(self) -> decode_pb2.AttemptKey:
-        """Its name on the stream."""
+        """The key of the attempt in messages."""
         return self._key
 
     @property
     def asked(self) -> bool:
-        """Whether the worker was asked for pages and, for all that is known, has not given them up."""
+        """Whether the worker was asked for pages and has not refused or freed them, as far as is known."""
         return self._unanswered or self.granted
 
     @property
     def granted(self) -> bool:
-        """Whether the worker must hold something of it."""
+        """Whether the worker must hold pages of the attempt."""
         return self._reserved and not self._unanswered and bool(self._live)
 
     async def reserve(
@@ -147,9 +147,9 @@ class DecodeCall:
         cache: CachePolicy,
         prefix_digests: bytes,
     ) -> ReserveResult:
-        """Ask for pages and wait for the answer. Raises Unavailable when the session ends before it.
+        """Ask for pages and wait for the answer. Raises Unavailable if the session ends before.
 
-        `prefix_digests` are those of blocks that may be cached, one after the other.
+        `prefix_digests` are the digests of leading blocks that the worker may have, 32 bytes each, without separators.
         """
         self._live.update(choices)
         self._reserved = self._unanswered = True
@@ -164,7 +164,7 @@ class DecodeCall:
                 cache=cache_policy_to_proto(cache),
             )
         )
-        # Set here, because a message within a message is copied: there may be megabytes.
+        # Set only now, because protobuf copies the inner message, and the digests may have megabytes.
         message.reserve.prefix_digests = prefix_digests
         self._session.send(message)
         return await self._answer
@@ -176,7 +176,10 @@ class DecodeCall:
         deadline_ms: int,
         prefix_transfer_id: str = "",
     ) -> None:
-        """Tell where to fetch the KV, and under which id to export the pinned prefix, if any."""
+        """Tell the worker where to fetch the KV.
+
+        If `prefix_transfer_id` is not empty, the worker exports its pinned prefix under this id.
+        """
         self._session.send(
             decode_pb2.SessionUp(
                 start=decode_pb2.Start(
@@ -189,17 +192,17 @@ class DecodeCall:
         )
 
     def cancel_choice(self, choice: int) -> None:
-        """End one choice; the others go on."""
+        """End one choice at the worker; the others go on."""
         if choice in self._live:
             self._live.discard(choice)
             self._session.send(decode_pb2.SessionUp(cancel=decode_pb2.Cancel(key=self._key, choice_index=choice)))
 
     def withdraw(self) -> None:
-        """Tell a worker that refused the attempt that it does not ask again; pages may be set aside for it."""
+        """Tell a worker that refused the attempt not to set pages aside: the attempt will not ask again."""
         self._session.send(decode_pb2.SessionUp(cancel=decode_pb2.Cancel(key=self._key)))
 
     def close(self) -> None:
-        """End the attempt, and tell the worker unless it ended all choices itself."""
+        """End the attempt, and cancel it at the worker unless all of its choices have ended there; idempotent."""
         if not self._session.forget(self._key):
             return
         if self._unanswered:
@@ -208,7 +211,7 @@ class DecodeCall:
             self._session.send(decode_pb2.SessionUp(cancel=decode_pb2.Cancel(key=self._key)))
 
     def on_reserved(self, message: decode_pb2.ReserveResult) -> None:
-        """Take the answer to `reserve`."""
+        """Handle the answer to `reserve`."""
         self._unanswered = False
         self._reserved = message.granted
         if not self._answer.done():
@@ -225,7 +228,7 @@ class DecodeCall:
             )
 
     def on_output(self, message: decode_pb2.SequenceOutput) -> None:
-        """Hand on a choice's tokens."""
+        """Deliver tokens of a choice."""
         finish = finish_from_proto(message.finish_reason)
         if finish is not None:
             self._live.discard(message.choice_index)
@@ -237,38 +240,38 @@ class DecodeCall:
         self._deliver(Output(message.choice_index, message.output_index, tokens, finish, timings))
 
     def on_ended(self) -> None:
-        """Take the attempt's end without a fault: none of its choices goes on; the worker holds nothing of it."""
+        """Handle the end of the attempt without a fault: all of its choices have ended at the worker."""
         self._reserved = False
         self._deliver(DecodeEnded())
 
     def on_failure(
         self, error: BatonError, blame: Blame, cause: Cause = Cause.FAULT, loss: WorkerLoss | None = None
     ) -> None:
-        """Take the attempt's end by a fault; the worker holds nothing of it any more.
+        """Handle the end of the attempt by a fault, after which the worker holds nothing of it.
 
-        Before the answer to `reserve`, that answer is where the fault goes: another worker may still be asked.
+        While `reserve` waits, it raises `error`, so that another worker can be asked. Later, Failed is delivered.
         """
         self._reserved = self._unanswered = False
         if self._answer.done():
             self._deliver(Failed(error, blame, cause, loss))
             return
         self._answer.set_exception(error)
-        # An attempt that is closed before it asks leaves the answer to nobody.
+        # If `reserve` was not called, nobody reads this future: asyncio must not warn about its exception.
         self._answer.exception()
 
 
 class DecodeSession:
-    """One stream, from `run`'s begin to its end."""
+    """A stream between this router and a decode worker; it lasts as long as `run`."""
 
     def __init__(
         self, channel: grpc.aio.Channel, worker: str, router_id: str, on_change: Callable[[], None] = lambda: None
     ) -> None:
-        """`on_change` is called when the number of attempts changes."""
+        """`worker` is the name for logs; `on_change` is called when the number of attempts changes."""
         self._on_change = on_change
         self._stub = decode_pb2_grpc.DecodeStub(channel)
         self._worker = worker
-        # Holds a few messages for each attempt, and attempts are bounded by the assignments at prefill workers and by
-        # the pages of the decode worker; a worker that takes none of them falls silent as well, which ends the session.
+        # The queue needs no limit: it has a few messages for each attempt, and assignments and pages limit attempts.
+        # A worker that reads no messages also falls silent, which ends the session.
         self._up: asyncio.Queue[decode_pb2.SessionUp] = asyncio.Queue()
         hello = decode_pb2.Hello(router_id=router_id, wire_version=WIRE_VERSION)
         self._up.put_nowait(decode_pb2.SessionUp(hello=hello))
@@ -276,20 +279,20 @@ class DecodeSession:
         self._skipped: Counter[tuple[str, int]] = Counter()
         self._missed: set[tuple[str, int]] = set()
         self.open = True
-        """Whether attempts can be made."""
+        """Whether new calls can begin."""
 
     @property
     def attempts(self) -> int:
-        """Number of attempts that live."""
+        """Number of attempts whose call is open."""
         return len(self._attempts)
 
     @property
     def requests_without_token(self) -> int:
-        """Number of attempts that the worker was asked for, and has sent no token of."""
+        """Number of attempts for which the worker was asked for pages, but has sent no token yet."""
         return sum(attempt.asked and not attempt.has_output for attempt in self._attempts.values())
 
     def begin_call(self, request_id: str, number: int, deliver: Deliver) -> DecodeCall:
-        """A new attempt whose events go to `deliver`; raises Unavailable when the session is over."""
+        """Begin the call of an attempt, whose events go to `deliver`. Raises Unavailable if the session has ended."""
         if not self.open:
             raise Unavailable(f"decode worker {self._worker} is lost")
         attempt = DecodeCall(self, request_id, number, deliver)
@@ -298,9 +301,10 @@ class DecodeSession:
         return attempt
 
     async def run(self, ended: Callable[[int], SessionEnd]) -> None:
-        """Carry messages both ways until the stream breaks, falls silent, or the task is cancelled.
+        """Send and receive until the stream breaks or falls silent, or the task is cancelled.
 
-        `ended` is then called with the number of suspects, and says what the end means for the attempts.
+        At the end, `ended` is called with the number of requests that may have killed the worker. Its result tells the
+        attempts why the session ended.
         """
         call = self._stub.Session()
         writing = asyncio.create_task(self._write(call), name=f"session up {self._worker}")
@@ -317,7 +321,7 @@ class DecodeSession:
             if not silence.ended_call():
                 raise
         except Exception as error:
-            # The next session may fare better; without one the worker would stand idle.
+            # A new session must start after any error, or the worker would stay unused.
             _logger.exception("a message of decode worker %s can't be handled", self._worker)
             reason = f"sent what can't be handled: {type(error).__name__}: {error}"
         finally:
@@ -329,19 +333,19 @@ class DecodeSession:
             await asyncio.gather(writing, return_exceptions=True)
 
     def send(self, message: decode_pb2.SessionUp) -> None:
-        """Queue a message; nothing is sent once the session is over."""
+        """Queue a message; it is dropped if the session has ended."""
         if self.open:
             self._up.put_nowait(message)
 
     def forget(self, key: decode_pb2.AttemptKey) -> bool:
-        """Deliver nothing to the attempt any more; False if it was forgotten before."""
+        """Deliver no more messages to the attempt; False if it was forgotten before."""
         if self._attempts.pop((key.request_id, key.attempt), None) is None:
             return False
         self._on_change()
         return True
 
     def skip_answer(self, key: decode_pb2.AttemptKey) -> None:
-        """The next answer to a reservation of this name is for one that was given up; a later one may ask again."""
+        """Ignore the next answer to a reservation with this key: the attempt gave up, and may ask again later."""
         self._skipped[key.request_id, key.attempt] += 1
 
     def _close(self, reason: str, ended: Callable[[int], SessionEnd]) -> None:
@@ -388,7 +392,7 @@ class DecodeSession:
             self._compare(down.heartbeat.live)
 
     def _compare(self, live: Iterable[decode_pb2.AttemptKey]) -> None:
-        """Fail what the worker was thought to hold and does not."""
+        """Fail attempts that two Heartbeats in a row lack although they were granted."""
         known = {(key.request_id, key.attempt) for key in live}
         missed = {key for key, attempt in self._attempts.items() if attempt.granted and key not in known}
         for key in missed & self._missed:
@@ -398,13 +402,13 @@ class DecodeSession:
 
 
 LOSS_GRACE_S = 0.5
-"""Seconds after a broken call in which its worker's watch may still tell that the worker is lost."""
+"""Seconds to wait after a broken call for the worker's watch to tell whether the worker is lost."""
 
 _ABANDON_TIMEOUT_S = 2.0
 _TENANT_BYTES = 8
 
 LARGE_REQUEST = 16_384
-"""Token ids from which on a request is made into a message on a thread."""
+"""Number of token ids above which a message is made on a thread."""
 
 
 _METHOD = "/baton.v1.Prefill/Prefill"
@@ -413,17 +417,17 @@ _IDS = prefill_pb2.PrefillRequest.DESCRIPTOR.fields_by_name
 
 @dataclass(frozen=True, slots=True)
 class PrefillMessage:
-    """A serialized request, but for what follows from its placement, and how many tokens of the prompt it asks a
-    report on.
+    """A serialized PrefillRequest without the fields that depend on the placement.
 
-    gRPC would have the generated class serialize it on the event loop.
+    It asks for log-probabilities of the first `reported_tokens` tokens of the prompt. It is serialized here because
+    gRPC would serialize it on the event loop.
     """
 
     data: bytes
     reported_tokens: int
 
     def complete(self, transfer_id: str, source: PrefixSource | None) -> bytes:
-        """All of the request: messages one after the other are one message."""
+        """The complete message. Protobuf merges messages that are concatenated, so two parts make one request."""
         last = prefill_pb2.PrefillRequest(transfer_id=transfer_id)
         if source is not None:
             last.prefix_source.CopyFrom(prefix_source_to_proto(source))
@@ -431,7 +435,7 @@ class PrefillMessage:
 
 
 class PrefillLink(Protocol):
-    """The link to a prefill worker, as far as an assignment needs it."""
+    """The part of the link to a prefill worker that an assignment needs."""
 
     address: str
     channel: grpc.aio.Channel
@@ -446,17 +450,17 @@ class PrefillLink(Protocol):
         """Whether the worker says that it takes no new work."""
 
     def attach(self, assignment: PrefillAssignment, request_id: str) -> None:
-        """The request is at the worker."""
+        """Record that the request is at the worker."""
 
     def detach(self, assignment: PrefillAssignment) -> None:
-        """The request needs nothing more of the worker."""
+        """Record that the request needs nothing more from the worker."""
 
     def unassign(self, assignment: PrefillAssignment) -> bool:
-        """Count a prompt no longer; False if it did not count."""
+        """Stop counting the prompt at the worker; False if it did not count."""
 
 
 class PrefillAssignment:
-    """A request's right to be computed at a prefill worker, where it counts until it is released."""
+    """The place of a prompt at a prefill worker, where it counts until `release`."""
 
     def __init__(
         self, link: PrefillLink, identity: WorkerIdentity, tokens: int, cached_tokens: int, lost: asyncio.Event
@@ -464,21 +468,21 @@ class PrefillAssignment:
         self.link = link
         self.tokens = tokens
         self.cached_tokens = cached_tokens
-        """Leading tokens that the worker was thought to hold when it was selected."""
+        """Leading tokens of the prompt that the worker was thought to hold when it was selected."""
         self.shards = complete_shards(identity.shards, link.address)
-        """The worker's KV addresses for decode workers."""
+        """The worker's shards, with the addresses at which decode workers fetch KV."""
         self.incarnation = identity.incarnation
         self.consumer = identity.consumer
         """Audience of KV tickets for this worker."""
         self.lost = lost
-        """Set when this incarnation of the worker is lost, whether or not the assignment was released before."""
+        """Set when this incarnation of the worker is lost, also after `release`."""
         self.loss: WorkerLoss | None = None
-        """The lost connection with this incarnation, if the request was there."""
+        """The loss of the worker, if the request was there when it was lost."""
         self._deliver: Deliver | None = None
         self._failed: Failed | None = None
 
     def attach(self, request_id: str, deliver: Deliver) -> None:
-        """The request goes to the worker, whose loss is delivered until the assignment is released."""
+        """Record that the request goes to the worker. If the worker is lost before `release`, Failed is delivered."""
         self._deliver = deliver
         if self._failed is not None:
             deliver(self._failed)
@@ -486,17 +490,17 @@ class PrefillAssignment:
             self.link.attach(self, request_id)
 
     def detach(self) -> None:
-        """The request needs nothing more of the worker: its prompt is computed and its KV is fetched; idempotent."""
+        """Record that the prompt is computed and its KV was fetched, so the request needs nothing more; idempotent."""
         self.link.detach(self)
 
     def fail(self, error: BatonError, cause: Cause) -> None:
-        """The worker is lost."""
+        """Deliver Failed, because the worker is lost."""
         self._failed = Failed(error, Blame.PREFILL, cause, self.loss)
         if self._deliver is not None:
             self._deliver(self._failed)
 
     async def wait_for_loss(self, seconds: float) -> bool:
-        """Whether the worker is lost by then; tells a worker's death from a fault that merely looks like it."""
+        """Wait up to `seconds` for the loss of the worker; returns whether it is lost."""
         if not self.lost.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
@@ -504,7 +508,7 @@ class PrefillAssignment:
         return self.lost.is_set()
 
     def release(self) -> bool:
-        """Free the place for another prompt; False if it was free before."""
+        """Free the place for another prompt; False if it was freed before."""
         return self.link.unassign(self)
 
 
@@ -514,12 +518,12 @@ def _host(address: str) -> str:
 
 
 def complete_shards(shards: Sequence[Shard], dialled: str) -> tuple[Shard, ...]:
-    """The shards of a worker that was dialled there, each with the host of its address."""
+    """Shards with complete KV addresses; `dialled` is the "host:port" at which the router reached the worker."""
     return tuple(replace(shard, kv_address=complete_address(shard.kv_address, dialled)) for shard in shards)
 
 
 def complete_address(kv_address: str, dialled: str) -> str:
-    """`kv_address` with an empty host replaced by that of the dialled address."""
+    """`kv_address`; an empty host in it is replaced by the host of the `dialled` address."""
     host, _, port = kv_address.rpartition(":")
     return kv_address if host else join_address(_host(dialled), int(port))
 
@@ -542,7 +546,7 @@ def prefill_message(
     cache: CachePolicy,
     report_progress: bool,
 ) -> PrefillMessage:
-    """The request of one attempt, but for what follows from its placement."""
+    """The message for one attempt, without the fields that depend on the placement."""
     message = prefill_pb2.PrefillRequest(
         request_id=request_id,
         attempt=attempt,
@@ -569,12 +573,12 @@ async def call_prefill(
     silence_s: float,
     deliver: Deliver,
 ) -> None:
-    """Call the worker, and deliver its progress, the report on the prompt and the outcome; cancelling it frees all the
-    worker holds.
+    """Call the prefill worker and deliver its events; a cancellation frees all that the worker holds for the call.
 
-    Delivers Prefilled once, or Failed once. Parts of the report may come after Prefilled, and Failed if the rest of it
-    is lost. A call that breaks when all has come fails nothing. `transfer_id` is empty when no decode follows. Workers
-    send a message every second, so `silence_s` without one is a fault.
+    Delivers any number of PrefillProgress and PromptReport events, and Prefilled or Failed once. Parts of the report
+    may come after Prefilled, and Failed too if the rest of the report is lost. A call that breaks after all events came
+    does no harm. `transfer_id` is empty if no decode follows. `timeout` is in seconds. Workers send a message every
+    second, so `silence_s` seconds without one are a fault.
     """
     link = assignment.link
     method = link.channel.unary_stream(_METHOD, response_deserializer=prefill_pb2.PrefillEvent.FromString)
@@ -609,12 +613,12 @@ async def call_prefill(
 
 
 async def _classify_error(assignment: PrefillAssignment, error: BatonError) -> Failed:
-    """The meaning of a failed call: the worker may be dead, full, or draining, and then nothing is wrong with it."""
-    # A prompt that is too large for one worker's memory may find room at another.
+    """The failure for a broken call: a refusal by a full worker, a drain, a lost worker, or a fault."""
+    # Another worker may have more memory, so a prompt that is too large for this one is tried again.
     if isinstance(error, Overloaded) or (isinstance(error, InvalidRequest) and error.field == "prompt_token_ids"):
         return Failed(error, Blame.PREFILL, Cause.REFUSED)
     if isinstance(error, Unavailable):
-        # Call and watch break at the same moment when a worker dies, and it is the watch that tells so.
+        # When a worker dies, call and watch break at the same moment, but only the watch tells a death from a fault.
         if assignment.link.draining:
             return Failed(error, Blame.PREFILL, Cause.DRAIN)
         if await assignment.wait_for_loss(LOSS_GRACE_S):
@@ -625,7 +629,7 @@ async def _classify_error(assignment: PrefillAssignment, error: BatonError) -> F
 
 
 def prefilled_from_proto(done: prefill_pb2.PrefillDone) -> Prefilled:
-    """The event of a prompt that is computed."""
+    """The event in a message that tells of a computed prompt."""
     return Prefilled(
         first_tokens=tuple(map(first_token_from_proto, done.first_tokens)),
         cached_tokens=done.cached_tokens,
@@ -634,17 +638,17 @@ def prefilled_from_proto(done: prefill_pb2.PrefillDone) -> Prefilled:
 
 
 class AbandonCalls:
-    """Tells prefill workers which exports will not be fetched, so that KV is not pinned until its lease ends.
+    """Tells prefill workers which exports will not be fetched, so that they can free the KV before its lease ends.
 
-    Best effort, in the background: the lease is what frees KV when a call gets lost. Calls are bounded in time, and
-    there is at most one for each attempt.
+    The calls run in the background, one at most for each attempt, each with a timeout. If a call is lost, the end of
+    the lease frees the KV.
     """
 
     def __init__(self) -> None:
         self._calls: set[asyncio.Task[None]] = set()
 
     def abandon(self, assignment: PrefillAssignment, transfer_id: str) -> None:
-        """End the export of an attempt, unless its worker is lost and holds nothing."""
+        """Start a call that ends an export; no call is made to a lost worker."""
         if assignment.lost.is_set():
             return
         call = asyncio.create_task(_abandon(assignment, transfer_id), name=f"abandon {transfer_id}")
@@ -652,7 +656,7 @@ class AbandonCalls:
         call.add_done_callback(self._calls.discard)
 
     async def finish(self) -> None:
-        """Wait for the calls under way, which takes no longer than their timeout."""
+        """Wait until all calls have ended, for their timeout at most."""
         await asyncio.gather(*self._calls, return_exceptions=True)
 
 

@@ -1,29 +1,29 @@
-"""Failures of attempts: their kinds, the workers that others avoid for them, and whether another attempt follows. Pure.
+"""Failures of attempts: their kinds, the workers to avoid after them, and the rules for retries. Pure.
 
 There is a breaker (`baton.breaker`) for each worker and each (prefill, decode) pair, shared by all requests of a
-router. A request avoids what failed *it*; breakers make all requests avoid what fails them one after another. They
-advise only: placement uses excluded workers when no others are there. A worker's death is no fault of this kind,
-since a dead worker is not placed on anyway; nor is a drain or a refusal.
+router. A request avoids workers that failed it before. An open breaker makes all requests avoid a worker that has
+failed several in a row. Both are only preferences: placement uses excluded workers if there are no others. Deaths,
+drains and refusals do not count in breakers.
 
     the connection is lost: presumed a death ──┬─ the same incarnation is heard again ──▶ no death, counts for nothing
                                                ├─ another incarnation at the address ──▶ a death
                                                └─ nothing is heard again ──▶ it stays a presumed death
 
-The *suspects* of a loss are the requests that had not yet had a token from the worker: once replayed, a request that
-kills does so before its next token. If all have had one, all are suspects. The choices of a request count as one. Each
-suspect carries an equal share of the loss, so that one death among a hundred says almost nothing about each of them.
+The *suspects* of a loss are the requests that had no token from the worker yet, because a replayed request that kills
+workers does so before its next token. If all requests had a token, all are suspects. A request counts once, with all
+its choices. Each suspect has an equal share of the loss, so one death among a hundred requests is weak evidence.
 
 Failures and the attempts that follow them:
 
-    fault       something is wrong with a worker or a pair: at most `max_attempts`, each charged to the budget; those
-                before an attempt that brought FORGIVEN_TOKENS do not count
-    loss        the connection with the worker was lost: free of charge; a request that worker deaths point at runs
-                alone, and ends if the worker dies then too
-    drain, preemption, refusal by a full worker: nobody's fault, free of charge
+    fault       an error of a worker or a pair: at most `max_attempts` attempts, and each retry is charged to the
+                budget; faults before an attempt that brought FORGIVEN_TOKENS tokens do not count
+    loss        a lost connection with a worker: not charged; after enough deaths the request runs alone, and it ends
+                if it kills a worker there
+    drain, preemption, refusal by a full worker: not charged
 
-All together are bounded by MAX_IN_A_ROW in a row that brought no token, and by as many deaths of workers without a
-token from decode. The budget is the router's: retries of faults may be a share of the requests that were accepted, and
-a few more each second, so that requests do not all load a fleet in which everything fails again and again.
+A request ends after MAX_IN_A_ROW attempts in a row without a token, and after as many deaths of workers without a token
+from decode. All requests of a router share the budget: it allows retries for a fixed fraction of the accepted requests,
+and some more each second, so that retries do not overload a fleet in which everything fails.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from router.placement.policy import DecodeView, Excluded, PrefillView
 
 
 class Blame(enum.Enum):
-    """The part of an attempt that has a fault."""
+    """The worker or pair that failed an attempt."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -49,54 +49,57 @@ class Blame(enum.Enum):
 
 
 class Cause(enum.Enum):
-    """The kind of a failure; only a fault counts against the part that has it."""
+    """The kind of a failure; only FAULT counts in breakers."""
 
     FAULT = "fault"
     LOST = "lost"
-    """The connection with the worker was lost: its watch or session broke or fell silent, or the worker said that it
-    makes no progress. Whether the worker died is seen later."""
+    """The watch or session of the worker broke or fell silent, or the worker reported that it makes no progress. It is
+    seen later whether the worker died."""
     DRAIN = "drain"
     PREEMPTED = "preempted"
-    """The worker ran out of memory for the sequence; nothing is wrong with it."""
+    """The worker ran out of memory for the sequence, which is not an error."""
     REFUSED = "refused"
     """The worker was full."""
 
 
 class Suspicion(enum.IntEnum):
-    """The workers that a request is suspected of killing, and so must have for itself."""
+    """The role of the workers that a suspected request must have for itself."""
 
     NONE = 0
     PREFILL = 1
-    """Deaths of workers point at it, but too few of decode workers."""
+    """A prefill worker: deaths of workers are evidence against the request, but too few are of decode workers."""
     DECODE = 2
-    """Deaths of decode workers alone suffice; it has a prefill worker for itself as well."""
+    """A prefill and a decode worker: deaths of decode workers alone are evidence enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The attempt can't go on."""
+    """The failure that ends an attempt."""
 
     error: BatonError
     blame: Blame
     cause: Cause = Cause.FAULT
     loss: WorkerLoss | None = None
-    """The lost connection, if the request is one of its suspects."""
+    """The loss of the worker, if the request is one of its suspects."""
 
 
 Key = tuple[str, ...]
-"""(worker,) or (prefill, decode)."""
+"""Addresses of a worker, (worker,), or of a pair, (prefill, decode)."""
 
 WORKER_FAULTS, PAIR_FAULTS = 3, 1
-"""Faults in a row that open a breaker. A pair fails by its link, which no other request will find better."""
+"""Faults in a row that open a breaker. One is enough for a pair: its network link is the same for all requests."""
 
 MIN_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 
 SAME_EVENT_S = 0.1
-"""Faults closer than this are one event: a failing step fails each sequence in it."""
+"""Seconds within which several faults count as one: a failing step fails all of its sequences."""
 
 
 class AttemptBreakers:
-    """One attempt's part in the breakers of its workers and their pair, from its placement to its end."""
+    """The breakers of one attempt's workers and of their pair, from its placement to its end.
+
+    The attempt is the trial of each breaker that is half open and has no other trial.
+    """
 
     def __init__(self, breakers: Breakers, prefill: str, decode: str | None) -> None:
         self._breakers = breakers
@@ -108,37 +111,37 @@ class AttemptBreakers:
         self._trials: dict[Key, Permit] = {key: permit for key, permit in trials.items() if permit is not None}
 
     def record_success(self, key: Key | None) -> None:
-        """The worker or pair that `key` names did its part."""
+        """Record that the worker or pair of `key` did its work, which ends its faults in a row; None is ignored."""
         if key is not None:
             self._trials.pop(key, None)
             self._breakers.record_success(key)
 
     def pass_trial(self, key: Key | None) -> None:
-        """The worker or pair has begun to do its part, which ends a trial well, but not yet a row of faults."""
+        """Record success only if the attempt is the trial of `key`, because its work has begun but not ended."""
         if key in self._trials:
             self.record_success(key)
 
     def record_fault(self, key: Key | None) -> None:
-        """The worker or pair that `key` names is at fault."""
+        """Record a fault of the worker or pair of `key`; None is ignored."""
         if key is not None:
             self._breakers.record_fault(key, self._trials.pop(key, None))
 
     def end(self) -> None:
-        """The attempt is over; a trial that found out nothing is free for another."""
+        """End the attempt: another attempt may be the trial of breakers for which this one has no result."""
         for key, permit in self._trials.items():
             self._breakers.release(key, permit)
         self._trials.clear()
 
 
 class Breakers:
-    """All breakers of a router, on `clock`; only those with a fault are kept."""
+    """All breakers of a router; `clock` returns seconds. A breaker is kept only while it has faults."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._breakers: dict[Key, Breaker] = {}
 
     def excluded(self) -> Excluded:
-        """The workers and pairs that placement should leave out now."""
+        """The workers and pairs that placement should avoid now."""
         keys = [key for key, breaker in self._breakers.items() if not breaker.due]
         return Excluded(
             frozenset(key[0] for key in keys if len(key) == 1),
@@ -146,22 +149,22 @@ class Breakers:
         )
 
     def count_open(self) -> tuple[int, int]:
-        """Numbers of workers and pairs whose breaker is not closed."""
+        """Number of workers, and number of pairs, whose breaker is not closed."""
         keys = [key for key, breaker in self._breakers.items() if not breaker.closed]
         workers = sum(len(key) == 1 for key in keys)
         return workers, len(keys) - workers
 
     def begin_attempt(self, prefill: str, decode: str | None) -> AttemptBreakers:
-        """An attempt is placed; it is the trial of each half-open breaker on its way."""
+        """The breakers of an attempt that was placed at these addresses."""
         return AttemptBreakers(self, prefill, decode)
 
     def start_trial(self, key: Key) -> Permit | None:
-        """The permit of the trial of what `key` names, if the caller is now the trial."""
+        """Make the caller the trial of the breaker of `key`; None if the breaker is closed or has a trial."""
         breaker = self._breakers.get(key)
         return None if breaker is None or breaker.closed else breaker.request()
 
     def record_success(self, key: Key) -> None:
-        """End the row of faults of what `key` names."""
+        """End the faults in a row of the worker or pair of `key`."""
         breaker = self._breakers.get(key)
         if breaker is None:
             return
@@ -170,7 +173,7 @@ class Breakers:
         breaker.record_success()
 
     def record_fault(self, key: Key, trial: Permit | None = None) -> None:
-        """Count a fault of what `key` names; `trial` is the permit of a caller that is its trial."""
+        """Count a fault of the worker or pair of `key`; `trial` is the caller's permit if it is the trial."""
         if (breaker := self._breakers.get(key)) is None:
             threshold = WORKER_FAULTS if len(key) == 1 else PAIR_FAULTS
             breaker = Breaker(MIN_PAUSE_S, MAX_PAUSE_S, self._clock, threshold=threshold, same_event_s=SAME_EVENT_S)
@@ -178,49 +181,49 @@ class Breakers:
         breaker.record_failure(trial)
 
     def release(self, key: Key, trial: Permit) -> None:
-        """The trial of what `key` names has found out nothing."""
+        """End the trial of `key` without a result."""
         if (breaker := self._breakers.get(key)) is not None:
             breaker.release(trial)
 
     def retain(self, workers: Container[str]) -> None:
-        """Forget the breakers of workers that are gone: what comes back under their name starts anew."""
+        """Forget the breakers of workers that are gone. A worker that comes back starts without faults."""
         for key in [key for key in self._breakers if not all(name in workers for name in key)]:
             del self._breakers[key]
 
 
 SAME_LOSS_S = 2.0
-"""The session and the watch of a worker that dies end within this time of each other."""
+"""Most seconds between the ends of the session and of the watch of a worker that dies."""
 
 _KEPT = 256
-"""Losses that are remembered."""
+"""Number of losses that are kept."""
 
 
 @dataclass(eq=False, slots=True)
 class WorkerLoss:
-    """One lost connection with one incarnation of a worker; times are seconds on the caller's clock."""
+    """One lost connection with one incarnation of a worker; `at` is in seconds on the caller's clock."""
 
     worker: str
     incarnation: str
     at: float
     share: float = 0.0
-    """The evidence against each of its suspects."""
+    """The share of each suspect in the loss, from 0 to 1."""
     death: bool = True
-    """Whether it is a death for all that is known."""
+    """Whether the worker died, as far as is known."""
     settled: bool = False
-    """Whether that was seen, and is not just presumed."""
+    """Whether `death` was seen, and is not only presumed."""
     shared: bool = False
-    """Whether requests of other routers were there that may have killed the worker."""
+    """Whether requests of other routers may have killed the worker."""
     _listeners: list[Callable[[], object]] = field(default_factory=list)
 
     def on_settled(self, listener: Callable[[], object]) -> None:
-        """Call `listener` once it is settled; at once if it is already."""
+        """Call `listener` when the loss is settled, or at once if it is."""
         if self.settled:
             listener()
         else:
             self._listeners.append(listener)
 
     def settle(self, *, death: bool) -> None:
-        """The end of the incarnation, or its survival, was seen."""
+        """Record that the death of the incarnation was seen, or its survival."""
         self.death, self.settled = death, True
         listeners, self._listeners = self._listeners, []
         for listener in listeners:
@@ -229,35 +232,34 @@ class WorkerLoss:
 
 @dataclass(frozen=True, slots=True)
 class AvoidedWorker:
-    """An incarnation of a worker that failed a request; `loss` is the lost connection, if it was one."""
+    """An incarnation of the worker at an address that failed a request; `loss` is set if its connection was lost."""
 
     worker: str
     incarnation: str
     loss: WorkerLoss | None = None
 
     def applies(self, view: PrefillView | DecodeView) -> bool:
-        """Whether the incarnation that is at the address now is to be avoided."""
+        """Whether a request must avoid the incarnation that is at the address now."""
         return self.incarnation == view.incarnation and (self.loss is None or self.loss.death)
 
 
 class WorkerLosses:
-    """All losses of a router's workers, as far back as they matter."""
+    """The latest losses of a router's workers; times are seconds on the caller's clock."""
 
     def __init__(self) -> None:
         self._losses: deque[WorkerLoss] = deque(maxlen=_KEPT)
         self._unsettled: list[WorkerLoss] = []
 
     def record_loss(self, worker: str, incarnation: str, suspects: int, now: float, *, shared: bool) -> WorkerLoss:
-        """A connection with a worker is lost, at which so many requests are suspects.
+        """Record a lost connection with a worker; losses of one incarnation within SAME_LOSS_S seconds are one.
 
-        `shared` when requests of other routers may have killed it as well.
-
-        What is lost of the same incarnation within SAME_LOSS_S is one loss.
+        `suspects` is the number of this router's requests that are suspects; `shared` tells whether requests of other
+        routers may have killed the worker.
         """
         recent = [each for each in self._losses if each.incarnation == incarnation and now - each.at <= SAME_LOSS_S]
         if recent:
             loss = recent[-1]
-            # A status that was sent before the death may have been read after the first sign of it.
+            # A status from before the death may have been read after the first loss, and have settled it.
             loss.death, loss.settled = True, False
         else:
             loss = WorkerLoss(worker, incarnation, now)
@@ -270,7 +272,7 @@ class WorkerLosses:
         return loss
 
     def record_status(self, worker: str, incarnation: str) -> None:
-        """The worker has sent a status with its incarnation."""
+        """Record a status of a worker, which settles its losses."""
         if not self._unsettled:
             return
         same = [loss for loss in self._unsettled if loss.incarnation == incarnation]
@@ -282,11 +284,11 @@ class WorkerLosses:
             loss.settle(death=True)
 
     def latest(self, incarnation: str) -> WorkerLoss | None:
-        """The latest loss of an incarnation."""
+        """The latest loss of an incarnation; None if there is none."""
         return next((loss for loss in reversed(self._losses) if loss.incarnation == incarnation), None)
 
     def count_others(self, own: Collection[WorkerLoss]) -> int:
-        """Deaths since the first of a request's own at which it was no suspect."""
+        """Number of deaths at which a request was no suspect, since the first of its `own` losses."""
         begin = min((loss.at for loss in own), default=0.0)
         return sum(loss.death and loss.at >= begin and loss not in own for loss in self._losses)
 
@@ -294,9 +296,9 @@ class WorkerLosses:
 MAX_IN_A_ROW = 16
 DEATHS_UNTIL_ALONE = 2
 FORGIVEN_TOKENS = 64
-"""An attempt that brought so many tokens proves that the faults before it were not the request's."""
+"""Tokens of one attempt after which earlier faults no longer count against the request."""
 MAX_EXCUSED_DEATHS = 4
-"""Deaths of workers that a request had for itself and that do not end it, while other workers die without it."""
+"""Most deaths of workers that served only this request for which it is excused, because other workers die too."""
 
 _ROUNDING = 1e-9
 
@@ -304,7 +306,10 @@ _MIN_PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0
 
 
 class RetryBudget:
-    """A token bucket; times are seconds on the caller's clock."""
+    """A token bucket for retries of faults; times are seconds on the caller's clock.
+
+    Each request adds `share` of a retry, each second `per_second` retries, up to `most`.
+    """
 
     def __init__(
         self, now: float, *, share: float = 0.2, per_second: float = 10.0, most: float = 100.0, tokens: float = 100.0
@@ -315,14 +320,14 @@ class RetryBudget:
         self._last: dict[str, float] = {}
 
     def record_request(self) -> None:
-        """A request came: a share of a retry more."""
+        """Add `share` of a retry for an accepted request."""
         self._tokens = min(self._tokens + self._share, self._most)
 
     def charge(self, now: float, *, blamed: str = "", first: bool = False) -> bool:
-        """Whether a fault may be followed by a retry, which is then charged.
+        """Charge a retry after a fault; False if the budget is empty.
 
-        One event may fail all that a worker runs: of faults of one `blamed` within SAME_EVENT_S one is charged,
-        provided that they are the requests' `first`, so that none gets more than one retry in this way.
+        One event may fail all requests at a worker. So of several faults of the same `blamed` address within
+        SAME_EVENT_S seconds, only one is charged, if each is the `first` fault of its request.
         """
         self._tokens = min(self._tokens + (now - self._filled) * self._per_second, self._most)
         self._filled = now
@@ -339,7 +344,7 @@ class RetryBudget:
 
 @dataclass(slots=True)
 class RetryHistory:
-    """Attempts at some choices of a request; attempts are numbered over all of them."""
+    """The attempts at some choices of a request; `numbers` counts the attempts of all choices."""
 
     numbers: Iterator[int] = field(default_factory=itertools.count)
     attempts: int = 0
@@ -348,21 +353,21 @@ class RetryHistory:
     avoid: frozenset[AvoidedWorker] = frozenset()
     avoid_pairs: frozenset[tuple[str, str]] = frozenset()
     losses: list[WorkerLoss] = field(default_factory=list)
-    """Lost connections of which it is a suspect."""
+    """Losses of which the request is a suspect."""
     losses_at_decode: list[WorkerLoss] = field(default_factory=list)
-    """Deaths of decode workers among them."""
+    """Losses of decode workers among `losses`."""
     losses_alone: list[WorkerLoss] = field(default_factory=list)
-    """Deaths among them at which no other request was there."""
+    """Losses among `losses` at which no other request was at the worker."""
 
     @property
     def suspicion(self) -> Suspicion:
-        """The workers that the next attempt must have for itself, by the losses that are known now."""
+        """The workers that the next attempt must have for itself, from the losses so far."""
         if _point_at_it(self.losses_at_decode):
             return Suspicion.DECODE
         return Suspicion.PREFILL if _point_at_it(self.losses) else Suspicion.NONE
 
     def record_loss(self, loss: WorkerLoss, *, at_decode: bool, alone: bool) -> None:
-        """It is a suspect of a loss; `alone` when no other request of this router was there."""
+        """Record a loss of which the request is a suspect; `alone` if no other request of this router was there."""
         if loss not in self.losses:
             self.losses.append(loss)
             if at_decode:
@@ -371,20 +376,20 @@ class RetryHistory:
                 self.losses_alone.append(loss)
 
     def clear_losses(self) -> None:
-        """Decode has computed a token of the latest attempt: whatever killed workers before, it was not this request.
+        """Clear the losses, because decode has sent a token of the latest attempt.
 
-        One that kills does so at its next token, since a new attempt begins where the last one ended.
+        A request that kills workers does so before that token, since a new attempt begins where the last one ended.
         """
         self.losses.clear()
         self.losses_at_decode.clear()
         self.losses_alone.clear()
 
     def has_killed_workers(self, others: int) -> bool:
-        """Whether it has killed a worker that it had for itself, when so many others died without it meanwhile."""
+        """Whether the request has killed workers that it had for itself; `others` workers died without it meanwhile."""
         return sum(loss.death for loss in self.losses_alone) > min(others, MAX_EXCUSED_DEATHS)
 
     def fork(self) -> RetryHistory:
-        """The history of one of the choices from here on; numbers stay common, since they name attempts."""
+        """A copy for one of the choices; `numbers` is shared, because it makes the keys of attempts."""
         return replace(
             self,
             losses=self.losses.copy(),
@@ -393,9 +398,9 @@ class RetryHistory:
         )
 
     def record_progress(self, tokens: int) -> None:
-        """The latest attempt brought so many tokens of each choice.
+        """Record that the latest attempt brought `tokens` tokens of each choice.
 
-        A few tokens forgive no faults: a request at which every step raises soon after its begin must end.
+        Faults are forgiven only after FORGIVEN_TOKENS tokens: a request whose attempts all fail early must end.
         """
         self.attempts = 0
         if tokens >= FORGIVEN_TOKENS:
@@ -409,7 +414,7 @@ class RetryHistory:
         charge: Callable[[], bool],
         jitter: Callable[[float, float], float] = random.uniform,
     ) -> float:
-        """Seconds to wait before the next attempt; raises the error that is the answer when there is none."""
+        """Seconds to wait before the next attempt; raises the error of `failed` if no other attempt is allowed."""
         self.attempts += 1
         error = failed.error
         match failed.cause:
@@ -422,7 +427,7 @@ class RetryHistory:
                 hinted = isinstance(error, Overloaded) and error.retry_after is not None
                 if self.refusals >= max_attempts and not hinted:
                     raise error
-        # Prefill's token is progress of the stream, but says nothing of a request that kills decode workers.
+        # A token from prefill resets `attempts`, but a request that kills decode workers still gets one each time.
         if max(self.attempts, sum(loss.death for loss in self.losses)) >= MAX_IN_A_ROW:
             raise error
         if failed.cause is Cause.FAULT and self.faults > 1:

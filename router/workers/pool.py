@@ -1,22 +1,21 @@
-"""All workers of a router: found, watched, checked against each other, and shown to placement as a fleet.
+"""All workers of a router: discovery, watches, checks that workers match, and the view of the fleet for placement.
 
-A target is "host:port", dialled as it is, or "dns:///name:port", which is looked up again and again and each of whose
-address records is a worker. Each dialled address has a link: its channel, its watch, and what this router runs there.
+A target is "host:port", or "dns:///name:port", which is looked up regularly and has a worker at each of its address
+records. Each address has a `WorkerLink`: its channel, its watch, and the requests of this router there.
 
     run:  dial ── Watch ── status … status ── silence, end or error ── lost ── wait, longer each time ── dial …
 
-A worker is as good as its watch: it tells its status at least every second, so a watch that is silent for
-`SILENCE_S` means that the worker is stopped or cut off, and all that runs there fails at once. The same holds for one
-that says of itself that it makes no progress: it is lost until it says otherwise. One that drains has left when
-its watch ends, and nobody is warned of that.
+A worker sends its status on the watch at least every second. If the watch is silent for `SILENCE_S` seconds, the worker
+is stopped or cut off: it is lost, and all attempts there fail at once. A worker that reports that it makes no progress
+is lost too, until it reports progress. A draining worker leaves when its watch ends, without a warning in the log.
 
-A worker is accepted when it agrees with the router (role, model name, tokenizer) and with every worker accepted before
-it (fingerprint; KV format across the two roles). One that does not is refused by name, logged once with both values,
-and checked again with every status it sends, since workers it disagrees with may have gone. A status of an accepted
-worker changes its own view in the fleet and nothing else, so that many workers may send many of them.
+A worker is accepted if it matches the router (role, model name, tokenizer) and all workers accepted before it
+(fingerprint; KV format between the two roles). If not, it is refused: the log names it once, with both values. It is
+checked again at each of its statuses, because the other worker may have gone. A status of an accepted worker changes
+only its own view, so the cost does not depend on the size of the fleet.
 
-A prefill worker, whose KV is fetched, that asks for tickets which this router can't sign is refused too. Keys may be
-replaced at any time, so that workers in service are checked in this respect with every status as well.
+A prefill worker is also refused if this router can't sign the tickets that it asks for. Because keys can be replaced at
+any time, accepted workers are checked for this at each status as well.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ from router.workers.calls import DecodeSession, PrefillAssignment, SessionEnd, j
 from router.workers.failures import Cause, WorkerLoss, WorkerLosses
 
 _AGAIN_S = 5.0
-"""Delay before a worker is dialled again whose watch failed by a bug of the router."""
+"""Seconds until a worker is dialled again if its watch failed because of a bug in this router."""
 
 REASON_CHARACTERS = 400
-"""Most characters of the first refusal or loss that clients see."""
+"""Most characters of a refusal or loss in an error for clients."""
 
 _DNS = "dns:///"
 
@@ -60,9 +59,10 @@ _logger = logging.getLogger(__name__)
 
 
 class Discovery:
-    """Calls `found` with the set of addresses behind `targets` whenever it changes, at once with the static ones.
+    """Calls `found` with the set of addresses of `targets` whenever it changes; static addresses are found at once.
 
-    Each name is looked up apart: one whose look-up hangs delays no other.
+    DNS names are looked up every `interval_s` seconds, independently of each other. Raises ConfigError, which names
+    `flag`, for a bad target.
     """
 
     def __init__(self, flag: str, targets: Sequence[str], interval_s: float, found: Callable[[set[str]], None]) -> None:
@@ -70,7 +70,7 @@ class Discovery:
         self._static = {target for target in targets if not target.startswith(_DNS)}
         for address in (*self._names, *self._static):
             try:
-                # Looked up by this encoding, which refuses labels that are empty or longer than 63 characters.
+                # Look-ups use this encoding. It refuses labels that are empty or longer than 63 characters.
                 parse_address(address)[0].encode("idna")
             except ConfigError as error:
                 raise ConfigError(f"{flag}: {error}") from None
@@ -81,13 +81,13 @@ class Discovery:
         self._known: dict[str, set[str]] = {name: set() for name in self._names}
 
     async def run(self) -> None:
-        """Look up until cancelled; static addresses alone need no second look."""
+        """Look up names until cancelled; returns at once if all addresses are static."""
         if self._static:
             self._found(self._static)
         await asyncio.gather(*map(self._follow, self._names))
 
     async def _follow(self, name: str) -> None:
-        """Look up one name until cancelled."""
+        """Look up one name, and report changes, until cancelled."""
         while True:
             addresses = await self._look_up(name)
             if addresses is not None and addresses != self._known[name]:
@@ -101,14 +101,14 @@ class Discovery:
         try:
             records = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
-            # Workers that are known go on serving while a name server has a bad moment.
+            # Known workers go on serving while the name server fails.
             _logger.warning("%s can't be looked up: %s", name, error)
             return None
         return {join_address(record[4][0], port) for record in records}
 
 
 class Pool:
-    """The workers; use as `async with pool.run():`."""
+    """The workers of a router; use as `async with pool.run():`."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Pool:
         self._model_name = config.model_name
         self._max_model_len = config.max_model_len
         self._lengths: list[int] = []
-        """Lengths of the model at the workers that were there last."""
+        """`max_model_len` of each worker; the last known values while there are no workers."""
         self._tokenizer_digest = tokenizer_digest
         self._router_id = router_id
         self._tls = tls
@@ -153,7 +153,7 @@ class Pool:
             await _cancel_all([task for _, task in self._links.values()])
 
     def subscribe(self, listener: Callable[[], None]) -> None:
-        """Call `listener` after every change that may matter to a waiting request."""
+        """Call `listener` after each change of workers that may matter to a waiting request."""
         self._listeners.append(listener)
 
     def isolate(self, addresses: frozenset[str]) -> None:
@@ -187,8 +187,8 @@ class Pool:
         return [link.status.identity for link in self._accepted.values() if link.status]
 
     def max_model_len(self, longest: int) -> int:
-        """Most tokens of prompt and output together; `longest` is the checkpoint's own limit."""
-        # While all workers are gone, what they could hold counts: requests wait for others like them.
+        """Most tokens of prompt and output together; `longest` is the limit of the checkpoint."""
+        # While all workers are gone, their last limits count, because requests wait for similar workers.
         self._lengths = [identity.max_model_len for identity in self.identities] or self._lengths
         least = min(self._lengths or [longest])
         return min(least, self._max_model_len or least)
@@ -203,14 +203,14 @@ class Pool:
         return max((load.pages_total * load.page_size for load in loads), default=0)
 
     def signs_for(self, identity: WorkerIdentity) -> bool:
-        """Whether a worker gives KV for this router's tickets, or asks for none."""
+        """Whether a worker accepts this router's tickets, or needs none."""
         taken = identity.ticket_key_ids
         return not taken or (self._signer is not None and self._signer.key_id in taken)
 
     def describe_missing(self, waited_s: float = 0.0) -> str:
-        """The reason for clients why a request can't be served: roles without a worker, and the first refusal or loss.
+        """An error text for clients if no worker can serve: the missing roles, and the first refusal or loss.
 
-        `waited_s` is how long a worker was waited for. The log has named all workers that were refused or lost.
+        `waited_s` is the number of seconds that the request has waited. The log names all refused and lost workers.
         """
         missing = [
             role
@@ -254,7 +254,7 @@ class Pool:
             _logger.error("%s worker %s: its watch failed", link.role.value, link.address, exc_info=error)
             asyncio.get_running_loop().call_later(_AGAIN_S, self._dial_again, link.role, link.address)
         else:
-            # It was listed again while it was being given up.
+            # The address was listed again while its link ended.
             self._dial(link.role, link.address)
 
     def _dial_again(self, role: WorkerRole, address: str) -> None:
@@ -262,11 +262,11 @@ class Pool:
             self._dial(role, address)
 
     def update_worker(self, link: WorkerLink) -> None:
-        """A worker's status or session is another: it may have to leave, or may join, and then its view counts."""
+        """Handle a new status or session of a worker: it may join or leave the fleet, and its view is updated."""
         key, accepted = _link_key(link), _link_key(link) in self._accepted
         if accepted and (link.status is None or self._ticket_problem(link.status.identity) is not None):
             self._dismiss(key)
-            # Workers that it kept from joining may join now.
+            # Workers that did not match it may join now.
             for other, _ in list(self._links.values()):
                 self._accept_or_refuse(other)
         elif not accepted:
@@ -275,7 +275,7 @@ class Pool:
         self._notify()
 
     def update_view(self, link: WorkerLink) -> None:
-        """Update the worker's entry in the view that placement reads."""
+        """Update the worker's view in the fleet."""
         accepted = _link_key(link) in self._accepted
         if link.role is WorkerRole.PREFILL:
             prefill = link.prefill_view() if accepted else None
@@ -285,11 +285,11 @@ class Pool:
             self.fleet.put_decode(decode) if decode else self.fleet.remove_decode(link.address)
 
     def update_prefixes(self, link: WorkerLink, change: PrefixChange) -> None:
-        """Note which prefixes a worker holds."""
+        """Record a change of the prefixes that a worker holds."""
         self.prefixes.update(link.role, link.address, change)
 
     async def forget_prefixes(self, link: WorkerLink) -> None:
-        """Forget which prefixes a lost worker held; others run between parts."""
+        """Forget the prefixes of a lost worker, in parts, so that the event loop is not held up."""
         more = True
         while more:
             more = self.prefixes.forget(link.role, link.address)
@@ -305,7 +305,7 @@ class Pool:
             self._namespaces -= Counter((link.namespace,))
 
     def _accept_or_refuse(self, link: WorkerLink) -> None:
-        """Let a worker join, or say once why it may not."""
+        """Accept a worker, or refuse it and log the reason once."""
         key = _link_key(link)
         if key in self._accepted:
             return
@@ -328,9 +328,9 @@ class Pool:
         _logger.info("%s worker %s joined", link.role.value, link.name)
 
     def _problem(self, link: WorkerLink, identity: WorkerIdentity) -> str | None:
-        """The reason why the worker can't join."""
+        """The reason to refuse the worker; None if it matches."""
         pairs: list[tuple[str, str, str, str]] = [
-            ("role", identity.role.value, link.role.value, f"--{link.role.value}, which lists it"),
+            ("role", identity.role.value, link.role.value, f"the list of --{link.role.value}"),
             ("wire version", str(identity.wire_version), str(WIRE_VERSION), "this router"),
             ("model", identity.model, self._model_name, "this router"),
             ("tokenizer digest", identity.tokenizer_digest, self._tokenizer_digest, "this router"),
@@ -346,11 +346,11 @@ class Pool:
                 pairs.append(("KV format", _describe(identity.kv_format), _describe(theirs.kv_format), other.name))
         for what, seen, wanted, whose in pairs:
             if seen != wanted:
-                return f"its {what} is {seen!r}, that of {whose} is {wanted!r}"
+                return f"its {what} is {seen!r}, but {whose} has {wanted!r}"
         return self._ticket_problem(identity)
 
     def _ticket_problem(self, identity: WorkerIdentity) -> str | None:
-        """Why decode workers could not fetch KV from the worker with this router's tickets."""
+        """The reason why this router's tickets are not accepted by a prefill worker; None if they are."""
         if identity.role is not WorkerRole.PREFILL or self.signs_for(identity):
             return None
         if self._signer is None:
@@ -385,7 +385,7 @@ async def _cancel_all(tasks: list[asyncio.Task[None]]) -> None:
 
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 2.0
 _SOON_S, _SOON_BACKOFF_S = 20.0, 0.2
-"""Seconds for which the successor of a lost worker is expected, and those between two calls meanwhile, at most."""
+"""Seconds after a loss in which the worker is expected back, and most seconds between two dials meanwhile."""
 
 
 _UNWANTED = "it is no longer wanted"
@@ -393,10 +393,10 @@ _STALLED = "it answers, but makes no progress"
 
 
 class WorkerLink:
-    """A worker as the router sees it.
+    """The router's link to one worker: channel, watch, session, and the requests there.
 
-    A worker that is no longer `listed` is kept until its watch ends: name servers drop a worker when it begins to
-    drain, while its streams run on.
+    `listed` tells whether discovery still finds the address. A link that is no longer listed is kept until its watch
+    ends, because name servers drop a worker when it begins to drain, while its streams go on.
     """
 
     def __init__(
@@ -415,7 +415,7 @@ class WorkerLink:
         self.channel = control_channel(address, tls, role.value)
         self.listed = True
         self.status: WorkerStatus | None = None
-        """Latest status; None while the worker is lost."""
+        """The latest status; None while the worker is lost."""
         self.namespace: BlockNamespace | None = None
         """The namespace of its blocks; None before its first status."""
         self.session: DecodeSession | None = None
@@ -428,18 +428,18 @@ class WorkerLink:
         self._incarnation = ""
         self._assignments: set[PrefillAssignment] = set()
         self._present: dict[PrefillAssignment, str] = {}
-        """Requests that the worker computes, or whose KV is fetched from it."""
+        """Request ids of the assignments whose prompt is computed here, or whose KV is fetched from here."""
         self._shared = False
-        """Whether requests of other routers without a token were there, by its latest status."""
+        """Whether the latest status counts requests of other routers that have no token yet."""
         self._lost = asyncio.Event()
         self._ending: tuple[str, Cause] | None = None
         self._assigned = 0
         self._recent = DecayingSum(RECENT_S)
         self._granted_tokens = self._granted_slots = 0
         self.problem = ""
-        """The reason why the worker is lost; empty while it is not, or was not dialled yet."""
+        """The reason why the worker is lost; empty if it is not lost, or was not dialled yet."""
         self._has_drained = False
-        """Whether it drained before it was lost, and has not come back yet."""
+        """Whether the worker drained before it was lost, and has not come back yet."""
 
     @property
     def _label(self) -> str:
@@ -447,11 +447,11 @@ class WorkerLink:
 
     @property
     def name(self) -> str:
-        """Its name in logs and messages: id and address."""
+        """The worker's name in logs and errors: id and address."""
         return _name(self.status, self.address)
 
     async def run(self) -> None:
-        """Watch the worker until it is lost and no longer listed, or the task is cancelled."""
+        """Watch the worker until it is lost and no longer listed, or until cancelled."""
         loop = asyncio.get_running_loop()
         backoff, lost_at = _FIRST_BACKOFF_S, -_SOON_S
         try:
@@ -475,7 +475,7 @@ class WorkerLink:
             await self.channel.close()
 
     def accept(self) -> None:
-        """Take the worker into service: a decode worker gets a session, again and again while it lasts."""
+        """Take the worker into service. A decode worker gets a session, and a new one whenever that ends."""
         self._ending = None
         if self.role is WorkerRole.DECODE and self._sessions is None:
             self._sessions = asyncio.create_task(self._keep_session(), name=f"sessions {self.address}")
@@ -483,15 +483,15 @@ class WorkerLink:
             self._sessions.add_done_callback(self._tasks.discard)
 
     def dismiss(self) -> None:
-        """Take the worker out of service; what runs there fails."""
+        """Take the worker out of service; attempts in its session fail."""
         if self._sessions is not None:
             self._sessions.cancel()
             self._sessions = None
 
     def assign(self, tokens: int, cached_tokens: int = 0) -> PrefillAssignment:
-        """Count a prompt of `tokens`, of which some are thought to be cached, as being prefilled here.
+        """Count a prompt of `tokens` tokens here until the assignment is released.
 
-        It counts until the assignment is closed. Raises Unavailable when the worker is lost.
+        The worker is thought to hold the first `cached_tokens` of them. Raises Unavailable if the worker is lost.
         """
         if self.status is None:
             raise Unavailable(f"prefill worker {self.address} is lost")
@@ -503,7 +503,7 @@ class WorkerLink:
         return assignment
 
     def unassign(self, assignment: PrefillAssignment) -> bool:
-        """Count a prompt no longer; False if it did not count."""
+        """Stop counting the prompt of an assignment; False if it did not count."""
         if assignment not in self._assignments:
             return False
         self._assignments.discard(assignment)
@@ -511,31 +511,31 @@ class WorkerLink:
         return True
 
     def attach(self, assignment: PrefillAssignment, request_id: str) -> None:
-        """The request is there now, and is a suspect if the worker dies."""
+        """Record that the request is at the worker now: it is a suspect if the worker dies."""
         self._present[assignment] = request_id
 
     def detach(self, assignment: PrefillAssignment) -> None:
-        """The request needs nothing more of the worker."""
+        """Record that the request needs nothing more from the worker."""
         self._present.pop(assignment, None)
 
     def subtract_free(self, tokens: int, slots: int) -> None:
-        """A decode worker has given away room that its latest status can't know of."""
+        """Subtract pages of `tokens` tokens and some slots from the free ones until the next status counts them."""
         self._granted_tokens += tokens
         self._granted_slots += slots
         self._pool.update_view(self)
 
     @property
     def consumer(self) -> str:
-        """Audience of KV tickets for this decode worker; "" while it is lost."""
+        """The audience of KV tickets for this worker; empty while it is lost."""
         return "" if self.status is None else self.status.identity.consumer
 
     @property
     def draining(self) -> bool:
-        """Whether it says that it takes no new work."""
+        """Whether the worker reports that it takes no new work."""
         return self.status is not None and self.status.draining
 
     def prefill_view(self) -> PrefillView | None:
-        """Placement's view of a prefill worker; None while it is lost."""
+        """The view of a prefill worker for placement; None while it is lost."""
         if self.status is None:
             return None
         return PrefillView(
@@ -552,7 +552,7 @@ class WorkerLink:
         )
 
     def decode_view(self) -> DecodeView | None:
-        """Placement's view of a decode worker; None while there is no session with it."""
+        """The view of a decode worker for placement; None while there is no session with it."""
         if self.status is None or self.session is None or not self.session.open:
             return None
         load = self.status.load
@@ -568,7 +568,7 @@ class WorkerLink:
         )
 
     async def _redial(self) -> None:
-        """Make another channel if the TLS files have changed since it was made."""
+        """Make a new channel if the TLS files have changed since the last one was made."""
         if self._tls is None or self._tls.generation == self._generation:
             return
         self._generation = self._tls.generation
@@ -576,7 +576,7 @@ class WorkerLink:
         await old.close()
 
     async def _watch(self) -> str:
-        """Follow one watch to its end, and say why it ended."""
+        """Read one watch to its end; returns the reason of the end."""
         call = worker_pb2_grpc.WorkerStub(self.channel).Watch(worker_pb2.WatchRequest())
         silence = SilenceTimer(SILENCE_S, call.cancel)
         try:
@@ -606,7 +606,7 @@ class WorkerLink:
                 raise
             return f"was silent for {SILENCE_S:g} s"
         except Exception as error:
-            # It is dialled again; a watch that nobody keeps would leave the worker out for good.
+            # The worker must be dialled again after any error, or it would stay unused.
             _logger.exception("a status of %s worker %s can't be handled", self.role.value, self.name)
             return f"sent a status that can't be handled: {type(error).__name__}: {error}"
         finally:
@@ -617,7 +617,7 @@ class WorkerLink:
         if known is None or known != status.identity:
             self.namespace = BlockNamespace.of(status.identity)
         else:
-            # The same object, so that nobody need compare it again.
+            # The same object makes later comparisons cheap.
             status = replace(status, identity=known)
         self.status, self._incarnation = status, status.identity.incarnation
         self._losses.record_status(self._label, self._incarnation)
@@ -658,10 +658,10 @@ class WorkerLink:
         return self._losses.record_loss(self._label, self._incarnation, suspects, now, shared=self._shared)
 
     def _requests_without_token(self) -> int:
-        """This router's requests that are here and have had no token from the worker."""
+        """Number of this router's requests here that have no token from the worker yet."""
         if self.role is WorkerRole.DECODE:
             return self.session.requests_without_token if self.session else 0
-        # An assignment is closed at the first token, and its request stays until the KV is fetched.
+        # An assignment is released at the first token, but its request stays until the KV was fetched.
         return len(self._assignments & self._present.keys())
 
     def _on_session_end(self, suspects: int) -> SessionEnd:

@@ -135,7 +135,7 @@ async def answered(call: Any) -> grpc.StatusCode:
     """End of a call; refusals say when to try again."""
     code = await call.code()
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        assert (await call.details()) == "max_streams: 1 streams of tenant flood2 are open, 1 may be"
+        assert (await call.details()) == "max_streams: 1 streams of tenant flood2 are open, 1 are allowed"
         assert float(dict(await call.trailing_metadata())["retry-after"]) > 0
     return code
 
@@ -154,7 +154,7 @@ async def test_a_call_counts_before_its_message_is_received(tmp_path: Path) -> N
                 await asyncio.sleep(0.001)
         error = await refused(b.client.Generate(request("x", max_tokens=1), metadata=metadata, timeout=60))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "max_streams: 1 streams of tenant a are open, 1 may be" in (error.details() or "")
+        assert "max_streams: 1 streams of tenant a are open, 1 are allowed" in (error.details() or "")
         call.cancel()
         async with asyncio.timeout(60):
             while streams:  # noqa: ASYNC110

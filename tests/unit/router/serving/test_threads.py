@@ -101,7 +101,9 @@ async def test_a_tenants_queue_is_bounded() -> None:
     async with threads(capacity=2) as (made, gate):
         tasks = [waits(made, gate, "a") for _ in range(3)]
         await asyncio.sleep(0)
-        with pytest.raises(Overloaded, match=r"^queue_capacity: 2 requests wait to be tokenized, 2 may") as refusal:
+        with pytest.raises(
+            Overloaded, match=r"^queue_capacity: 2 requests wait to be tokenized, 2 are allowed"
+        ) as refusal:
             made.check("a", 1)
         assert refusal.value.retry_after
         made.check("b", 1)
