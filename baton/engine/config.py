@@ -1,4 +1,4 @@
-"""An operator's settings of an engine. No torch: services read it before anything heavy is loaded."""
+"""Settings of an engine. No torch: services read them before anything heavy is loaded."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from baton.native import KERNELS
 
 CPU_PAGE_SIZE = 16
 CUDA_PAGE_SIZE = 256
-"""Default page sizes; stock flash-attn kernels want a multiple of 256."""
+"""Default numbers of tokens in a page; the kernels of flash-attn need a multiple of 256."""
 
 MAX_SEQUENCE_PAGES = 8192
-"""Pages of the longest sequence on a CPU: the event loop waits while they are reserved, found in the pool, or freed."""
+"""Largest number of pages of a sequence on a CPU by default: the event loop waits while they are reserved or freed."""
 
 CPU_SEGMENT_TOKENS, CUDA_SEGMENT_TOKENS = 4096, 16384
-"""Default sizes of segments. The result of each segment is merged, which takes as long for a short one as for a long
-one. With 32 heads of 128 in bfloat16 it moves 72 KiB for each token of the chunk, and attention to 4,096 tokens takes
-67 million operations: at 3 TB/s and 380 TFLOP/s the merge adds a seventh, and a thirtieth with 16,384 tokens."""
+"""Default numbers of tokens in a segment. Merging the result of a segment takes the same time for any length. With 32
+heads of 128 in bfloat16, a merge moves 72 KiB for each token of the chunk, and attention to 4,096 tokens takes 67
+million operations. At 3 TB/s and 380 TFLOP/s the merge adds a seventh; with 16,384 tokens it adds a thirtieth."""
 
 KV_HOMES = ("auto", "device", "host")
 
@@ -27,7 +27,9 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
 def default_page_size(device: str, max_model_len: int) -> int:
-    """Tokens in a page: 256 on CUDA; on a CPU 16, doubled until a sequence has at most MAX_SEQUENCE_PAGES."""
+    """Default number of tokens in a page: 256 on CUDA, and on a CPU the smallest size of 16, 32, 64, ... with which the
+    longest sequence has at most MAX_SEQUENCE_PAGES pages.
+    """
     if device == "cuda":
         return CUDA_PAGE_SIZE
     size = CPU_PAGE_SIZE
@@ -37,25 +39,32 @@ def default_page_size(device: str, max_model_len: int) -> int:
 
 
 def default_segment_tokens(device: str) -> int:
-    """Tokens of KV in host memory that attention takes at once."""
+    """Default number of tokens of KV in host memory to which attention is computed at once."""
     return CUDA_SEGMENT_TOKENS if device == "cuda" else CPU_SEGMENT_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Settings of an engine. Raises ConfigError naming the field and the value seen.
+    """Settings of an engine. Raises ConfigError with the name of an invalid field and its value.
 
-    `model`: checkpoint directory or hub name. `device`: auto (CUDA if there), cpu, cuda, cuda:N. `dtype`:
-    auto (the checkpoint's) or a dtype's name. `kv_dtype`: auto (the same as `dtype`). `kernels`: on CPU, native,
-    torch, or auto (native on CPUs with AVX2). `max_model_len`: tokens of prompt and output together, 0 for the
-    model's. `page_size`: tokens, 0 for `default_page_size`. `kv_memory`: bytes of the page pool, 0 for
-    automatic. `slots`: places in the generation batch, 0 on a prefill worker. `block_size`: tokens of a prefix
-    block, one for the fleet. `threads`: of torch on CPU, 0 for torch's choice. `kv_home`: device (all pages of the pool
-    there), host (all in host memory), or auto (pages in host memory beside those on the device). `host_memory`:
-    bytes of these with auto, 0 for automatic. `cache_memory`: bytes of host memory that a prefix cache will take beside
-    the pool. `segment_tokens`: how much KV of host memory attention takes at once, in a ring of `num_kv_buffers` device
-    buffers; 0 for `default_segment_tokens`. `packed_weights`: a file through which workers of a host share the weights
-    of native kernels, "" for memory of its own.
+    model            checkpoint directory or hub name
+    device           auto (CUDA if there is a device), cpu, cuda or cuda:N
+    dtype            dtype of the computation: float32, bfloat16, float16, or auto (the checkpoint's)
+    kv_dtype         dtype of KV, or auto (the same as `dtype`)
+    kernels          kernels on a CPU: native, torch, or auto (native if the CPU has AVX2)
+    max_model_len    largest number of tokens of prompt and output; 0 means the model's
+    page_size        number of tokens in a page; 0 means `default_page_size`
+    kv_memory        bytes of the page pool; 0 means automatic
+    slots            slots of the generation batch; 0 on a prefill worker
+    block_size       number of tokens in a prefix block, the same for all workers
+    threads          torch's threads on a CPU; 0 means torch's choice
+    kv_home          memory of the pages: device, host, or auto (the device, and host memory for long sequences)
+    host_memory      bytes of pages in host memory if `kv_home` is auto; 0 means automatic
+    cache_memory     bytes of host memory that a prefix cache takes beside the pool
+    segment_tokens   number of tokens of KV in host memory to which attention is computed at once; 0 means
+                     `default_segment_tokens`
+    num_kv_buffers   number of device buffers for segments
+    packed_weights   file in which the workers of a host share the weights of native kernels; "" means no sharing
     """
 
     model: str
@@ -78,7 +87,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if not self.model:
-            raise ConfigError("model: must name a checkpoint, got ''")
+            raise ConfigError("model: must be a checkpoint directory or a hub name, got ''")
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError(f"device: must be auto, cpu, cuda or cuda:N, got {self.device!r}")
         for name in ("dtype", "kv_dtype"):

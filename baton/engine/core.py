@@ -1,22 +1,22 @@
-"""The Engine: requests of services, turned into bookkeeping (KvManager) and plans (Executor).
+"""The engine: it turns requests of services into bookkeeping (KvManager) and plans (Executor).
 
     services ──▶ EngineCore ──▶ KvManager    pages, handles, cached blocks, slots
                      │ ForwardPlan
                      ▼
                  Executor ──▶ ModelRunner
 
-It checks what comes in at the contract's edge (`baton.engine.contract`), pins the pages of whatever is under way, and
-keeps the passes in flight. `baton.engine.factory` makes it over a model, `baton.engine.fake` over tokens computed by
-hand.
+The engine checks the arguments of calls (`baton.engine.contract`), pins the pages that reads, writes and passes use,
+and keeps the passes in flight. `baton.engine.factory` builds it with a model, `baton.engine.fake` with a formula for
+tokens.
 
     launch ──▶ in flight (pages pinned) ──▶ read: tokens appended to the sequences, pages unpinned ──▶ result taken
-                      └─ a pass fails: it and all after it are undone, and no sequence has moved since the one before
+                      └─ a pass fails: it and all later ones are undone, and the sequences are as before it
 
-A step is launched from what the host knows of a sequence (its length) and what the device has of it (its newest
-token), so it need not wait for the tokens of the step before. The pages of its sequences stay pinned until it is read
-or undone: a sequence may be freed while a step that it no longer wants still writes to them.
+To launch a step, the host needs only the lengths of sequences; the device has their newest tokens. So a step need not
+wait for the tokens of the step before. The pages of its sequences stay pinned until it is read or undone, because a
+sequence may be freed while a step in flight still writes to them.
 
-All but the pool, which has a lock of its own, belongs to the engine thread.
+The pool has a lock of its own. Everything else is used by the engine thread only.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """Engine that runs on `executor` and `memory`."""
+    """The Engine over an executor; `memory` is the executor's KV memory."""
 
     def __init__(self, spec: EngineSpec, executor: Executor) -> None:
         self.executor = executor
@@ -52,7 +52,7 @@ class EngineCore:
         self._inflight = InflightPasses()
         self._stepping = False
         self._refused: list[tuple[Sequence, NoToken]] = []
-        """Sequences that could not join, until a pass reports them."""
+        """Sequences that could not join the batch, with the errors that the next pass reports."""
 
     @property
     def spec(self) -> EngineSpec:
@@ -104,7 +104,9 @@ class EngineCore:
         return child
 
     def launch(self, chunks: abc.Sequence[PromptChunk] = (), *, batch: bool = True) -> LaunchedPass:
-        """Raises EngineError naming a sequence without room; then no sequence has moved."""
+        """Launch a pass, as the contract says. Raises EngineError if a sequence of the batch has no room for its next
+        token; then no sequence has changed.
+        """
         if self._stepping:
             raise EngineError("a pass was launched while one that has a step was under way")
         ahead = self._spec.steps_ahead
@@ -118,7 +120,7 @@ class EngineCore:
                 try:
                     wait = self._launch(rows, steps, own.on_layer)
                 except JoinFailed as error:
-                    # No KV has changed, and the next plan resets what runs it: the others don't notice.
+                    # No KV has changed, and the next plan resets the ModelRunner, so other sequences are not affected.
                     failed = next(each for each in steps if each.slot == error.slot)
                     self._kv.remove(failed)
                     self._refused.append((failed, NoToken(f"{failed.handle.owner}: {error}")))
@@ -135,7 +137,7 @@ class EngineCore:
         return self._inflight.passes
 
     def read_kv(self, handle: KvHandle, layer: int, tokens: range, heads: range) -> list[PartData]:
-        """Raises InvalidRequest for a range that the handle does not have."""
+        """Read KV, as the contract says. Raises InvalidRequest for a range outside the handle."""
         own, kv_format = _page_handle(handle), self._spec.kv_format
         with self._kv.pool.pin(own) as pages:
             _check_range("layer", range(layer, layer + 1), kv_format.layers)
@@ -146,13 +148,15 @@ class EngineCore:
     def write_kv(
         self, handle: KvHandle, layer: int, token_start: int, head_start: int, parts: abc.Sequence[PartData]
     ) -> None:
-        """Raises CorruptFrame for parts or ranges that don't fit the format or the handle."""
+        """Write KV, as the contract says. Raises CorruptFrame for parts or ranges that don't fit the format or the
+        handle.
+        """
         count = _check_parts(self._spec.kv_format, layer, head_start, parts)
         with self._written(handle, range(token_start, token_start + count)) as pages:
             self.memory.write(pages, layer, token_start, head_start, parts)
 
     def read_blocks(self, handle: KvHandle, token_start: int, count: int) -> list[bytes]:
-        """Raises InvalidRequest for blocks that the handle does not have."""
+        """Read blocks, as the contract says. Raises InvalidRequest for blocks outside the handle."""
         size = self._spec.kv_format.block_size
         with self._kv.pool.pin(_page_handle(handle)) as pages:
             tokens = range(token_start, token_start + count * size)
@@ -160,7 +164,9 @@ class EngineCore:
             return self.memory.read_blocks(pages, token_start, size, count)
 
     def write_blocks(self, handle: KvHandle, token_start: int, payloads: abc.Sequence[bytes | memoryview]) -> None:
-        """Raises CorruptFrame for payloads that don't fit the format or the handle."""
+        """Write blocks, as the contract says. Raises CorruptFrame for payloads that don't fit the format or the
+        handle.
+        """
         count = _check_blocks(self._spec.kv_format, payloads)
         with self._written(handle, range(token_start, token_start + count)) as pages:
             self.memory.write_blocks(pages, token_start, self._spec.kv_format.block_size, payloads)
@@ -190,7 +196,9 @@ class EngineCore:
 
     @contextmanager
     def _written(self, handle: KvHandle, tokens: range) -> abc.Iterator[abc.Sequence[int]]:
-        """The handle's pages, pinned to write `tokens`; raises CorruptFrame if it does not have them all."""
+        """Pin the handle's pages to write `tokens`, and yield them. Raises CorruptFrame for tokens outside the
+        handle.
+        """
         own = _page_handle(handle)
         if tokens.start < 0 or (own.alive and tokens.stop > own.capacity):
             raise CorruptFrame(f"tokens {tokens} of {own.owner}, which holds {own.capacity}")
@@ -201,9 +209,9 @@ class EngineCore:
         self.memory.copy_page(copy.source, copy.target, copy.tokens)
 
     def _prompt_row(self, chunk: PromptChunk, pins: ExitStack) -> Row:
-        """The row of a chunk, its pages pinned.
+        """Make the row of a chunk, and pin its pages until `pins` is closed.
 
-        Raises EngineError for a range that the handle does not have, InvalidRequest for an id outside the vocabulary.
+        Raises EngineError for a range outside the handle, InvalidRequest for a token id outside the vocabulary.
         """
         start, end, ids = chunk.start, chunk.end, chunk.token_ids
         if not 0 <= start < end <= min(len(ids), self._spec.max_model_len):
@@ -231,7 +239,7 @@ class EngineCore:
         try:
             return self.executor.launch(self._kv.plan(rows, steps), on_layer)
         except PassEnded:
-            # It had no step, so it has changed nothing that the next plan builds upon.
+            # The pass had no step, so it has changed no state of a slot.
             return lambda: PlanResult((RowResult(),) * len(rows))
         except BaseException:
             if steps:
@@ -241,7 +249,7 @@ class EngineCore:
             self._stepping = False
 
     def _read(self, keep: int) -> None:
-        """Read the oldest passes, until `keep` are in flight; if one raises, it and the later ones are undone."""
+        """Read the oldest passes until `keep` passes are unread; if one raises, it and all later ones are undone."""
         while len(self._inflight.unread) > keep:
             try:
                 oldest = self._inflight.complete()
@@ -253,7 +261,7 @@ class EngineCore:
                     self._kv.remove(sequence)
 
     def _take(self, launched: LaunchedPass) -> None:
-        """Read passes up to this one, whose result is taken now."""
+        """Read all passes up to this one, and take it off the list of passes in flight."""
         while launched in self._inflight.unread:
             self._read(len(self._inflight.unread) - 1)
         self._inflight.take(launched)
@@ -266,16 +274,16 @@ def _page_handle(handle: KvHandle) -> PageHandle:
 
 
 class KvManager:
-    """Manager of sequences and their KV: pure bookkeeping, without tensors.
+    """Bookkeeping of sequences and their KV, without tensors.
 
         reserve ─▶ handle ─▶ insert ─▶ in a slot ─▶ remove
 
-    Pages, handles and cached blocks are those of `pool`. This adds the sequences of the generation batch: each has a
-    slot while it runs, and the ModelRunner keeps what it needs of it by that slot. So the KvManager also keeps what the
-    ModelRunner was told, and says with each step what has changed since (`baton.engine.plan`).
+    `pool` has the pages, handles and cached blocks. The KvManager has the sequences of the generation batch. Each has a
+    slot, and the ModelRunner keeps its page table, parameters and tokens under the number of that slot. So the
+    KvManager also remembers the state of the ModelRunner, and puts only the changes into each plan
+    (`baton.engine.plan`).
 
-    A freed handle may still have a slot, but no page. Sequences of dead handles leave when the next step or insert
-    begins.
+    A sequence whose handle is dead keeps its slot until the next step or insert begins.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -293,12 +301,13 @@ class KvManager:
 
     @property
     def must_read_first(self) -> bool:
-        """Whether the next step must not be launched before the tokens of all others are known."""
+        """Whether the next step can be launched only when the tokens of all passes before it are known."""
         return self._reset or any(sequence.state.params.penalizes for sequence in self._running)
 
     def insert(self, sequence: Sequence, handle: PageHandle) -> None:
-        """Give a sequence, which has this handle, a slot. Raises EngineError, or Overloaded without one, changing
-        nothing.
+        """Give a slot to a sequence with this handle.
+
+        Raises Overloaded if no slot is free, EngineError if the sequence can't be inserted. Then nothing has changed.
         """
         handle.check_alive()
         self._remove_dead()
@@ -313,7 +322,7 @@ class KvManager:
         self._running[sequence] = handle
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out of its slot, if it has one."""
+        """Free the slot of a sequence; does nothing if it has none."""
         if self._running.pop(sequence, None) is None:
             return
         heapq.heappush(self._free_slots, sequence.slot)
@@ -323,9 +332,9 @@ class KvManager:
 
     @contextmanager
     def pin_batch(self) -> abc.Iterator[dict[Sequence, Row]]:
-        """The sequences of the next step and the row of each, their pages pinned.
+        """Pin the pages of the batch, and yield its sequences with their rows of the next step.
 
-        Raises EngineError naming one that has no room for the step's tokens, or reached the model's length.
+        Raises EngineError if a sequence has no room for the step's tokens, or has reached the model's length.
         """
         while True:
             writes = [each.next_positions for each in self._running]
@@ -339,9 +348,10 @@ class KvManager:
             self._remove_dead()
 
     def plan(self, prompts: abc.Sequence[Row], steps: abc.Mapping[Sequence, Row]) -> ForwardPlan:
-        """Rows of prompts, and `steps` of the whole batch with what has changed since the last such plan.
+        """Make a plan from the rows of prompts and of a step; `steps` is empty or has all sequences of the batch.
 
-        The caller launches it, or calls `forget_plans`.
+        The plan of a step has the changes of slots since the last one. The caller must launch it, or call
+        `forget_plans`.
         """
         if not steps:
             return ForwardPlan(rows=tuple(prompts))
@@ -361,13 +371,13 @@ class KvManager:
         return plan
 
     def forget_plans(self) -> None:
-        """A plan failed: the next one resets the ModelRunner, and fills all slots again."""
+        """After a failed plan: make the next one reset the ModelRunner and join all sequences again."""
         self._reset, self._left = True, []
         for each in self._running:
             each.planned_pages = None
 
     def free_all(self) -> None:
-        """Free every handle, and forget all cached blocks."""
+        """Free all handles, and drop all cached blocks."""
         self.pool.free_all()
         self._remove_dead()
 
@@ -381,23 +391,23 @@ class KvManager:
 
 
 def _step_row(sequence: Sequence, positions: range) -> Row:
-    """The row of a sequence in the next step; a token is sampled after each new one."""
+    """The row of a sequence in the next step; a token is sampled after each new token."""
     count = len(positions)
     return Row(sequence.slot, positions.start, count, tuple(range(count)))
 
 
 class PassChunks:
-    """The chunks of a pass, with the error of each: one that has failed is not called again, and has no result."""
+    """The chunks of a pass, with their errors. The `on_layer` of a failed chunk is not called any more."""
 
     def __init__(self, chunks: abc.Sequence[PromptChunk]) -> None:
         self.chunks = chunks
         self.step = False
-        """Whether the pass has a step too, for which it goes on without chunks."""
+        """Whether the pass also has a step; then it goes on after all chunks have failed."""
         self._errors: list[Exception | None] = [None] * len(chunks)
         self._planned: list[int] = []
 
     def plan(self, row_of: abc.Callable[[PromptChunk], Row]) -> list[Row]:
-        """The rows of the chunks for which `row_of` raises nothing."""
+        """Make the rows of the chunks. A chunk for which `row_of` raises has failed, and gets no row."""
         rows = []
         for index, chunk in enumerate(self.chunks):
             try:
@@ -410,7 +420,7 @@ class PassChunks:
 
     @property
     def on_layer(self) -> OnLayer | None:
-        """The `on_layer` of the pass; None if no planned chunk has one."""
+        """The `on_layer` of the pass, which calls those of the chunks; None if no chunk with a row has one."""
         return None if all(self.chunks[index].on_layer is None for index in self._planned) else self._call
 
     def _call(self, layer: int) -> None:
@@ -426,7 +436,7 @@ class PassChunks:
             raise PassEnded
 
     def results(self, rows: abc.Sequence[RowResult]) -> tuple[list[ChunkResult | Exception], abc.Sequence[RowResult]]:
-        """The chunks' results, from those of the pass's rows; and the rows that are not theirs."""
+        """Results or errors of the chunks, and the remaining rows, which belong to the step."""
         own = dict(zip(self._planned, rows[: len(self._planned)], strict=True))
         results = [
             error or _chunk_result(chunk, own[index])
@@ -436,7 +446,7 @@ class PassChunks:
 
 
 def _without_frames(error: Exception) -> Exception:
-    """An error to keep. Its frames hold the pass that keeps it: both would stay until garbage is collected."""
+    """The error without its traceback, whose frames would keep the pass in memory until garbage is collected."""
     if not isinstance(error, BatonError):
         _log.error("a chunk ends with an unexpected error", exc_info=error)
     return error.with_traceback(None)
@@ -449,6 +459,8 @@ def _chunk_result(chunk: PromptChunk, row: RowResult) -> ChunkResult | NoToken:
 
 
 class LaunchedPass:
+    """A pass in flight: the ForwardPass of EngineCore. It pins pages until it is read or undone."""
+
     def __init__(
         self,
         chunks: PassChunks,
@@ -458,14 +470,16 @@ class LaunchedPass:
         take: abc.Callable[[LaunchedPass], object],
         refused: abc.Sequence[tuple[Sequence, NoToken]] = (),
     ) -> None:
-        """`steps` has the rows of the batch. `wait` returns the plan's result once the device is done, or raises.
+        """`steps` has the sequences of the step with their rows. `wait` waits for the device and returns the result of
+        the plan, or raises.
 
-        `take` reads passes up to this one. `refused` sequences are not in the batch, because they could not join it.
+        `pins` holds the pages. `take` reads all passes up to this one. `refused` lists sequences that could not join
+        the batch, with their errors.
         """
         self.launched_at = 0.0
         self.batch = list(steps)
         self.sampled = [len(row.sampled) for row in steps.values()]
-        """Tokens that are sampled for each sequence of `batch`."""
+        """Number of tokens that are sampled for each sequence of `batch`."""
         self.read = False
         self.found: list[tuple[Sequence, tuple[TokenInfo, ...] | NoToken]] = [*refused]
         self._chunks = chunks
@@ -476,14 +490,18 @@ class LaunchedPass:
         self._error: BaseException | None = None
 
     def result(self) -> PassResult:
-        """Raises what the pass raised; EngineError if it was undone with one before it."""
+        """Wait for the pass. Raises the error of the pass, or EngineError if an earlier pass failed and this one was
+        undone.
+        """
         self._take(self)
         if self._error is not None:
             raise self._error
         return PassResult(self._chunk_results, [(each, found) for each, found in self.found if each.handle.alive])
 
     def complete(self) -> None:
-        """Wait for the device, and give the tokens to the sequences; if this raises, pages stay pinned."""
+        """Wait for the device, append the tokens to the sequences, and unpin the pages; if this raises, they stay
+        pinned.
+        """
         self._waited = True
         self._chunk_results, steps = self._chunks.results(self._wait().rows)
         for each, sampled, row in zip(self.batch, self.sampled, steps, strict=True):
@@ -500,18 +518,18 @@ class LaunchedPass:
         self._pins.close()
 
     def undo(self, error: BaseException) -> None:
-        """Let nothing come of it: `error` is its result."""
+        """Drop the tokens of the pass; its `result` raises `error`. Waits for the device, then unpins the pages."""
         if self._error is None:
             self._error = error
             if not self._waited:
-                # The device may still be at it.
+                # The device may still write to the pages.
                 with contextlib.suppress(Exception):
                     self._wait()
             self._pins.close()
 
 
 class InflightPasses:
-    """The passes whose result nobody has taken, oldest first; those that are read come before the others."""
+    """The passes whose results were not taken, oldest first; those that were read are first."""
 
     def __init__(self) -> None:
         self.passes: deque[LaunchedPass] = deque()
@@ -522,13 +540,13 @@ class InflightPasses:
         return [launched for launched in self.passes if not launched.read]
 
     def add(self, launched: LaunchedPass) -> None:
-        """`launched` is the newest."""
+        """Add the newest pass."""
         self.passes.append(launched)
         for each, sampled in zip(launched.batch, launched.sampled, strict=True):
             each.unread += sampled
 
     def complete(self) -> LaunchedPass:
-        """Read the oldest unread one; if that raises, all unread ones are undone."""
+        """Read the oldest unread pass and return it; if it raises, all unread passes are undone."""
         oldest = self.unread[0]
         try:
             oldest.complete()
@@ -538,12 +556,12 @@ class InflightPasses:
         return oldest
 
     def take(self, launched: LaunchedPass) -> None:
-        """Its result is taken."""
+        """Remove a pass whose result was taken."""
         if launched in self.passes:
             self.passes.remove(launched)
 
     def undo(self, error: BaseException) -> None:
-        """Undo the unread ones, the oldest for `error`."""
+        """Undo all unread passes; `error` becomes the error of the oldest one, and the cause of the others."""
         for index, launched in enumerate(self.unread):
             for each, sampled in zip(launched.batch, launched.sampled, strict=True):
                 each.unread -= sampled
@@ -553,9 +571,10 @@ class InflightPasses:
 
 
 def _check_parts(kv_format: KvFormat, layer: int, head_start: int, parts: abc.Sequence[PartData]) -> int:
-    """The number of tokens in `parts`, each part of `kv_format` once, in any supported dtype.
+    """Check KV that is to be written; returns its number of tokens.
 
-    Raises CorruptFrame naming what does not fit.
+    `parts` must have each part of `kv_format` once, in any supported dtype. Raises CorruptFrame with the value that
+    does not fit.
     """
     if not 0 <= layer < kv_format.layers:
         raise CorruptFrame(f"layer {layer}, expected one of {kv_format.layers}")
@@ -579,7 +598,7 @@ def _check_parts(kv_format: KvFormat, layer: int, head_start: int, parts: abc.Se
 
 
 def _check_blocks(kv_format: KvFormat, payloads: abc.Sequence[bytes | memoryview]) -> int:
-    """The number of tokens in `payloads`, each a whole prefix block; raises CorruptFrame naming what does not fit."""
+    """Check payloads of prefix blocks; returns their number of tokens. Raises CorruptFrame if one has a wrong size."""
     if not payloads:
         raise CorruptFrame("no blocks, expected one or more")
     for index, payload in enumerate(payloads):

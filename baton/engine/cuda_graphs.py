@@ -1,17 +1,17 @@
-"""Decode steps as CUDA graphs: one launch instead of some hundred, so that small batches do not wait for Python.
+"""Decode steps as CUDA graphs: one launch instead of hundreds, so that small batches do not wait for Python.
 
-A graph is captured for a number of rows and a width of the page tables, each a power of two, when a step first needs
-them; a step runs in the smallest that holds it. All graphs read the same tensors (those of `run`), which steps and
-joining rows keep up to date, so nothing is copied in. Rows after the batch compute a token that is not read, on the
-null page. The width bounds how far flash-attn spreads a context over the device: it divides the widest context
-that the tables could hold, so with wide tables few blocks would work on a short context.
+A graph has a number of rows and a width of the page tables, both powers of two. It is captured when a step needs it for
+the first time. A step runs in the smallest graph that has room for it. All graphs read the same tensors, which steps
+and joining sequences update, so nothing is copied before a step. Rows after the batch compute tokens that nobody reads,
+on the null page. There are graphs of several widths, because flash-attn divides the work for the widest context that
+the table can have: with a wide table, few blocks of the device would work on a short context.
 
-A step that makes the host wait can't be captured (flash-attn after 2.8.3 asks for the longest context in every layer);
-then all steps run eagerly, and a warning says so. A step at the start shows it, on the null page. A capture first runs
-the step once, so that libraries have chosen kernels and taken workspaces; this writes KV that the step itself writes
-again, with the same values. Where the capture itself fails, for want of memory above all, steps of that shape run
-eagerly from then on. Graphs share one memory pool: a replay may overwrite what another one left, but for its hidden
-states, which are used before the next.
+A step that makes the host wait can't be captured: flash-attn after 2.8.3 asks for the longest context in every layer.
+A trial step at the start, on the null page, detects this; then all steps run without graphs, and a warning says so.
+Each capture first runs the step once, so that libraries have chosen kernels and allocated workspaces. This writes KV,
+which the step then writes again with the same values. If a capture fails, for example because memory is short, steps of
+its shape run without a graph from then on. All graphs share one memory pool, so a replay overwrites the results of
+other graphs; hidden states are used before the next replay.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 def padded(count: int) -> int:
-    """The number of rows, or of pages, of the smallest graph that holds `count`."""
+    """The smallest power of two that is at least `count`: the rows, or the width in pages, of a graph."""
     return 1 << (count - 1).bit_length()
 
 
@@ -42,30 +42,30 @@ class _Captured:
 
 
 class DecodeGraphs:
-    """CUDA graphs of decode steps. They belong to the engine thread."""
+    """CUDA graphs of decode steps; used by the engine thread only."""
 
     def __init__(
         self, run: Callable[[Sequence[int], int], Tensor], rows: int, width: int, page_size: int, device: torch.device
     ) -> None:
-        """`run(contexts, width)` computes the hidden states of the first rows, of `rows` at most with page tables of at
-        most `width` pages.
+        """`run(contexts, width)` computes the hidden states of the first `len(contexts)` rows, with page tables of
+        `width` pages. There are at most `rows` rows, and at most `width` pages.
 
-        Its attention must follow tensors alone: neither lengths nor pages may be read on the host. To be called before
-        other threads use the device (`_host_waits`).
+        Its attention must read lengths and pages from device tensors only. Other threads must not use the device while
+        this constructor runs (`_host_waits`).
         """
         self._run = run
         self._width, self._page_size, self._device = width, page_size, device
         self._captured: dict[tuple[int, int], _Captured | None] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        # One for all captures: torch hands out its 32 streams in turn, so that a new one for each would in time be that
-        # of another thread's copies, which the capture would swallow; and each has a workspace of its own.
+        # One stream for all captures. torch gives out its 32 streams in turn: a new one for each capture could be the
+        # stream of another thread's copies, which would become part of the graph. And each stream needs a workspace.
         self._side = torch.cuda.Stream(device)
         self.rows = 0 if self._host_waits() else min(MAX_ROWS, rows)
 
     def run(self, count: int, width: int) -> Tensor:
-        """Hidden states `[count, hidden]` of the first rows, whose contexts fit in `width` pages.
+        """Compute the hidden states `[count, hidden]` of the first rows, whose contexts fit into `width` pages.
 
-        They are overwritten by the next run.
+        The next run overwrites them.
         """
         shape = padded(count), min(padded(width), self._width)
         if shape not in self._captured:
@@ -78,21 +78,21 @@ class DecodeGraphs:
         return captured.hidden[:count]
 
     def _contexts(self, rows: int, width: int) -> list[int]:
-        """Lengths that pass all checks; the graph does not read them."""
+        """Lengths of `rows` contexts for a capture. They only have to pass checks; the graph does not read them."""
         return [width * self._page_size] * rows
 
     @torch.inference_mode()
     def _capture(self, rows: int, width: int) -> _Captured | None:
-        """None if it can't be captured."""
+        """Capture a graph; returns None, and logs a warning, if this fails."""
         began = time.monotonic()
         free, _ = torch.cuda.mem_get_info(self._device)
         contexts = self._contexts(rows, width)
         self._run_aside(contexts, width)
         graph = torch.cuda.CUDAGraph()
-        # Other threads copy KV meanwhile; their calls are none of this capture's business.
+        # With "thread_local", copies of other threads during the capture do not make it fail.
         capture = torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local")
         try:
-            # On the side stream already: a capture whose end fails does not put back the stream that was current.
+            # The side stream is set here too, because a capture that fails at its end does not restore the stream.
             with torch.cuda.stream(self._side), capture:
                 hidden = self._run(contexts, width)
         except RuntimeError as error:
@@ -111,10 +111,10 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _host_waits(self) -> bool:
-        """Whether a step makes the host wait; then a warning says so."""
+        """Whether a step makes the host wait for the device; logs a warning then."""
         contexts = self._contexts(1, 1)
         self._run_aside(contexts, 1)
-        # This mode is the whole process's: a copy of another thread that waits would fail.
+        # This mode holds for the whole process: a copy of another thread that waits would fail.
         torch.cuda.set_sync_debug_mode("error")
         try:
             self._run_aside(contexts, 1)
@@ -128,7 +128,7 @@ class DecodeGraphs:
         return False
 
     def _run_aside(self, contexts: Sequence[int], width: int) -> None:
-        """Run a step on the stream of captures."""
+        """Run a step on the side stream, after the work of the engine's stream and before its next work."""
         main, side = torch.cuda.current_stream(self._device), self._side
         side.wait_stream(main)
         try:

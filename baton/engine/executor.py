@@ -1,7 +1,7 @@
-"""From the Engine to ModelRunners and back: plans down, results up.
+"""Executors pass the engine's plans to ModelRunners, and the results back.
 
-One rank is in this process. More are processes, behind the same two calls. A plan that failed, here or on any rank, is
-never repaired: the next one resets every rank (`baton.engine.plan`).
+InProcessExecutor has one rank, in this process. An executor of several ranks would have a process for each. A failed
+plan is never repaired: the next plan resets every rank (`baton.engine.plan`).
 """
 
 from __future__ import annotations
@@ -17,72 +17,77 @@ from baton.kv.format import PartData
 
 
 class PassEnded(Exception):
-    """Raised by a pass's `on_layer`: nobody waits for its results."""
+    """Raised by the `on_layer` of a pass to end it, because all its chunks have ended."""
 
 
 class KvMemory(Protocol):
-    """The memory behind an engine's pages, of all layers and parts; pages are listed in token order.
+    """The memory of an engine's pages, in all layers and parts.
 
-    The caller has checked every range and holds a pin.
+    `pages` lists the pages of a handle in the order of its tokens. The caller has checked all ranges and has pinned the
+    pages.
     """
 
     def copy_page(self, source: int, target: int, tokens: int) -> None:
         """Copy the first `tokens` of a page, in all layers and parts."""
 
     def read(self, pages: Sequence[int], layer: int, tokens: range, heads: range) -> list[PartData]:
-        """One layer's parts as contiguous `[tokens, heads, ...]`."""
+        """Copy the parts of one layer, each contiguous `[tokens, heads, ...]`."""
 
     def write(
         self, pages: Sequence[int], layer: int, token_start: int, head_start: int, parts: Sequence[PartData]
     ) -> None:
-        """Store one layer's parts, converting element types where they differ."""
+        """Store the parts of one layer, and convert them if the pages have another element type."""
 
     def read_blocks(self, pages: Sequence[int], token_start: int, block_size: int, count: int) -> list[bytes]:
-        """The payloads of `count` blocks (`baton.kv.format`), one after the other from `token_start` on."""
+        """Copy the payloads (`baton.kv.format`) of `count` consecutive blocks from token `token_start` on."""
 
     def write_blocks(
         self, pages: Sequence[int], token_start: int, block_size: int, payloads: Sequence[bytes | memoryview]
     ) -> None:
-        """Store payloads of blocks, one after the other from `token_start` on."""
+        """Store the payloads of consecutive blocks from token `token_start` on."""
 
 
 class Runner(Protocol):
-    """One rank: its share of the model and of the KV. `baton.engine.model_runner` and, by hand, `baton.engine.fake`."""
+    """One rank: its share of the model and of the KV. `baton.engine.model_runner` and `baton.engine.fake` have one."""
 
     @property
     def memory(self) -> KvMemory:
-        """The pages."""
+        """The memory of the rank's pages."""
 
-    def work_counter(self) -> int: ...
+    def work_counter(self) -> int:
+        """Number that changes while the rank computes (`Engine.work_counter`)."""
 
     def forward(self, plan: ForwardPlan, on_layer: OnLayer | None) -> Any:
-        """Take the plan's changes, then its tokens through all layers; what comes back is for `sample` alone.
+        """Apply the plan's changes, then take its tokens through all layers; the result is an argument of `sample`.
 
-        `on_layer` is called when KV of a layer is final, and after each part of log-probabilities with the last layer.
-        It may raise PassEnded, if the plan has no slots. If this raises anything else, the next plan must reset.
-        JoinFailed says that it has computed nothing, because of one slot.
+        `on_layer` is called with each layer whose KV is final, and with the last layer after each part of the prompts'
+        log-probabilities. It may raise PassEnded if the plan has no rows of slots. Raises JoinFailed if one sequence
+        can't join; then nothing was computed. After any error except PassEnded the next plan must be a reset.
         """
 
     def sample(self, plan: ForwardPlan, forwarded: Any) -> Callable[[], PlanResult]:
-        """Choose the next tokens; what is returned waits for them, or raises."""
+        """Choose the next tokens; the returned function waits for them and returns them, or raises."""
 
 
 class Executor(Protocol):
+    """Runs the engine's plans on all ranks of a model, in the order in which they are launched."""
+
     @property
     def memory(self) -> KvMemory:
-        """The pages of this process's rank."""
+        """The memory of the pages of the rank in this process."""
 
-    def work_counter(self) -> int: ...
+    def work_counter(self) -> int:
+        """Number that changes while the ranks compute (`Engine.work_counter`)."""
 
     def launch(self, plan: ForwardPlan, on_layer: OnLayer | None = None) -> Callable[[], PlanResult]:
-        """Begin the plan; what is returned waits for its result.
+        """Start a plan; the returned function waits for its result and returns it.
 
-        Raises PassEnded if `on_layer` did. Both calls raise EngineError for all else that goes wrong.
+        Raises PassEnded if `on_layer` has raised it. For other failures both functions raise BatonError.
         """
 
 
 class InProcessExecutor:
-    """One rank, on the engine thread."""
+    """Executor of one rank, which computes on the engine thread."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner

@@ -1,4 +1,4 @@
-"""The host memory that can be allocated."""
+"""Host memory that is available to this process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available() -> int:
-    """Bytes that could be allocated now without swapping, within the control group's limit if there is one.
+    """Number of bytes that can be allocated now without swapping, within the limit of the control group if it has one.
 
-    The kernel counts what it could drop and read again from a disk. Of that, what this process has mapped is not
-    available: packed weights, which each step reads, may be a file on a disk.
+    The kernel counts pages of files as available, because it can read them again from disk. Files that this process
+    has mapped do not count here: packed weights, which each step reads, may be such a file.
     """
     mapped = _kib(_STATUS, "RssFile") or 0
     limit = _cgroup_available(_CGROUP, mapped)
@@ -24,12 +24,12 @@ def available() -> int:
 
 def _meminfo(path: Path, mapped: int) -> int:
     found = _kib(path, "MemAvailable")
-    # Not Linux: half of what is installed.
+    # Other systems than Linux: half of the installed memory.
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 if found is None else max(0, found - mapped)
 
 
 def _kib(path: Path, name: str) -> int | None:
-    """Bytes of a line `name:  value kB` of a file in /proc; None without it."""
+    """Number of bytes in the line `name:  value kB` of a file in /proc; None if there is no such line."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -38,9 +38,9 @@ def _kib(path: Path, name: str) -> int | None:
 
 
 def _cgroup_available(folder: Path, mapped: int) -> int | None:
-    """Limit minus use of a version 2 control group; None without a limit. Its file cache gives way, `mapped` does not.
+    """Number of bytes that a version 2 control group may still use; None if it has no limit.
 
-    Pages that another group has read first are not in this one's cache.
+    The file cache counts as free, except `mapped` bytes.
     """
     try:
         limit = (folder / "memory.max").read_text(encoding="ascii").strip()

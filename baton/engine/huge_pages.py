@@ -1,9 +1,9 @@
-"""Weights and KV in huge pages, also where the kernel had none at hand when their memory was touched.
+"""Weights and KV in huge pages, even if the kernel had no free huge pages when their memory was first used.
 
-Large tensors ask for huge pages (`baton.engine.process`). Where free memory lies in pieces the kernel gives small ones
-rather than move others out of the way, and decode steps and chunks, which stream all weights, were measured to take a
-tenth to a third longer. MADV_COLLAPSE makes the kernel move them, once, after all is loaded: 1.6 s for 1.6 GB, where
-none was in huge pages (https://man7.org/linux/man-pages/man2/madvise.2.html, Linux 6.1).
+Large tensors ask for huge pages (`baton.engine.process`). If free memory is fragmented, the kernel gives small pages
+instead. Decode steps and chunks read all weights, and took a tenth to a third longer with small pages. After all
+weights are loaded, MADV_COLLAPSE makes the kernel move them to huge pages once. This took 1.6 s for 1.6 GB
+(https://man7.org/linux/man-pages/man2/madvise.2.html, Linux 6.1).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HUGE = 2 << 20
-"""Bytes of a huge page on x86-64, and on arm64 with pages of 4 KiB. With another size the kernel does more or less."""
+"""Bytes of a huge page on x86-64, and on arm64 with pages of 4 KiB."""
 
 _MIN_MAPPING_BYTES = 16 << 20
-"""Mappings that are smaller hold no weights."""
+"""Smaller mappings have no weights, and are left alone."""
 
 _PIECE = 64 << 20
 _SECONDS = 10.0
-"""No piece is begun after it: a machine short of memory may take long to find room."""
+"""Seconds after which no further piece is moved, because this takes long if memory is short."""
 
 _COLLAPSE = 25
 """MADV_COLLAPSE, from linux/mman.h."""
@@ -39,9 +39,9 @@ _MODES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """Bytes that this process has in memory, and those of them that are in huge pages.
+    """Bytes that this process has in memory, in total and in huge pages.
 
-    That is its own memory and what it shares, such as packed weights, but no libraries.
+    They include memory that it shares, such as packed weights, but not libraries.
     """
 
     total: int
@@ -49,7 +49,7 @@ class Resident:
 
 
 def resident() -> Resident:
-    """Memory of this process now; zeros where the kernel does not report it."""
+    """Memory of this process now; 0 bytes if the kernel does not report it."""
     try:
         text = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -65,9 +65,9 @@ def resident() -> Resident:
 
 
 def collapse() -> None:
-    """Have what is in memory moved to huge pages, as far as it goes; what was never touched stays so.
+    """Move the large mappings of this process to huge pages, as far as possible; pages that are not in memory stay so.
 
-    Does nothing where the operator has turned huge pages off, or the kernel can't.
+    Does nothing if the operator has turned huge pages off, or if the kernel has no MADV_COLLAPSE.
     """
     if os.environ.get("THP_MEM_ALLOC_ENABLE") != "1" or not _MODES.exists() or "[never]" in _MODES.read_text():
         return
@@ -80,12 +80,12 @@ def collapse() -> None:
             if libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(stop - begin), _COLLAPSE) == 0:
                 continue
             if ctypes.get_errno() not in (errno.EAGAIN, errno.EBUSY, errno.ENOMEM):
-                # Not this mapping.
+                # The kernel can't move this mapping at all.
                 break
 
 
 def _mappings() -> Iterator[tuple[int, int]]:
-    """Start and end of large anonymous mappings, cut to whole huge pages."""
+    """Start and end address of each large anonymous mapping, rounded inwards to whole huge pages."""
     for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
         if found := _ANONYMOUS.match(line):
             start, end = int(found[1], 16), int(found[2], 16)
@@ -95,7 +95,10 @@ def _mappings() -> Iterator[tuple[int, int]]:
 
 
 def _touched(libc: ctypes.CDLL, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Runs of huge pages whose every page is in memory, in pieces: others would be filled with zeros."""
+    """Start and end address of each run of huge pages that are in memory completely, at most _PIECE bytes each.
+
+    The kernel would fill missing pages with zeros, which takes memory.
+    """
     for piece in range(start, end, _PIECE):
         size = min(_PIECE, end - piece)
         present = (ctypes.c_ubyte * (size // _PAGE))()

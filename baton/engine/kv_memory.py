@@ -1,22 +1,20 @@
-"""KV pages in memory: in and out as canonical bytes, and copied.
+"""Memory of KV pages: it reads and writes them as canonical bytes, and copies pages.
 
     TorchMemory                    pages in host memory
     CudaMemory                     pages on a CUDA device
-    HostedMemory ──▶ CudaMemory    pages in both: those of a sequence that are all on the device
-                 ──▶ SpanMemory    and the others, one run of pages after the other
+    HostedMemory ──▶ CudaMemory    pages in both, for a sequence whose pages are all on the device
+                 ──▶ SpanMemory    pages in both, for any sequence, one run of pages after the other
 
-Every class is safe from any thread beside a running step, because the pages that a transfer touches are not written by
-it.
+Any thread may use these classes while a pass runs, because the pass writes to other pages, or to other tokens.
 
 On a CUDA device, copies run beside the engine's kernels, on streams of their own.
 
     a chunk's layer ── `produced` ── event ──▶ reads of that layer
     write ── host waits ──▶ insert, and the steps after it
 
-The host counts a chunk and a step as over only when the device is done with them, and their pages are pinned until
-then, so a copy never meets a kernel of an earlier owner of its pages. Frames go through pinned memory, which torch's
-caching allocator keeps for reuse: the result of `read` lies in it until the last reference is gone. Calls return when
-their copy is complete; callers are threads of the transfer, and waiting takes no processor time.
+The pages of a pass are pinned until the device is done with it, so no kernel of an earlier owner of the pages runs
+while they are copied. Frames go through pinned memory, which torch's caching allocator keeps for reuse; the result of
+`read` is in pinned memory. Calls return when their copy is complete, and waiting takes no processor time.
 """
 
 from __future__ import annotations
@@ -35,8 +33,8 @@ from baton.model.attention import KvCache, SegmentSource
 from baton.model.tensors import DTYPES, dtype_name, upload
 
 LAYERS_AHEAD = 2
-"""Layers of a chunk that may be queued behind the one that the device computes: enough to keep it busy, and few enough
-that a chunk that is called off ends soon."""
+"""Number of layers that may be queued behind the one that the device computes: enough to keep the device busy, and few
+enough that an aborted chunk ends soon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +44,8 @@ class TorchMemory:
     kv: KvCache
 
     def copy_page(self, source: int, target: int, tokens: int) -> None:
-        # Not by torch, which would share so little between threads: from the asyncio loop, whose threads it has to wake
-        # beside those of a forward pass, that took up to 20 ms.
+        # torch would use several threads even for so little. Called from the asyncio loop during a forward pass, that
+        # took up to 20 ms.
         for view, width in self._part_views():
             old, new = (page * self.kv.page_size * width for page in (source, target))
             view[:, new : new + tokens * width] = view[:, old : old + tokens * width]
@@ -72,7 +70,7 @@ class TorchMemory:
         count, heads = parts[0].shape[:2]
         size = self.kv.page_size
         first, offset = divmod(token_start, size)
-        # The page that is begun already, the full ones after it, and the rest.
+        # First the rest of a page that has tokens before these, then full pages, then the beginning of the last page.
         lead = min(size - offset, count) if offset else 0
         full = (count - lead) // size
         begun = first + bool(offset)
@@ -112,7 +110,7 @@ class TorchMemory:
                 view[:] = rows
 
     def _part_views(self) -> list[tuple[NDArray[np.uint8], int]]:
-        """Each part's pages as `[layers, bytes]`, and the bytes of one token in one layer."""
+        """For each part, all pages as bytes `[layers, bytes]`, and the number of bytes of one token in one layer."""
         slots = self.kv.num_pages * self.kv.page_size
         views = [_bytes(part.view(len(part), -1)) for part in self.kv.parts.values()]
         return [(view, view.shape[1] // slots) for view in views]
@@ -124,9 +122,10 @@ class TorchMemory:
         tokens: range,
         block: NDArray[np.uint8],
     ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
-        """Pieces of the pages, and the same of the block `[layers, bytes]`: tokens that lie side by side in both.
+        """Yield pairs of views that are to be copied to each other: a piece of the pages, and its place in `block`
+        `[layers, bytes]`.
 
-        Views, of all layers at once: numpy copies a piece in one call, a run of bytes a layer.
+        A piece has neighbouring tokens of one page and one part, in all layers, so that numpy copies it in one call.
         """
         size, begin = self.kv.page_size, 0
         for view, width in views:
@@ -140,7 +139,7 @@ class TorchMemory:
                 at += count
 
     def _stored(self, part: PartData) -> NDArray[np.uint8]:
-        """The part as `[tokens, heads, bytes]` in the pages' element type."""
+        """Convert a part to the pages' element type; returns bytes `[tokens, heads, bytes]`."""
         kept, given = self.kv.parts[part.name].dtype, DTYPES[part.dtype]
         data = np.frombuffer(part.data, dtype=np.uint8)
         if given != kept:
@@ -149,16 +148,18 @@ class TorchMemory:
 
 
 def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    """A view of its memory: bytes in place of the last dimension's elements, which lie side by side."""
-    # By bytes, because what is received begins at any address, and numpy copies page-sized runs at memcpy's speed;
-    # torch moves elements of two bytes one by one, and takes ten times as long.
+    """A view of a tensor as bytes; the last dimension, which must be contiguous, has bytes instead of elements."""
+    # Received bytes may begin at any address. numpy copies runs of bytes at the speed of memcpy; torch copies elements
+    # of two bytes one by one, and takes ten times as long.
     view: NDArray[np.uint8] = tensor.view(torch.uint8).numpy()
     return view
 
 
 def _pages(layer: Tensor) -> NDArray[np.uint8]:
-    """A view of a layer's part, `[pages, ...]`: one row of bytes a page, which is one run to copy, not one a token."""
-    # torch's `view` raises where numpy's `reshape` would copy, and what is then written would be lost.
+    """A view of one layer of a part, `[pages, ...]`, as bytes `[pages, bytes]`, so that each page is copied in one
+    run.
+    """
+    # torch's `view` raises where numpy's `reshape` would make a copy, and writes to a copy would be lost.
     return _bytes(layer.view(len(layer), -1))
 
 
@@ -172,7 +173,10 @@ class CudaMemory:
         self._produced: dict[int, torch.cuda.Event] = {}
 
     def produced(self, layer: int) -> None:
-        """The kernels that write a chunk's KV of `layer` are queued; waits until the device is not far behind."""
+        """Record that the kernels that write a chunk's KV of `layer` are queued.
+
+        Waits until the device has computed all layers but the last LAYERS_AHEAD.
+        """
         event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(self._device))
         self._produced[layer] = event
@@ -180,22 +184,24 @@ class CudaMemory:
             earlier.synchronize()
 
     def mark(self) -> torch.cuda.Event:
-        """An event at the end of what the engine's stream has now."""
+        """An event after all work that is queued now on the engine's stream."""
         event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def drain(self) -> None:
-        """Wait until the engine's stream is empty."""
+        """Wait until all work that is queued on the engine's stream is done."""
         self.mark().synchronize()
 
     def copying(self) -> AbstractContextManager[None]:
-        """For copies that the caller queues, of nothing that a chunk computes now: on a stream of their own."""
+        """Context in which the caller queues copies of KV that no chunk computes now, on a separate stream."""
         return self._copying(self._in)
 
     @contextmanager
     def copying_computed(self, layers: range) -> Iterator[None]:
-        """For copies that the caller queues: on a stream of their own, after what a chunk has computed of `layers`."""
+        """Context in which the caller queues copies of KV of `layers`, on a separate stream, after the kernels of a
+        chunk that compute it.
+        """
         with self._copying(self._out):
             for layer in layers:
                 if (event := self._produced.get(layer)) is not None:
@@ -228,7 +234,7 @@ class CudaMemory:
             slots = self._slots(pages, range(token_start, token_start + count))
             for part in parts:
                 home = self._kv.parts[part.name][layer].flatten(0, 1)[:, head_start : head_start + heads]
-                # By bytes, since what is received begins at any address.
+                # As bytes, because received bytes may begin at any address.
                 data = torch.frombuffer(part.data, dtype=torch.uint8)
                 staged = torch.empty(data.shape, dtype=torch.uint8, pin_memory=True).copy_(data)
                 rows = staged.to(self._device, non_blocking=True).view(DTYPES[part.dtype]).view(part.shape)
@@ -259,7 +265,7 @@ class CudaMemory:
 
     @contextmanager
     def _copying(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """Queue copies on `stream`, and wait for them, also when one of several fails: the caller's pin ends then."""
+        """Queue copies on `stream`, and wait for them, also if one fails, because the pages may be unpinned then."""
         with torch.inference_mode(), torch.cuda.stream(stream):
             try:
                 yield
@@ -269,7 +275,7 @@ class CudaMemory:
                 event.synchronize()
 
     def _slots(self, pages: Sequence[int], tokens: range) -> Tensor:
-        """page * page_size + offset of each token, int64 on the device."""
+        """The slot of each token, which is page * page_size + offset: int64 `[tokens]` on the device."""
         size = self._kv.page_size
         first, last = tokens.start // size, -(-tokens.stop // size)
         starts = upload(pages[first:last], torch.int64, self._device) * size
@@ -279,7 +285,7 @@ class CudaMemory:
 
 @dataclass(frozen=True, slots=True)
 class SpanMemory:
-    """KvMemory over pages in device and host memory; the caller has waited for the bytes that it reads."""
+    """KvMemory of pages in device and host memory. The caller must wait until the KV that it reads is computed."""
 
     kv: KvCache
 
@@ -329,7 +335,7 @@ class SpanMemory:
                     at += size
 
     def _rows(self, name: str, layer: int, pages: Sequence[int], tokens: range) -> Tensor:
-        """A copy in host memory, `[tokens, kv_heads, ...]`."""
+        """Copy the KV of tokens to host memory: `[tokens, kv_heads, ...]`."""
         part = self.kv.parts[name]
         rows = torch.empty((len(tokens), *part.shape[3:]), dtype=part.dtype)
         at = 0
@@ -348,10 +354,10 @@ class SpanMemory:
 
 
 class HostedMemory:
-    """KvMemory of a pool that has pages in host memory beside a CUDA device."""
+    """KvMemory of a pool that has pages on a CUDA device and in host memory."""
 
     def __init__(self, device: CudaMemory, kv: KvCache, source: SegmentSource) -> None:
-        """`source` stores what a chunk computes in host memory."""
+        """`source` stores the KV of chunks in pages in host memory."""
         self._device = device
         self._kv = kv
         self._source = source
@@ -383,7 +389,7 @@ class HostedMemory:
 
     @contextmanager
     def _written(self, pages: Sequence[int]) -> Iterator[CudaMemory | SpanMemory]:
-        """The memory of these pages, for writes: no chunk computes what is written, so none is waited for."""
+        """Yield the memory of these pages for writes, which need not wait for chunks: they compute other KV."""
         if self._is_on_device(pages):
             yield self._device
             return
@@ -392,7 +398,7 @@ class HostedMemory:
 
     @contextmanager
     def _computed(self, pages: Sequence[int], layers: range) -> Iterator[CudaMemory | SpanMemory]:
-        """The memory of these pages, for reads, once what a chunk has computed of these layers is there."""
+        """Yield the memory of these pages for reads, when the KV that chunks have computed in these layers is there."""
         if self._is_on_device(pages):
             yield self._device
             return

@@ -1,10 +1,10 @@
-"""One rank: its model, its KV memory, and what it was told of each slot. It knows no request.
+"""One rank of a model: its weights, its KV memory, and the state of each slot. It does not know requests.
 
-A slot's sequence has a row of the tensors that steps read (`StepInputs`) and a row of the sampler; both are dense, and
-change only where the batch did. A step's position in each sequence is that of its newest token, whose KV
-it computes. A pass takes the tokens of prompts, in the order of the plan, and then those of the batch. On CUDA it is
-queued whole, its tokens' copy to the host included, and others may be queued behind it; on CPU it is over when it was
-launched.
+The sequence of a slot has a row in the tensors that steps read (`StepInputs`), and a row in the sampler. Rows have no
+gaps, and change only when sequences join or leave. A step computes the KV of the newest token of each sequence. A pass
+takes the tokens of prompts first, in the order of the plan, and then the tokens of the batch. On CUDA a pass is queued
+whole, with the copy of its tokens to the host, and later passes may be queued behind it. On a CPU a pass is over when
+`launch` returns.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ from baton.native.decoder import NativeDecoder, NativeOutput
 from baton.request import TokenInfo
 
 _LOGITS_AT_ONCE = 1 << 24
-"""Elements of the logits computed together for prompt log-probabilities: 64 MiB of float32."""
+"""Largest number of logits that are computed at once for prompt log-probabilities: 64 MiB of float32."""
 
 
 @dataclass(eq=False, slots=True)
 class _Slot:
-    """A slot that is taken: its row now, -1 once it was left, and its pages if some are in host memory."""
+    """A slot that is taken. `row` is its row, or -1 after the slot was left; `in_host` is whether some of its `pages`
+    are in host memory.
+    """
 
     row: int
     pages: array[int]
@@ -50,9 +52,9 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class _PromptRow:
-    """A prompt's row, and the sampler of its states; `begin`: its first token in the pass.
+    """The row of a prompt, with the sampler of its states. `begin` is the index of its first token in the pass.
 
-    `problem`: why nothing can be sampled of it.
+    `problem` says why no token can be sampled, or is empty.
     """
 
     row: Row
@@ -63,7 +65,7 @@ class _PromptRow:
 
     @property
     def read(self) -> list[int]:
-        """Tokens of the pass whose hidden states are needed: all that are reported, or those to be sampled after."""
+        """Indices of the tokens of the pass whose hidden states are needed, for log-probabilities or for sampling."""
         if self.prompt.prompt_logprobs is not None:
             return list(range(self.begin, self.begin + self.row.count))
         return [self.begin + offset for offset in self.row.sampled]
@@ -71,8 +73,11 @@ class _PromptRow:
 
 @dataclass(frozen=True, slots=True)
 class _Forwarded:
-    """A pass before sampling: hidden states before the final norm of the tokens to be sampled after, or the head's
-    results; rows of prompts first, then those of the batch."""
+    """A pass before sampling.
+
+    `states` has a row for each token after which one is sampled, prompts first, then the batch: hidden states before
+    the final norm, or the results of the head of native kernels.
+    """
 
     prompts: Sequence[_PromptRow]
     states: Tensor | NativeOutput
@@ -80,10 +85,12 @@ class _Forwarded:
 
 
 class ModelRunner:
-    """Runner of a torch model; made by `baton.engine.factory.build`."""
+    """Runner of a model in torch or in native kernels; made by `baton.engine.factory.build`."""
 
     def __init__(self, model: LoadedModel, kv: KvCache, spec: EngineSpec, source: SegmentSource | None = None) -> None:
-        """`source` brings KV from host memory; native kernels need none, since they read all pages where they lie."""
+        """`source` brings KV from host memory to the device. Native kernels need none, because they read it
+        directly.
+        """
         self._cuda = CudaMemory(kv) if model.device.type == "cuda" else None
         self._source = source
         self._memory: KvMemory = self._cuda or TorchMemory(kv)
@@ -94,7 +101,7 @@ class ModelRunner:
         self._device = model.device
         self._kv = kv
         self._native = self._decoder if isinstance(self._decoder, NativeDecoder) else None
-        # A backend that can't be loaded fails now, not in the first request.
+        # A backend that can't be loaded should fail now, not in the first request.
         backend = select(model.device, model.dtype, kv.dtype, kv.page_size, kv.head_dim)
         # A sequence that has reached its length may be in one more step.
         width = spec.pages_for(spec.max_model_len + spec.steps_ahead)
@@ -118,7 +125,7 @@ class ModelRunner:
         with self._drained_on_error():
             self._update(plan)
             if self._source is not None:
-                # The chunk in whose `on_layer` this one runs has fetched segments of other pages ahead.
+                # If this pass runs within `on_layer` of a chunk, that chunk has already fetched segments of its own.
                 self._source.end()
             try:
                 return self._forward(plan.rows, on_layer)
@@ -150,14 +157,14 @@ class ModelRunner:
             ]
             results = wait_steps() if wait_steps is not None else []
             if done is not None:
-                # Afterwards pages of prompts may go to other owners.
+                # After this, pages of prompts may go to other owners.
                 done.synchronize()
             return PlanResult((*found, *results))
 
         return wait
 
     def _update(self, plan: ForwardPlan) -> None:
-        """Take what has changed since the last plan."""
+        """Apply the plan's changes of slots."""
         if plan.reset:
             for slot in self._rows:
                 slot.row = -1
@@ -185,7 +192,7 @@ class ModelRunner:
         self._rows.append(slot)
 
     def _remove(self, slot: _Slot) -> None:
-        """The last row takes its place."""
+        """Remove a slot's row; the last row takes its place."""
         row, last = slot.row, self._rows.pop()
         if last is not slot:
             self._rows[row], last.row = last, row
@@ -212,7 +219,7 @@ class ModelRunner:
             if on_layer is not None:
                 on_layer(layer)
 
-        # Of a device, each layer must be told even if nobody asks: reads of the layer wait for it.
+        # On a CUDA device this is needed even without `on_layer`: reads of a layer wait for its event.
         told = finished if self._cuda is not None or on_layer is not None else None
         if self._native is not None and all(each.prompt.prompt_logprobs is None for each in prompts):
             samplers = [each.sampler for each in prompts if each.prompt.sample]
@@ -230,7 +237,7 @@ class ModelRunner:
         return _Forwarded(prompts, hidden, infos)
 
     def _contexts(self, steps: Sequence[Row]) -> list[int]:
-        """Tokens of each sequence of the batch, its new one included, in the order of rows; [] without a step."""
+        """Length of each sequence of the batch, with its new token, in the order of rows; empty without a step."""
         contexts = [0] * len(self._rows)
         for step in steps:
             if isinstance(step.source, PromptInput) or step.source not in self._slots:
@@ -243,7 +250,7 @@ class ModelRunner:
         return contexts if steps else []
 
     def _mixed_inputs(self, prompts: Sequence[_PromptRow], contexts: Sequence[int]) -> tuple[Tensor, AttentionBatch]:
-        """Token ids and sequences of a pass over prompts, and over the batch if there are `contexts`."""
+        """Token ids and attention batch of a pass over prompts, and over the batch if `contexts` is not empty."""
         size, count = self._spec.page_size, len(prompts)
         tables = [each.prompt.pages for each in prompts]
         width = max(max(map(len, tables)), (max(contexts, default=1) - 1) // size + 1)
@@ -261,7 +268,7 @@ class ModelRunner:
         return ids, AttentionBatch.build(queries, [*ends, *contexts], table, size, self._host_kv(in_host))
 
     def _forward_step(self, contexts: Sequence[int]) -> Tensor | NativeOutput:
-        """A step of the batch alone; see _Forwarded."""
+        """Compute a step without prompts; returns `states` of _Forwarded."""
         width = (max(contexts) - 1) // self._spec.page_size + 1
         if self._native is not None:
             batch, logits = self._inputs.batch(contexts, width), not self._sampler.all_greedy
@@ -278,14 +285,14 @@ class ModelRunner:
         return None if self._source is None or not tables else HostKv(tables, self._source)
 
     def _run(self, contexts: Sequence[int], width: int, host: HostKv | None = None) -> Tensor:
-        """Hidden states of the first rows; arguments as in `StepInputs.batch`."""
+        """Compute the hidden states of the first rows; arguments as in `StepInputs.batch`."""
         batch = self._inputs.batch(contexts, width, host)
         return self._decoder.forward(self._inputs.ids[: len(contexts)], batch.positions, batch, self._kv)
 
     def _choose(
         self, sampler: SamplerBatch, argmax: Tensor | None, logits: Tensor | None, rows: range, copies: int = 1
     ) -> SamplerOutput:
-        """Tokens after some rows of the pass, each row `copies` times in the sampler."""
+        """Choose tokens for `rows` of the logits or of `argmax`; each row is sampled `copies` times."""
         own = slice(rows.start, rows.stop)
         if logits is not None:
             return sampler.launch(logits[own] if copies == 1 else logits[own].repeat(copies, 1))
@@ -309,7 +316,8 @@ class ModelRunner:
             infos = sampled.read()
             found = [infos[row] for row in rows]
             if sampler.penalizes:
-                # Penalties count tokens, on tables that the host lays out. A slot may have moved or left meanwhile.
+                # The host lays out the tables of penalties, so it must know the tokens. Meanwhile a slot may have moved
+                # to another row, or have been left.
                 tokens = [(slot.row, info) for slot, info in zip(slots, found, strict=True) if slot.row >= 0]
                 sampler.add_token_ids([(row, info.token_id) for row, info in tokens if isinstance(info, TokenInfo)])
             return [RowResult(problem=str(each)) if isinstance(each, NoToken) else RowResult((each,)) for each in found]
@@ -319,9 +327,9 @@ class ModelRunner:
     def _prompt_logprobs(
         self, hidden: Tensor, places: Mapping[int, int], each: _PromptRow, on_layer: OnLayer
     ) -> tuple[TokenInfo, ...] | NoToken:
-        """Each successor's log-probability, some rows of logits at a time; `on_layer` is called after each part.
+        """Log-probabilities of the successors of a prompt's row, computed in parts; NoToken if logits are not finite.
 
-        `places`: the row of `hidden` that has a token's state.
+        `places` has the row of `hidden` for the index of each token. `on_layer` is called after each part.
         """
         rows, prompt = max(1, _LOGITS_AT_ONCE // self._spec.vocab_size), each.prompt
         infos: list[TokenInfo] = []
@@ -341,14 +349,14 @@ class ModelRunner:
             for state in prompt.sample:
                 sampler.add(state)
         except Exception as error:
-            # As with a sequence that can't join the batch, the other rows are not affected.
+            # Other rows are not affected.
             problem = f"can't be sampled: {type(error).__name__}: {error}"
             return _PromptRow(replace(row, sampled=()), replace(prompt, sample=()), begin, sampler, problem)
         return _PromptRow(row, prompt, begin, sampler)
 
     @contextmanager
     def _drained_on_error(self) -> Iterator[None]:
-        """If this raises, wait for a CUDA device: afterwards pages may go to other owners."""
+        """Wait for a CUDA device if the block raises, because then the pages may go to other owners."""
         try:
             yield
         except BaseException:
@@ -362,16 +370,17 @@ class ModelRunner:
 
 
 class StepInputs:
-    """Inputs of decode steps by row, in device tensors that live as long as the ModelRunner.
+    """Inputs of decode steps, in device tensors with a row for each sequence.
 
-    `ids`, `positions`: int64 `[slots]`; `tables`: int32 `[slots, width]`. Rows `[0, n)` are the batch. The other rows
-    are at position 0 of the null page, which no sequence owns: a step over more rows than the batch has
-    (`baton.engine.cuda_graphs`) writes there and attends to one token. Each step writes its tokens and the next
-    positions into these tensors, so the next step needs nothing from the host but new pages of a sequence.
+    `ids` has the newest tokens and `positions` their positions, int64 `[slots]`. `tables` has page tables, int32
+    `[slots, width]`. Rows `[0, n)` are the batch. The other rows are at position 0 of the null page, which no sequence
+    owns. A step over more rows than the batch has (`baton.engine.cuda_graphs`) writes to that page. Each step writes
+    its tokens and the next positions into these tensors. So the next step needs nothing from the host, except the
+    numbers of new pages.
     """
 
     def __init__(self, slots: int, width: int, page_size: int, null_page: int, device: torch.device) -> None:
-        """`null_page` is the page of rows without a sequence."""
+        """Make tensors of `slots` rows without sequences; `null_page` is the page of these rows."""
         self.page_size = page_size
         self.ids = torch.zeros(slots, dtype=torch.int64, device=device)
         self.positions = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -381,7 +390,7 @@ class StepInputs:
         self._filled: list[int] = []
 
     def add(self, token_id: int, position: int, pages: Sequence[int]) -> None:
-        """A new last row: its newest token, where that is in its sequence, and the sequence's pages."""
+        """Add a sequence as the new last row: its newest token, the position of that token, and its pages."""
         row = len(self._filled)
         entry = upload([token_id, position], torch.int64, self._device)
         self.ids[row], self.positions[row] = entry[0], entry[1]
@@ -389,7 +398,7 @@ class StepInputs:
         self.extend(row, pages)
 
     def extend(self, row: int, pages: Sequence[int]) -> None:
-        """`pages` follow those of the row. A handle may have more than the model's length needs."""
+        """Append pages to a row; pages beyond the width of the table are never needed, and are left out."""
         begin = self._filled[row]
         end = min(begin + len(pages), self.tables.shape[1])
         if end > begin:
@@ -397,7 +406,7 @@ class StepInputs:
             self._filled[row] = end
 
     def remove(self, index: int) -> None:
-        """Row `index` left, and the last one takes its place."""
+        """Remove a row; the last row takes its place."""
         last = len(self._filled) - 1
         filled = self._filled.pop()
         for part in (self.ids, self.positions, self.tables):
@@ -409,20 +418,21 @@ class StepInputs:
         self.tables[last] = self._null_page
 
     def clear(self) -> None:
-        """No row is left."""
+        """Remove all rows."""
         while self._filled:
             self.remove(len(self._filled) - 1)
 
     def batch(self, contexts: Sequence[int], width: int, host: HostKv | None = None) -> AttentionBatch:
-        """The first rows as attention sees them; `contexts` count the new token, and need `width` pages at most.
+        """The attention batch of the first rows.
 
-        `host` has the rows with pages in host memory.
+        `contexts` has the length of each sequence with its new token. `width` is the number of pages that the longest
+        one needs. `host` has the rows with pages in host memory.
         """
         count = len(contexts)
         return AttentionBatch.step(contexts, self.positions[:count], self.tables[:count, :width], self.page_size, host)
 
     def append(self, tokens: Tensor) -> None:
-        """Make `tokens` (int64 `[n]`), one of each of the first rows, their newest."""
+        """Append one token to each of the first rows; `tokens` is int64 `[n]`."""
         self.ids[: len(tokens)] = tokens
         self.positions[: len(tokens)] += 1
 

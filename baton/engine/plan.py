@@ -1,16 +1,16 @@
-"""The plan of one forward pass, as plain data: a ModelRunner gets nothing else.
+"""The plan of one forward pass, the only input of a ModelRunner. It is plain data.
 
     Engine ── ForwardPlan ──▶ Executor ──▶ ModelRunner of each rank ── PlanResult ──▶ Engine
 
-A ModelRunner knows slots, not requests. The page table, sampling parameters and tokens of a slot are sent once; each
-plan of the batch begins with the changes since the one before it: reset, slots that were left, slots that were joined,
-page tables that grew. After a failed plan, the next one resets and joins every slot again, so nothing remains of the
-failed plan, nor of those launched after it.
+A ModelRunner knows slots, not requests. It gets the page table, sampling parameters and tokens of a slot once. Each
+plan with a step begins with the changes since the plan before: a reset, slots that were left, slots that were joined,
+page tables that grew. After a failed plan, the next one resets the ModelRunner and joins every sequence again. So
+nothing remains of the failed plan and of the plans launched after it.
 
-A plan has rows: new tokens of one sequence each. A row of many tokens is a chunk of a prompt, one of a single token a
-step; any mixture is one forward pass. A prompt's row brings its page table with it: it takes far longer than its table
-travels, and a prompt has no slot. Fields hold numbers, tuples, arrays and dataclasses alone, so a plan can be sent to
-another process. Page tables are arrays: those of long prompts have tens of thousands of entries.
+A plan has rows. Each row has new tokens of one sequence: a chunk of a prompt, or the newest token of a slot. One
+forward pass takes any mixture of rows. The row of a prompt contains its page table, because a prompt has no slot. All
+fields are numbers, tuples, arrays and dataclasses, so that a plan can be sent to another process. Page tables are
+arrays, because long prompts have tens of thousands of pages.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from baton.request import SequenceState, TokenInfo
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A sequence takes the empty `slot`: its `pages` in token order, and its parameters and tokens so far.
+    """A sequence that takes an empty slot, with its pages in the order of its tokens, its parameters and its tokens.
 
-    KV of all tokens but the last is in the pages; the next step takes the last one.
+    The pages have the KV of all tokens except the last one, which is the input of the next step.
     """
 
     slot: int
@@ -35,7 +35,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """`pages` follow those that `slot` has."""
+    """New pages of a slot; they follow the pages that it has."""
 
     slot: int
     pages: array[int]
@@ -43,10 +43,12 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class PromptInput:
-    """Inputs of a prompt's row: its new tokens, and `pages` of these and all before, in token order.
+    """Inputs of a prompt's row.
 
-    A token is sampled for each state of `sample`. With `prompt_logprobs`, log-probabilities of `successors`, each the
-    token after the position of a new token, are reported, with so many alternatives.
+    `token_ids` are the new tokens. `pages` are the pages of all tokens up to the last new one, in the order of the
+    tokens. One token is sampled for each state of `sample`. `successors` has the token after each new token, as far as
+    it is known; if `prompt_logprobs` is not None, the log-probability of each successor is computed, with that many
+    alternatives.
     """
 
     token_ids: tuple[int, ...]
@@ -58,10 +60,10 @@ class PromptInput:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`count` new tokens of one sequence, a prompt or the sequence of a slot, at positions from `start` on.
+    """`count` new tokens of one sequence, at positions from `start` on.
 
-    Tokens are sampled after those that `sampled` names, by their place among the new ones. The ModelRunner has the new
-    token of a slot: from the Join, or from what it sampled itself in the step before.
+    `source` is a prompt or the number of a slot. The ModelRunner has the new token of a slot already: from its Join, or
+    because it has sampled it in the step before. A token is sampled after each new token whose index is in `sampled`.
     """
 
     source: int | PromptInput
@@ -77,7 +79,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class ForwardPlan:
-    """Rows of one forward pass. If there are rows of slots, there is one for each slot that is taken."""
+    """Changes of slots, and the rows of one forward pass: rows of prompts, then none or one for each taken slot."""
 
     reset: bool = False
     left: tuple[int, ...] = ()
@@ -88,9 +90,9 @@ class ForwardPlan:
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """The result of a row: 0 or more `tokens`, or why none could be chosen (`problem`).
+    """The result of a row: the sampled `tokens`, or a `problem` that says why none could be chosen.
 
-    `prompt_logprobs`: each successor of a prompt's row, with its log-probability.
+    `prompt_logprobs` has each successor of a prompt's row, with its log-probability.
     """
 
     tokens: tuple[TokenInfo, ...] = ()
@@ -100,6 +102,6 @@ class RowResult:
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """The results of a plan's rows, in their order."""
+    """The results of a plan's rows, in the order of the rows."""
 
     rows: tuple[RowResult, ...] = ()

@@ -1,14 +1,13 @@
-"""Set up a worker's process before torch is loaded: cores, allocator, huge pages.
+"""Setup of a worker's process before torch is loaded: cores, allocator, huge pages.
 
 A forward pass allocates and frees tensors of megabytes. By default glibc returns such memory to the kernel at once, and
-each pass pays for its page faults: an RMSNorm over 512 tokens took ten times as long. Here freed memory is kept
-(`baton.process.freed_memory`), in one arena, so that what one thread has freed another can use. Large tensors, weights
-above all, lie in huge pages where the kernel grants them on request (`madvise`), which spares misses of the address
-cache (`THP_MEM_ALLOC_ENABLE`, torch's allocator).
+each pass pays for its page faults: an RMSNorm over 512 tokens took ten times as long. So the process keeps freed memory
+(`baton.process.freed_memory`), in one arena, so that every thread can use it again. torch's allocator asks for huge
+pages for large tensors (`THP_MEM_ALLOC_ENABLE`), which saves misses of the address cache.
 
-Compute threads wait for each other by spinning, by default for longer than the kernel's time slice. Two that share a
-core, because something else is busy on another, then wait for each other's slices: a step took 1,200 ms instead of
-110. They now sleep after some 0.3 ms (`GOMP_SPINCOUNT`), and the kernel finds them another core when they wake.
+Compute threads wait for each other in a busy loop, by default for longer than the kernel's time slice. If two of them
+share a core, because another core is busy, each waits until the time slice of the other ends: a step took 1,200 ms
+instead of 110 ms. Here they sleep after about 0.3 ms (`GOMP_SPINCOUNT`), and the kernel can wake them on another core.
 """
 
 from __future__ import annotations
@@ -32,9 +31,10 @@ _ARENA_MAX = -8
 
 
 def prepare(cpus: str = "", threads: int = 0) -> None:
-    """Set up this process for so many compute threads, 0: one for each usable core; no thread is started here.
+    """Set up this process for `threads` compute threads, or for one on each usable core if it is 0.
 
-    Threads that exist already keep their cores. Raises ConfigError for `cpus`, and for more threads than cores.
+    `cpus` lists the cores to use, such as "0-3,8"; "" means all. No thread is started; threads that exist keep their
+    cores. Raises ConfigError if `cpus` is invalid, or if there are more threads than cores.
     """
     if pinned := cores.available_cpus(cpus):
         os.sched_setaffinity(0, pinned)
@@ -47,7 +47,7 @@ def prepare(cpus: str = "", threads: int = 0) -> None:
 
 
 def _check_threads(threads: int) -> None:
-    """Refuse threads that would share cores, which then wait for each other in turn, or run out of time together."""
+    """Raise ConfigError if there are more threads than cores; warn if a cgroup gives less time than they need."""
     there, usable = cores.affinity(), cores.usable()
     if threads > there:
         raise ConfigError(f"threads: {threads} are more than the {there} cores that this process may use")
@@ -56,15 +56,15 @@ def _check_threads(threads: int) -> None:
         words = "threads: %d are more than the time of %.3g cores, to which a cgroup limits this process: they stall"
         _log.warning(words, threads, cores.quota())
     elif usable < there:
-        # Read by torch's runtime, which knows of no quota, when it is loaded.
+        # torch's runtime reads this when it is loaded; it does not know the quota.
         os.environ.setdefault("OMP_NUM_THREADS", str(usable))
 
 
 def pin_compute_threads() -> None:
-    """Give each thread that computes a core of its own: torch's OpenMP team of this thread, and native kernels' pool.
+    """Pin each compute thread to one core: this thread's OpenMP team in torch, and the threads of native kernels.
 
-    For a worker that was given its cores. Others stay free, since workers beside them would crowd the same first core.
-    To be called once, by the thread that computes; its team is told apart by the name that Linux threads inherit.
+    Only for a worker with cores of its own: without them, several workers would pin threads to the same cores. Call it
+    once, on the thread that computes. The threads of its team are found by their name, which Linux threads inherit.
     """
     import torch
 

@@ -1,12 +1,13 @@
 """A decoder-only transformer over paged KV: token ids in, hidden states out, logits where asked for.
 
 One forward pass takes the new tokens of any mixture of sequences (AttentionBatch) through every layer. A
-layer first appends its K and V to the pages and then attends, so the caller is told right after each layer
-that the layer's K and V are final: it may ship them, and it may raise to stop the pass there. Nothing but the
-pages of the batch's own sequences is written, so a stopped pass leaves nothing to undo.
+layer first appends its K and V to the pages and then attends. After each layer the caller is told that the layer's K
+and V are final: it may send them to another worker, and it may raise to stop the pass. A pass writes only to the pages
+of its own sequences, so a stopped pass leaves nothing to undo.
 
-A layer's config names its kind of attention and of MLP; a new kind is a class of the same methods in the tables below.
-`embed`, `run_layers` and `logits` are apart, because a pipeline stage calls only some of them.
+A layer's config names its kind of attention and of MLP. A new kind is a class with the methods of `Attention` or `Mlp`
+and an entry in `ATTENTIONS` or `MLPS`. `embed`, `run_layers` and `logits` are separate methods, because a pipeline
+stage calls only some of them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -37,14 +38,22 @@ from baton.model.linear import TensorOptions
 from baton.model.tensors import upload
 
 OnLayer = Callable[[int], None]
-"""Called with a layer's index once its K and V are in the pages; what it raises ends the pass."""
+"""Called with the index of a layer when its K and V are in the pages; an exception that it raises ends the pass."""
 
-Loadable = MergedColumnParallelLinear | ParallelLMHead | RMSNorm | RowParallelLinear | VocabParallelEmbedding
+
+class Loadable(Protocol):
+    """A module that loads tensors of a checkpoint, part by part."""
+
+    def parts(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of the full tensor in the checkpoint, by the name of each part."""
+
+    def load_shard(self, part: str, tensor: Tensor) -> None:
+        """Keep this rank's share of the full tensor of a part."""
 
 
 @dataclass(frozen=True)
 class CheckpointTensor:
-    """A checkpoint tensor that the decoder needs: its name, its full shape, and where it goes."""
+    """A tensor of the checkpoint: its name, its full shape, and the function that loads it into the decoder."""
 
     name: str
     shape: tuple[int, ...]
@@ -52,7 +61,9 @@ class CheckpointTensor:
 
 
 def _tensors(module: Loadable, name: str = "", **merged: str) -> Iterator[CheckpointTensor]:
-    """The tensors that a module loads: those of the checkpoint's module `name`, or of the modules `merged` in it."""
+    """Tensors that a module loads. Their names begin with `name`, or, if several of the checkpoint's linears are merged
+    in the module, with the full name that `merged` gives for each of them.
+    """
     for part, shape in module.parts().items():
         linear, _, tensor = part.rpartition(".")
         full_name = f"{merged[linear] if linear else name}.{tensor}"
@@ -69,10 +80,33 @@ class ForwardContext:
     attention: AttentionBackend | SegmentedAttention
 
 
+class Attention(Protocol):
+    """Attention of one layer."""
+
+    def append(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Put K and V of `x` `[T, hidden]` into their pages; returns the queries `[T, heads, head_dim]`."""
+
+    def attend(self, q: Tensor, context: ForwardContext) -> Tensor:
+        """Attend with the queries `[T, heads, head_dim]`, and project to `[T, hidden]`."""
+
+    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
+        """Tensors to load; the names of the layer's tensors begin with `prefix`."""
+
+
+class Mlp(Protocol):
+    """MLP of one layer."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map hidden states `[T, hidden]` to hidden states of the same shape."""
+
+    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
+        """Tensors to load; the names of the layer's tensors begin with `prefix`."""
+
+
 class GroupedAttention(nn.Module):
     """Self-attention of one layer: projections, optional QK norm, rotary embedding, paged attention.
 
-    Query heads in groups share a KV head (Ainslie et al. 2023, arXiv:2305.13245).
+    Each group of query heads shares one KV head (Ainslie et al. 2023, arXiv:2305.13245).
     """
 
     def __init__(self, config: ModelConfig, index: int, options: TensorOptions, parallel: TensorParallel) -> None:
@@ -109,7 +143,7 @@ class GroupedAttention(nn.Module):
         return q
 
     def attend(self, q: Tensor, context: ForwardContext) -> Tensor:
-        """Attend with the queries and project, to `[T, hidden]`."""
+        """Attend with the queries `[T, heads, head_dim]`, and project to `[T, hidden]`."""
         attended = context.attention.attend(context.kv, self._index, q, context.batch, self._window)
         output: Tensor = self.o(attended.flatten(1))
         return output
@@ -137,7 +171,7 @@ class GatedMlp(nn.Module):
         self._names = config.family.names
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[T, hidden]` to the same."""
+        """Map hidden states `[T, hidden]` to hidden states of the same shape."""
         output: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return output
 
@@ -148,12 +182,17 @@ class GatedMlp(nn.Module):
         yield from _tensors(self.down, prefix + self._names.down)
 
 
-ATTENTIONS: Mapping[AttentionKind, type[GroupedAttention]] = {AttentionKind.GROUPED: GroupedAttention}
-MLPS: Mapping[MlpKind, type[GatedMlp]] = {MlpKind.GATED: GatedMlp}
+ATTENTIONS: Mapping[AttentionKind, Callable[[ModelConfig, int, TensorOptions, TensorParallel], Attention]] = {
+    AttentionKind.GROUPED: GroupedAttention
+}
+"""Constructors of attention, called with the layer's index as the second argument."""
+
+MLPS: Mapping[MlpKind, Callable[[ModelConfig, TensorOptions, TensorParallel], Mlp]] = {MlpKind.GATED: GatedMlp}
+"""Constructors of MLPs."""
 
 
 class DecoderLayer(nn.Module):
-    """One block: attention, then an MLP, each on a normalised input and added to it."""
+    """One block: attention, then an MLP. Each takes the normalised hidden states, and its result is added to them."""
 
     def __init__(self, config: ModelConfig, index: int, options: TensorOptions, parallel: TensorParallel) -> None:
         super().__init__()
@@ -166,11 +205,13 @@ class DecoderLayer(nn.Module):
         self.mlp = MLPS[layer.mlp](config, options, parallel)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """`[T, hidden]` to the same."""
+        """Map hidden states `[T, hidden]` to hidden states of the same shape."""
         return self._attend(x, self.attention.append(self.attention_norm(x), context), context)
 
     def forward_sampled(self, x: Tensor, context: ForwardContext, sampled: Sequence[int]) -> Tensor:
-        """As `forward`, for the tokens that `sampled` names; for others only K and V are computed."""
+        """Compute K and V of all tokens, and hidden states `[len(sampled), hidden]` of the tokens at the indices
+        `sampled` only.
+        """
         q = self.attention.append(self.attention_norm(x), context)
         if not sampled:
             return x[:0]
@@ -196,7 +237,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The whole model. Built with uninitialised weights; `baton.model.weights` fills it."""
+    """The whole model. Its weights are uninitialised until `baton.model.weights` fills them."""
 
     def __init__(self, config: ModelConfig, options: TensorOptions, parallel: TensorParallel) -> None:
         super().__init__()
@@ -223,16 +264,17 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Take `token_ids` and `positions` (int64 `[T]`, sequence by sequence) through all layers.
 
-        Returns hidden states `[T, hidden]` in the compute dtype, before the final norm: see `logits`; with `sampled`,
-        those of some tokens, named by their places in ascending order: the last layer does only what these need.
-        `positions` are usually `batch.positions`. Exceptions of `on_layer` pass through. The result is an inference
-        tensor: not to be changed in place outside inference mode.
+        Returns hidden states `[T, hidden]` in the compute dtype, before the final norm (`logits` applies it). With
+        `sampled`, ascending indices into `token_ids`, it returns only the hidden states of these tokens,
+        `[len(sampled), hidden]`, and the last layer computes no others. `positions` are usually `batch.positions`.
+        Exceptions of `on_layer` pass through. The result is an inference tensor, which can't be changed in place
+        outside inference mode.
         """
         return self.run_layers(self.embed(token_ids), positions, batch, kv, on_layer, sampled)
 
     @torch.inference_mode()
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Token ids (int64 `[T]`) to hidden states `[T, hidden]`."""
+        """Embed token ids, int64 `[T]`; returns hidden states `[T, hidden]`."""
         hidden: Tensor = self.embedding(token_ids)
         return hidden
 
@@ -246,7 +288,7 @@ class Decoder(nn.Module):
         on_layer: OnLayer | None = None,
         sampled: Sequence[int] | None = None,
     ) -> Tensor:
-        """Hidden states `[T, hidden]` through this worker's layers; `on_layer` and `sampled` as in `forward`."""
+        """Take hidden states `[T, hidden]` through all layers; other arguments and the result as in `forward`."""
         backend = select(hidden.device, hidden.dtype, kv.dtype, kv.page_size, kv.head_dim)
         windows = [layer.window for layer in self.config.layers]
         attention = backend if batch.host is None else SegmentedAttention(backend, batch.host, windows)
@@ -262,7 +304,9 @@ class Decoder(nn.Module):
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and output projection of chosen rows: `[n, hidden]` to float32 `[n, vocab_size]`."""
+        """Apply the final norm and the output projection to hidden states `[n, hidden]`; returns float32
+        `[n, vocab_size]`.
+        """
         logits: Tensor = self.head(self.norm(hidden))
         return logits
 
@@ -274,5 +318,5 @@ class Decoder(nn.Module):
         yield from _tensors(self.norm, self._names.norm)
 
     def head_tensor(self) -> CheckpointTensor:
-        """The output projection's tensor, absent from most tied checkpoints."""
+        """The tensor of the output projection; most tied checkpoints do not have it."""
         return next(_tensors(self.head, self._names.head))

@@ -1,19 +1,19 @@
 """Drawing a token by the Gumbel-max trick: the largest of logit + noise, where each token has noise of its own.
 
 With independent standard Gumbel noise the winner is distributed as softmax(logits) (Gumbel 1954; Maddison et
-al. 2014, arXiv:1411.0030). Against the inverse of the cumulative distribution it has one great advantage: the
-last bits of logits, which depend on the shapes of matrix products, change the winner only where the first two
-are nearly tied. A running sum over the vocabulary has as many borders as tokens, and all of them move.
+al. 2014, arXiv:1411.0030). The last bits of logits depend on the shapes of matrix products. Here they change the winner
+only if the two best scores are nearly equal. If a token were drawn by a running sum of probabilities instead, they
+would move the borders of all tokens.
 
 A token's noise is -log(-log(1 - u)) with u = (z + 1/2) / 2**31, where z is 31 bits of a hash of token id and key:
 MurmurHash3's 32-bit finalizer (Appleby, public domain), twice, with a word of the key before each. Scores are
-compared in float64. The smallest z of a tile of tokens, and its largest logit, bound all its scores: so on a CPU
-logarithms are taken once a tile, and then for the tokens of the few tiles that may hold the winner.
+compared in float64. The smallest z of a tile of tokens and its largest logit give an upper bound of its scores. So on a
+CPU one logarithm is taken for each tile, and then one for each token of the few tiles that may have the winner.
 
 The key of a token's noise depends on nothing but (seed, choice index, output index). A counter-based generator has no
 state to carry, lose or share: any worker, in any batch, after any replay, computes the same noise for the same token.
-Philox-4x32-10 is from Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC'11); its published vectors are
-in the tests. Plain integers: a step needs one call a sequence, about 4 µs.
+The generator is Philox-4x32-10 from Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC'11); its published
+vectors are in the tests. It is computed in Python, one call for each sequence of a step, about 4 µs.
 """
 
 from __future__ import annotations
@@ -27,22 +27,26 @@ from torch import Tensor
 from baton.model.logit_tiles import LogitTiles
 
 SPAN = 26.0
-"""More than the largest noise less the smallest: log(32 ln 2) + 32 ln 2 = 25.3."""
+"""An upper bound of the largest noise minus the smallest noise, which is log(32 ln 2) + 32 ln 2 = 25.3."""
 
 MARGIN = 1e-3
-"""Far more than the error of a float32 score, but for noise below -2.5; far less than the usual lead of a winner."""
+"""Distance from the best score within which scores are compared again in float64.
+
+It is far larger than the error of a float32 score whose noise is above -2.5, and far smaller than the usual distance
+between the two best scores.
+"""
 
 _FIRST_READ = 32
-"""Tiles read to find a good score before the others are ruled out."""
+"""Number of tiles that are read first, to find a good score that rules out most other tiles."""
 
 _SLACK = 1e-9
-"""More than the error of a float64 score."""
+"""An upper bound of the error of a float64 score."""
 
 _GOLDEN, _FIRST, _SECOND = (constant - 2**32 for constant in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35))
 _BELOW_ONE = 1 - 2**-24
 
 _CACHED = 1 << 18
-"""Tokens hashed together on a CPU: few enough for its cache, enough to outweigh the cost of an operation."""
+"""Number of tokens that are hashed in one operation on a CPU: they fit into its cache."""
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS, _WEYL, _ROUNDS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85), 10
@@ -53,8 +57,11 @@ _Words = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Rows of logits to draw from: `rows` int64 `[R]`, the largest logit and the temperature of each, float32
-    `[R, 1]`, and the words of `noise_key` as signed numbers, int32 `[R, 2]`."""
+    """Rows of logits to draw from.
+
+    `rows` has the indices of the rows, int64 `[R]`. `top` and `temperature` are the largest logit and the temperature
+    of each row, float32 `[R, 1]`. `keys` are the words of `noise_key` as signed numbers, int32 `[R, 2]`.
+    """
 
     rows: Tensor
     top: Tensor
@@ -62,28 +69,31 @@ class Draws:
     keys: Tensor
 
     def take(self, index: Tensor | slice) -> Draws:
-        """Some of them."""
+        """The draws at these indices."""
         return Draws(self.rows[index], self.top[index], self.temperature[index], self.keys[index])
 
     def scale(self, values: Tensor) -> Tensor:
-        """Logits `[R, n]`, divided by the temperature; the largest becomes 0, so that no temperature overflows."""
+        """Subtract the largest logit from `values` `[R, n]`, and divide by the temperature.
+
+        The largest becomes 0, so that no temperature makes a value overflow.
+        """
         return (values - self.top) / self.temperature
 
 
 class GumbelArgmax:
-    """The argmax of logit + noise over the whole vocabulary; what bounds the scores of a tile is computed once."""
+    """Finds the argmax of logit + noise over the vocabulary; the bounds of the tiles' scores are computed once."""
 
     def __init__(self, tiles: LogitTiles, draws: Draws, lowest: LowestNoise) -> None:
-        """`lowest` is `lowest_noise`, or what computes the same."""
+        """`lowest` is `lowest_noise`, or a function with the same results."""
         self._tiles = tiles
         self._draws = draws
         self._maxima = draws.scale(tiles.maxima[draws.rows])
         self._bound = self._bounds(lowest) if self._maxima.device.type == "cpu" else None
 
     def argmax(self, index: Tensor, floor: Tensor) -> Tensor:
-        """Draw a token for each of `index`, places in the draws, int64 `[Q]`: token ids, int64 `[Q]`.
+        """Draw a token for each of the draws at `index`, int64 `[Q]`; returns token ids, int64 `[Q]`.
 
-        Only tokens with a scaled logit of at least `floor` (float32 `[Q, 1]`) count; the likeliest one must reach it.
+        Only tokens with a scaled logit of at least `floor`, float32 `[Q, 1]`, are drawn; there must be one in each row.
         """
         if self._bound is None:
             return self._dense(self._draws.take(index), floor)
@@ -102,7 +112,7 @@ class GumbelArgmax:
         return torch.full_like(index, self._tiles.vocab).scatter_reduce_(0, places, tokens, "amin")
 
     def _scores(self, index: Tensor, places: Tensor, tiles: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
-        """The best score of each pair of place in `index` and tile, float64 `[P]`, and the token that has it."""
+        """The best score of each tile, float64 `[P]`, and its token, int64 `[P]`; `places` are indices into `index`."""
         draws = self._draws.take(index[places])
         values, first = self._tiles.read(draws.rows, tiles)
         scaled = draws.scale(values)
@@ -112,7 +122,7 @@ class GumbelArgmax:
         return best, first + lane
 
     def _bounds(self, lowest: LowestNoise) -> Tensor:
-        """No score of a tile is larger: float64 `[R, n]`, -inf where no token can win."""
+        """Upper bound of the scores of each tile, float64 `[R, n]`; -inf where no token can win."""
         rows, tiles = (self._maxima >= -SPAN).nonzero(as_tuple=True)
         width = self._tiles.width
         first = (tiles * width).clamp_(max=self._tiles.vocab - width).to(torch.int32)
@@ -122,7 +132,7 @@ class GumbelArgmax:
         return bound
 
     def _dense(self, draws: Draws, floor: Tensor) -> Tensor:
-        """As `argmax`, over the whole vocabulary at once, first in float32, and without waiting for the device."""
+        """Draw as `argmax` does, but over the whole vocabulary, first in float32, and without a wait for the device."""
         scaled = draws.scale(self._tiles.logits[draws.rows])
         scaled.masked_fill_(scaled < floor, -torch.inf)
         bits = _bits(torch.arange(self._tiles.vocab, dtype=torch.int32, device=scaled.device)[None], draws.keys)
@@ -133,9 +143,9 @@ class GumbelArgmax:
 
 
 def lowest_noise(first: Tensor, keys: Tensor, width: int) -> Tensor:
-    """The smallest z of each tile, int32 `[P]`: the one with the most noise.
+    """The smallest z of each tile, int32 `[P]`; its token has the largest noise of the tile.
 
-    `first`: int32 `[P]`, the first token id of each tile of `width` tokens. `keys`: int32 `[P, 2]`, as in `Draws`.
+    `first` has the first token id of each tile of `width` tokens, int32 `[P]`. `keys` is int32 `[P, 2]`, as in `Draws`.
     """
     starts = (first * _GOLDEN).add_(keys[:, 0])[:, None]
     lanes = torch.arange(width, dtype=torch.int32).mul_(_GOLDEN)
@@ -151,13 +161,14 @@ def lowest_noise(first: Tensor, keys: Tensor, width: int) -> Tensor:
 
 
 LowestNoise = Callable[[Tensor, Tensor, int], Tensor]
-"""`lowest_noise`, or what computes the same."""
+"""The type of `lowest_noise`, and of functions with the same results."""
 
 
 def scores_of(scaled: Tensor, token_ids: Tensor, keys: Tensor) -> Tensor:
-    """Scaled logits with their noise, float64 `[R, n]`.
+    """Scores of tokens, float64 `[R, n]`: scaled logits plus noise.
 
-    `scaled`: float32 `[R, n]`. `token_ids`: int32 `[R, n]` or `[1, n]`, what the noise is for. `keys`: int32 `[R, 2]`.
+    `scaled` is float32 `[R, n]`, `token_ids` are the ids of its columns, int32 `[R, n]` or `[1, n]`, and `keys` is
+    int32 `[R, 2]`, as in `Draws`.
     """
     return scaled + _noise(_bits(token_ids, keys))
 
@@ -185,7 +196,7 @@ def _mix(x: Tensor, spare: Tensor) -> Tensor:
 
 
 def philox(counter: _Words, key: tuple[int, int]) -> _Words:
-    """Four 32-bit words from four of counter and two of key."""
+    """Four random 32-bit words from a counter of four 32-bit words and a key of two (Philox-4x32-10)."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -196,9 +207,9 @@ def philox(counter: _Words, key: tuple[int, int]) -> _Words:
 
 
 def noise_key(seed: int, choice_index: int, output_index: int) -> tuple[int, int]:
-    """Two words in [0, 2**32) that key one output token's noise.
+    """The key of the noise of one output token: two words in [0, 2**32).
 
-    `seed` in [0, 2**64), `choice_index` in [0, 2**32), `output_index` in [0, 2**64).
+    `seed` and `output_index` are in [0, 2**64), `choice_index` is in [0, 2**32).
     """
     counter = (output_index & _MASK, output_index >> 32, choice_index, 0)
     first, second, _, _ = philox(counter, (seed & _MASK, seed >> 32))

@@ -1,10 +1,10 @@
 """Repetition, presence and frequency penalties of a batch, over counts that grow with each token.
 
 Only the distinct tokens of a sequence are held and touched, never the vocabulary. Each sequence that has penalties has
-an entry: the token ids, how often each was generated, and how many columns are in use. Entries lie in slabs, tables
-whose rows have one width, and an entry that outgrows its width moves to a wider slab. So a sequence of many distinct
-tokens makes work for itself only, and one that comes or grows moves no other. `append` after each token leaves the
-same entry as `add` of the longer sequence, but for the order of columns.
+an entry: a row with a column for each distinct token. Entries lie in slabs, tables whose rows have the same width. An
+entry that needs more columns moves to a wider slab. So a sequence with many distinct tokens does not slow down others,
+and no entry moves because another one is added or grows. `append` after each token gives the same entry as `add` of the
+longer sequence, except for the order of the columns.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from baton.request import SequenceState
 _MIN_WIDTH = 256
 _WIDTH_FACTOR = 4
 _SLAB = 1 << 13
-"""Elements of a slab, unless a single entry has more."""
+"""Number of elements of a slab; a slab for larger entries has one row."""
 _PIECE = 4096
-"""Token ids looked at in one call. It keeps the interpreter's lock, and there may be a million."""
+"""Number of token ids that are counted in one call, because the call holds the interpreter's lock."""
 
 
 class _Slab:
-    """Entries of up to `width` distinct tokens; `used` counts the columns in use, `free` lists the rows that are not.
+    """Rows for entries of up to `width` distinct tokens.
 
-    `strength`: repetition, frequency and presence penalty of each entry.
+    `ids` and `counts` are `[rows, width]`: the token of each column, and the number of times it was generated. `used`
+    has the number of columns in use of each row. `strength` `[rows, 3]` has the repetition, frequency and presence
+    penalties. `free` lists the rows without an entry.
     """
 
     def __init__(self, width: int, device: torch.device) -> None:
@@ -45,7 +47,7 @@ class _Slab:
 
 @dataclass(eq=False, slots=True)
 class PenaltyEntry:
-    """The counts of a sequence: row `index` of `slab`, with a column for each distinct token."""
+    """The counts of a sequence: row `index` of `slab`. `columns` has the column of each distinct token."""
 
     slab: _Slab
     index: int
@@ -54,7 +56,7 @@ class PenaltyEntry:
 
 @dataclass(frozen=True, slots=True)
 class PenalizedRows:
-    """Rows of a batch whose entries lie in one slab; `rows` and `indices` are int64 `[P]`."""
+    """Rows of a batch whose entries lie in one slab: their indices in the batch and in the slab, int64 `[P]` each."""
 
     slab: _Slab
     entries: Sequence[PenaltyEntry]
@@ -63,12 +65,14 @@ class PenalizedRows:
 
 
 class PenaltyTable:
+    """The entries of all sequences with penalties, on one device."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._slabs: list[_Slab] = []
 
     def add(self, state: SequenceState) -> PenaltyEntry:
-        """A new entry for the sequence as it is."""
+        """Make an entry for a sequence, with counts of its present tokens."""
         distinct = _distinct(state)
         columns = dict(zip(distinct, range(len(distinct)), strict=True))
         entry = self._place(columns)
@@ -89,11 +93,11 @@ class PenaltyTable:
         slab = entry.slab
         slab.free.append(entry.index)
         if slab.width > _SLAB:
-            # Large, and seldom needed again.
+            # Its memory is large, and seldom needed again.
             self._slabs.remove(slab)
 
     def append(self, entries: Sequence[PenaltyEntry], tokens: Sequence[int]) -> bool:
-        """Count one new token for each of `entries`, which are distinct; True if some moved to a wider slab."""
+        """Count one new token for each of `entries`, which must differ; returns whether one moved to a wider slab."""
         moved = False
         for entry, token in zip(entries, tokens, strict=True):
             entry.columns.setdefault(token, len(entry.columns))
@@ -111,7 +115,7 @@ class PenaltyTable:
         return moved
 
     def grouped(self, rows: Sequence[int], entries: Sequence[PenaltyEntry]) -> list[PenalizedRows]:
-        """The rows of a batch with their entries, for `apply`; they hold until an entry moves."""
+        """Group `rows` of a batch by the slabs of their entries, for `apply_penalties`; valid until an entry moves."""
         return [
             PenalizedRows(
                 slab,
@@ -123,7 +127,7 @@ class PenaltyTable:
         ]
 
     def counts(self, entry: PenaltyEntry) -> dict[int, int]:
-        """Number of times that each seen token was generated; 0 for tokens of the prompt only."""
+        """Number of times that each token of the sequence was generated; 0 if it is only in the prompt."""
         return {token: int(entry.slab.counts[entry.index, column]) for token, column in entry.columns.items()}
 
     def _place(self, columns: dict[int, int]) -> PenaltyEntry:
@@ -153,8 +157,9 @@ class PenaltyTable:
 def apply_penalties(logits: Tensor, group: PenalizedRows) -> None:
     """Penalize rows of `logits` (float32 `[B, vocab]`) in place.
 
-    As in vLLM: a seen token's positive logit is divided, its negative one multiplied, by the repetition
-    penalty; then frequency times its count, and presence if it was generated at all, are subtracted.
+    As in vLLM, only tokens of the sequence change. A positive logit is divided by the repetition penalty, and a
+    negative one is multiplied by it. Then the frequency penalty times the token's count is subtracted, and the presence
+    penalty if the token was generated.
     """
     slab, entries, rows = group.slab, group.indices, group.rows[:, None]
     columns = torch.arange(max(len(entry.columns) for entry in group.entries), device=logits.device)
@@ -168,7 +173,7 @@ def apply_penalties(logits: Tensor, group: PenalizedRows) -> None:
 
 
 def _by_slab(entries: Sequence[PenaltyEntry]) -> dict[_Slab, list[int]]:
-    """Places in `entries`, by the slab of each."""
+    """Indices into `entries`, grouped by slab."""
     places: dict[_Slab, list[int]] = {}
     for place, entry in enumerate(entries):
         places.setdefault(entry.slab, []).append(place)

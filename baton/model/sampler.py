@@ -163,7 +163,7 @@ class SamplerBatch:
             self._metadata = None
 
     def _denied(self, params: SamplingParams) -> Tensor | None:
-        """The mask of a row with the very same list: other choices of the request."""
+        """The mask of another row with the same list object, if there is one: a choice of the same request."""
         wanted = params.allowed_token_ids
         return next((row.processor.denied for row in self._rows if row.params.allowed_token_ids is wanted), None)
 
@@ -230,15 +230,18 @@ class SamplerBatch:
 
 
 class SamplerOutput:
-    """A token for each row of a batch. `tokens`: int64 `[B]`, on the device; 0 where a check failed.
+    """Tokens that a step has chosen. `tokens` is int64 `[B]`, on the device; it is 0 for a row that failed a check.
 
-    On CUDA tokens and checks travel in one copy, log-probabilities in a second where some are asked for.
+    On CUDA, tokens and checks are copied to the host together, and log-probabilities in a second copy.
     """
 
     def __init__(self, tokens: Tensor, checks: Sequence[Tensor]) -> None:
-        """`checks`: bool `[B]` each, where False means: not finite, and no token allowed."""
+        """Queue the copy to the host. Each of `checks` is bool `[B]`, False for a row that fails.
+
+        The first check is that logits are finite, the second that a token is allowed.
+        """
         good = checks[0] if len(checks) == 1 else torch.stack(list(checks)).all(0)
-        # The next step looks it up, before it is known here that the row has failed.
+        # The next step embeds this token before the host knows that the row has failed.
         self.tokens = tokens * good
         self._found = download(torch.stack([self.tokens, *checks]))
         self._rows: Sequence[int] = ()
@@ -246,14 +249,16 @@ class SamplerOutput:
         self._there = _mark(tokens.device)
 
     def report(self, rows: Sequence[int], logits: Tensor, tops: Sequence[int]) -> None:
-        """Add log-probabilities for some rows, from their raw `logits`; `tops` as in `Logprobs.of`."""
+        """Add log-probabilities of `rows`, from their raw `logits`, float32 `[n, vocab]`; `tops` as in
+        `Logprobs.of`.
+        """
         self._rows = rows
         chosen = self.tokens[upload(rows, torch.int64, self.tokens.device)]
         self._logprobs = Logprobs.of(logits, chosen, tops)
         self._there = _mark(self.tokens.device)
 
     def read(self) -> list[TokenInfo | NoToken]:
-        """Wait for the device; an error in the place of each row whose checks failed."""
+        """Wait for the device; returns the token of each row, or NoToken if the row failed a check."""
         if self._there is not None:
             self._there.synchronize()
         tokens, *checks = self._found.tolist()
@@ -271,8 +276,12 @@ class SamplerOutput:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities of one token a row, beside its normaliser (`[n, 2]`), and of the likeliest with their ids
-    (`[m, k]` each) of the rows that ask for some; in host memory."""
+    """Log-probabilities of the rows of a step, in host memory.
+
+    `chosen` `[n, 2]` has the log-probability of one token of each row, and the row's normaliser. `values` and `ids`
+    `[m, k]` have the likeliest tokens of the first m rows, which ask for alternatives. `tops` has the number of
+    alternatives of each row.
+    """
 
     chosen: Tensor
     values: Tensor
@@ -281,13 +290,13 @@ class Logprobs:
 
     @classmethod
     def of(cls, logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> Logprobs:
-        """From raw float32 `[n, vocab]` logits, of `tokens` (int64 `[n]`) and the `tops[i]` likeliest of each row.
+        """Compute the log-probabilities of `tokens`, int64 `[n]`, and of the `tops[i]` likeliest tokens of each row i.
 
-        Rows whose entry of `tops` is 0 are the last.
+        `logits` are raw, float32 `[n, vocab]`. Rows with 0 in `tops` must be the last.
         """
         norms = logits.logsumexp(-1, keepdim=True)
         chosen = torch.cat([logits.gather(1, tokens[:, None]) - norms, norms], 1)
-        # A row that asks for alternatives must not make others pay for the search.
+        # Only rows that ask for alternatives pay for the search.
         asked = sum(top > 0 for top in tops)
         values, ids = logits[:0].topk(0)
         if asked:
@@ -296,7 +305,7 @@ class Logprobs:
         return cls(download(chosen), download(values - norms[:asked]), download(ids), tops)
 
     def infos(self, token_ids: Sequence[int]) -> list[TokenInfo]:
-        """One entry a row, with as many alternatives as it asked for; call it after the device is done."""
+        """One TokenInfo for each row, with the row's alternatives; call it when the copy to the host is complete."""
         alternatives = zip(self.ids.tolist(), self.values.tolist(), strict=True)
         infos = []
         for token, (logprob, _), top in zip(token_ids, self.chosen.tolist(), self.tops, strict=True):
@@ -307,9 +316,9 @@ class Logprobs:
 
 @torch.inference_mode()
 def token_infos(logits: Tensor, token_ids: Sequence[int], top: Sequence[int]) -> list[TokenInfo]:
-    """Log-probabilities of one token a row, with its `top[i]` alternatives: from raw float32 `[n, vocab]` logits.
+    """Log-probabilities of one given token of each row, with the row's `top[i]` likeliest alternatives.
 
-    Raises NoToken for logits that are not finite.
+    `logits` are raw, float32 `[n, vocab]`. Raises NoToken if they are not finite.
     """
     scores = Logprobs.of(logits, upload(token_ids, torch.int64, logits.device), top)
     if (there := _mark(logits.device)) is not None:
@@ -320,7 +329,7 @@ def token_infos(logits: Tensor, token_ids: Sequence[int], top: Sequence[int]) ->
 
 
 def _mark(device: torch.device) -> torch.cuda.Event | None:
-    """An event that is reached when all work queued until now is done; None without CUDA."""
+    """An event after all work that is queued on the device now; None on a CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()

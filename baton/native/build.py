@@ -40,11 +40,11 @@ _ISA_SOURCES = {
     "isa_avx512_bf16.cpp": _AVX512_BF16,
     "isa_amx.cpp": _AMX,
 }
-"""Units of instruction sets of x86, in the order of `Isa` in cpu.h after kScalar, and their flags."""
+"""Source files of the instruction sets of x86 and their flags, in the order of `Isa` in cpu.h after kScalar."""
 
 
 class BuildError(Exception):
-    """The library can't be compiled; the message contains what the compiler said."""
+    """The library can't be compiled; the message has the output of the compiler."""
 
 
 class NoCompiler(BuildError):
@@ -69,7 +69,7 @@ def hash_of(files: Iterable[Path], start: str = "") -> str:
 
 
 def find_compiler() -> list[str]:
-    """The command of a C++17 compiler; raises NoCompiler, which names what was tried."""
+    """The command of a C++17 compiler; raises NoCompiler, with the commands that were tried."""
     wanted = os.environ.get("CXX")
     tried = [shlex.split(wanted)] if wanted else [["c++"], ["g++"], ["clang++"]]
     for command in tried:
@@ -80,7 +80,7 @@ def find_compiler() -> list[str]:
 
 
 def build(output: Path = LIBRARY, *, sources: Path = SOURCES, sanitize: str = "", emulate: Path | None = None) -> None:
-    """Compile all source files at once, and replace `output` by the library.
+    """Compile the source files, in parallel, and replace `output` with the library.
 
     `sanitize` is a value of the compiler's -fsanitize=. `emulate` is a folder of headers that emulate AVX-512 and AMX:
     the library then runs all kernels on a CPU with AVX2, slowly, for tests. Raises BuildError.
@@ -97,7 +97,7 @@ def build(output: Path = LIBRARY, *, sources: Path = SOURCES, sanitize: str = ""
     defines = [f'-DBATON_NATIVE_SOURCE_HASH="{source_hash(sources)}"', f"-DBATON_NEWEST_ISA={len(isas)}"]
     compiled = [path for path in sorted(sources.glob("*.cpp")) if path.name not in _ISA_SOURCES or path.name in isas]
     output.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the output, so that the library appears whole, and a process that has loaded the old one keeps it.
+    # In the folder of the output, so that a rename replaces the library, and processes keep the old one if loaded.
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".native-") as folder:
         objects = [Path(folder, f"{file.stem}.o") for file in compiled]
         commands = [
@@ -112,7 +112,7 @@ def build(output: Path = LIBRARY, *, sources: Path = SOURCES, sanitize: str = ""
 
 
 def _usable_isas(compiler: list[str], sources: Path) -> dict[str, tuple[str, ...]]:
-    """Source files of instruction sets that can be compiled, and their flags, up to the first that cannot."""
+    """Source files of the instruction sets that this compiler supports, in order, with their flags."""
     usable: dict[str, tuple[str, ...]] = {}
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return usable
@@ -124,7 +124,7 @@ def _usable_isas(compiler: list[str], sources: Path) -> dict[str, tuple[str, ...
 
 
 def _sanitizer_flags(sanitize: str) -> list[str]:
-    # A finding of UBSan ends the process too, so that a test fails.
+    # An error that UBSan finds ends the process too, so that a test fails.
     return [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g"] if sanitize else []
 
 

@@ -1,7 +1,7 @@
-"""The decoder over native kernels, with the interface of `baton.model.decoder.Decoder`: one call for a forward pass.
+"""The decoder on native kernels, with the interface of `baton.model.decoder.Decoder`.
 
-The residual stream is float32, whatever the dtype of weights, and so are the hidden states that go in and out. A pass
-is one call, with its head; or a call a layer, where the caller is told of each layer and may end the pass there.
+Hidden states are float32, whatever the dtype of the weights. A forward pass, with its head, is one call of the library.
+If the caller wants to be told of each layer, each layer is one call, and the caller may end the pass after it.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ def unsupported(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) 
 
 @dataclass(frozen=True, slots=True)
 class NativeOutput:
-    """Results of a pass. `argmax`: int64 `[n]`, the first of each row's largest logits, -1 where one is not finite.
+    """Results of the head of a pass.
 
-    `logits`: float32 `[n, vocab]`, if they were asked for.
+    `argmax`, int64 `[n]`, is the token with the largest logit of each row, or -1 if a logit of the row is not finite.
+    `logits` is float32 `[n, vocab]`, or None if logits were not asked for.
     """
 
     argmax: Tensor
@@ -54,10 +55,15 @@ class NativeOutput:
 
 
 class NativeDecoder:
+    """A decoder that computes with native kernels, on a CPU; used by one thread at a time."""
+
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, weights: PackedWeights, library: ctypes.CDLL, threads: int
     ) -> None:
-        """`dtype`: that of packed weights. `threads`: those that compute, the caller's included; started now."""
+        """Start `threads` - 1 threads, which compute together with the caller's. `dtype` is the dtype of the weights.
+
+        Raises EngineError if memory is missing or the threads can't be started.
+        """
         self.config = config
         self._library = library
         self._threads = threads
@@ -67,7 +73,7 @@ class NativeDecoder:
         self._workspace = library.baton_native_workspace_new()
         if not self._workspace:
             raise EngineError("native kernels: out of memory")
-        # Not at exit, when another thread may still compute with it.
+        # At the exit of the process another thread may still compute with it.
         weakref.finalize(self, library.baton_native_workspace_free, self._workspace).atexit = False
         self._check(library.baton_native_start(threads))
 
@@ -80,13 +86,15 @@ class NativeDecoder:
         on_layer: Callable[[int], None] | None = None,
         sampled: Sequence[int] | None = None,
     ) -> Tensor:
-        """`positions` are those of the batch. The result is float32."""
+        """Compute as `Decoder.forward` does; returns float32. `positions` must be those of `batch`."""
         return self._run(token_ids, batch, kv, on_layer, sampled, abi.BatonCall())
 
     __call__ = forward
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and output projection: float32 `[n, hidden]` to float32 `[n, vocab_size]`."""
+        """Apply the final norm and the output projection to hidden states, float32 `[n, hidden]`; returns float32
+        `[n, vocab_size]`.
+        """
         hidden = hidden.float().contiguous()
         logits = _empty(len(hidden), self.config.vocab_size)
         self._head(len(hidden), abi.BatonCall(self._threads, hidden=hidden.data_ptr(), logits=logits.data_ptr()))
@@ -101,7 +109,7 @@ class NativeDecoder:
         sampled: Sequence[int] | None,
         logits: bool,
     ) -> NativeOutput:
-        """As `forward`, with the head: the largest of each token's logits, and the `logits` themselves if asked."""
+        """Compute as `forward` does, and apply the head to the result. The output has logits only if `logits`."""
         count = batch.num_tokens if sampled is None else len(sampled)
         argmax = torch.empty(count, dtype=torch.int64, device="cpu")
         found = _empty(count, self.config.vocab_size) if logits else None
@@ -118,7 +126,7 @@ class NativeDecoder:
         sampled: Sequence[int] | None,
         call: abi.BatonCall,
     ) -> Tensor:
-        """Hidden states; `call` says where results of the head go."""
+        """Compute hidden states; the head, if any, writes to the addresses in `call`."""
         layers, tokens = self.config.num_layers, batch.num_tokens
         hidden = _empty(tokens, self.config.hidden_size)
         call.threads, call.token_ids, call.hidden = self._threads, _ids(token_ids, tokens), hidden.data_ptr()
@@ -149,10 +157,11 @@ class NativeDecoder:
             self._check(self._library.baton_native_head(byref(self._model), rows, byref(call), self._workspace))
 
     def work_counter(self) -> int:
-        """Tasks that the threads of this process have taken."""
+        """Number of tasks that the compute threads of this process have taken."""
         return int(self._library.baton_native_tasks())
 
     def lowest_noise(self, first: Tensor, keys: Tensor, width: int) -> Tensor:
+        """Compute as `baton.model.gumbel.lowest_noise` does, on all compute threads."""
         first, keys, lowest = first.contiguous(), keys.contiguous(), torch.empty_like(first)
         self._check(
             self._library.baton_native_lowest_noise(
@@ -182,7 +191,7 @@ class NativeDecoder:
         )
 
     def _cache(self, kv: KvCache) -> abi.BatonKv:
-        """The description of `kv`, made once."""
+        """The struct that describes `kv`, which is made once for each KvCache."""
         if self._kv is None or self._kv[0]() is not kv:
             layers, array = kv.num_layers, ctypes.c_void_p * kv.num_layers
             pages = [array(*(kv.pages(part, layer).data_ptr() for layer in range(layers))) for part in (KEYS, VALUES)]
@@ -192,7 +201,7 @@ class NativeDecoder:
 
 
 def _describe(config: ModelConfig, dtype: torch.dtype, addresses: Mapping[str, int]) -> tuple[abi.BatonModel, object]:
-    """The model for kernels, and its layers, to which it points."""
+    """The struct of the model, and the array of layers to which it points."""
     layers = (abi.BatonLayer * config.num_layers)()
     for index, layer in enumerate(config.layers):
         prefix = f"layers.{index}."
@@ -219,12 +228,12 @@ def _describe(config: ModelConfig, dtype: torch.dtype, addresses: Mapping[str, i
 
 
 def _empty(*shape: int) -> Tensor:
-    """Float32 memory on the CPU, whatever torch's defaults are."""
+    """An uninitialised float32 tensor on the CPU, whatever torch's defaults are."""
     return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def _ids(token_ids: Tensor, count: int) -> int:
-    """The address of `count` token ids."""
+    """The address of at least `count` token ids. Raises EngineError unless they are contiguous int64."""
     if token_ids.dtype != torch.int64 or len(token_ids) < count or not token_ids.is_contiguous():
         shape = f"{token_ids.dtype} {list(token_ids.shape)}"
         raise EngineError(f"token ids must be contiguous int64 [{count}], got {shape}")

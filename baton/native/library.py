@@ -37,13 +37,16 @@ class NativeUnavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Kernels for the CPU: our own if there is a `library`, else torch's operators, for `reason`."""
+    """The choice of kernels: native ones if `library` is not None, else torch's operators; `reason` says why."""
 
     library: ctypes.CDLL | None
     reason: str = ""
 
     def unless(self, reason: str, wanted: str) -> Kernels:
-        """These, or torch's operators if there is a `reason` against own ones; ConfigError if they are `wanted`."""
+        """This choice, or torch's operators if `reason` says why native kernels can't be used.
+
+        Raises ConfigError if native kernels can't be used but are `wanted`, a value of the setting `kernels`.
+        """
         if not reason or self.library is None:
             return self
         if wanted == "native":
@@ -55,7 +58,10 @@ class Kernels:
 
 
 def select_kernels(wanted: str) -> Kernels:
-    """The kernels for a value of the setting `kernels`. Raises ConfigError if native ones are demanded but missing."""
+    """Choose the kernels for a value of the setting `kernels`.
+
+    Raises ConfigError if the value is native and native kernels can't be used.
+    """
     if wanted == "torch":
         return Kernels(None, "as configured")
     try:
@@ -65,28 +71,32 @@ def select_kernels(wanted: str) -> Kernels:
             raise ConfigError(f"kernels: native can't be used: {error}") from None
         return Kernels(None, str(error))
     if wanted == "auto" and best_isa(library) == "scalar":
-        # Code for any CPU, which torch's kernels beat.
-        return Kernels(None, "this CPU has no AVX2; --kernels native runs own ones, without vector instructions")
+        # Without vector instructions, torch's operators are faster.
+        return Kernels(None, "this CPU has no AVX2; --kernels native runs slow native ones")
     return Kernels(library)
 
 
 @cache
 def load() -> ctypes.CDLL:
-    """The library; raises NativeUnavailable, and ConfigError for BATON_NATIVE_ISA. It is loaded once in a process."""
+    """Load the library, once in a process.
+
+    Raises NativeUnavailable if it can't be used, ConfigError for an invalid BATON_NATIVE_ISA.
+    """
     library = open_library(Path(os.environ.get("BATON_NATIVE_LIBRARY", LIBRARY)), source_hash())
     abi.declare(library)
     if chosen := os.environ.get("BATON_NATIVE_ISA"):
         select_isa(library, chosen)
     elif isa(library) not in ("scalar", "avx2") and not multiplies_exactly(library):
-        _log.error("the native kernels for %s compute wrong products here: those for avx2 are used", isa(library))
+        _log.error("the native kernels for %s compute wrong products; the kernels for avx2 are used", isa(library))
         select_isa(library, "avx2")
     return library
 
 
 def multiplies_exactly(library: ctypes.CDLL) -> bool:
-    """Whether a product of small whole numbers, which has no rounding, is right with the selected instruction set.
+    """Whether the kernels of the selected instruction set multiply small whole numbers correctly, without rounding.
 
-    Compilers are known to get the newest instructions wrong, and no test of ours has run on all of them.
+    This is checked at run time, because compilers have had errors in the newest instructions, and the tests have not
+    run on every CPU.
     """
     count, inputs, outputs = 18, 64, 40
     x = [(7 * i) % 11 - 5 for i in range(count * inputs)]
@@ -105,7 +115,10 @@ def multiplies_exactly(library: ctypes.CDLL) -> bool:
 
 
 def open_library(path: Path, expected_hash: str) -> ctypes.CDLL:
-    """The library at `path`; raises NativeUnavailable if it is not one, or not of sources with this hash (if any)."""
+    """Load the library at `path`. Raises NativeUnavailable if it can't be loaded, or was built from other sources.
+
+    `expected_hash` is the hash of the sources; with "" any sources are accepted.
+    """
     if not path.exists():
         raise NativeUnavailable(f"{path} does not exist; with a C++17 compiler, {REBUILD}")
     try:
@@ -134,7 +147,9 @@ def best_isa(library: ctypes.CDLL) -> str:
 
 
 def select_isa(library: ctypes.CDLL, name: str) -> None:
-    """Run the kernels of an instruction set; raises ConfigError if it is unknown or not on this machine."""
+    """Select the instruction set whose kernels run; raises ConfigError if it is unknown or this CPU does not have
+    it.
+    """
     if status := library.baton_native_select_isa(name.encode()):
         problem = "an unknown instruction set" if status == 1 else f"beyond the best one here, {best_isa(library)}"
         raise ConfigError(f"BATON_NATIVE_ISA: {name!r} is {problem}")

@@ -1,8 +1,8 @@
-"""The file in which the workers of `baton up` share packed weights, and large mappings, which want huge pages.
+"""Mappings in huge pages, and the file in which the workers of `baton up` share packed weights.
 
-Decode reads all weights each step, and in pages of 4 KiB a step of one sequence took 8 to 10 percent longer than in
-huge ones. The kernel gives these to a memfd only if /sys/kernel/mm/transparent_hugepage/shmem_enabled says so, which
-is "never" by default. ext4 (Linux 6.16) and XFS give them to files of the page cache. No torch and no numpy.
+Each decode step reads all weights. In pages of 4 KiB, a step of one sequence took 8 to 10 percent longer than in huge
+pages. A memfd gets huge pages only if /sys/kernel/mm/transparent_hugepage/shmem_enabled allows it; its default is
+"never". Files on ext4 (Linux 6.16) and XFS get them in the page cache. No torch and no numpy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def advise(memory: mmap.mmap) -> None:
 
 
 def populate(address: int, size: int, *, write: bool, threads: int = 1) -> None:
-    """Make all pages present, for reading or for writing. Raises OSError: EINVAL if the kernel can't."""
+    """Bring all pages of a mapping into memory, writable if `write`. Raises OSError, with EINVAL on old kernels."""
     libc = ctypes.CDLL(None, use_errno=True)
 
     def ask(start: int) -> int:
@@ -47,7 +47,7 @@ def populate(address: int, size: int, *, write: bool, threads: int = 1) -> None:
 
 
 def huge_pages_of(fd: int) -> bool:
-    """Whether an empty file is mapped in huge pages."""
+    """Whether the kernel maps the file, which must be empty, in huge pages; the file is empty again afterwards."""
     try:
         os.ftruncate(fd, 2 * _HUGE)
         with mmap.mmap(fd, 2 * _HUGE) as memory:
@@ -70,12 +70,12 @@ def _huge_bytes() -> int:
 
 
 def unnamed_file(folder: Path, size: int) -> int:
-    """A file descriptor for `size` bytes that processes may share; the file is gone after their end.
+    """Create a file without a name, for `size` bytes that processes share; returns its descriptor. Raises OSError.
 
-    It is a memfd, or a file without a name in `folder` where only that gets huge pages. Raises OSError.
+    It is a memfd, or a file in `folder` if only that gets huge pages. The kernel removes it when nobody has it open.
     """
     memory = os.memfd_create("baton-packed-weights")
-    # Its mode is 0777 else.
+    # By default its mode is 0777.
     os.fchmod(memory, 0o600)
     try:
         if huge_pages_of(memory):

@@ -11,7 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from baton.model.decoder import Decoder, DecoderLayer
+from baton.errors import ModelError
+from baton.model.decoder import Decoder, DecoderLayer, GatedMlp, GroupedAttention
 from baton.native import abi
 
 TYPES = {torch.float32: abi.FLOAT32, torch.bfloat16: abi.BFLOAT16, torch.float16: abi.FLOAT16}
@@ -24,7 +25,7 @@ _PANEL = 32
 
 @dataclass(frozen=True, eq=False)
 class PackedWeight:
-    """A weight `[rows, columns]` in panels; `memory` is 1-D, of its dtype."""
+    """A weight `[rows, columns]` in the kernels' panels; `memory` is 1-D, in the dtype of the weight."""
 
     library: ctypes.CDLL
     rows: int
@@ -32,14 +33,16 @@ class PackedWeight:
 
     @classmethod
     def pack(cls, library: ctypes.CDLL, weight: Tensor, threads: int = 1) -> PackedWeight:
-        """Lay out a contiguous weight `[rows, columns]` on a CPU, in its own dtype."""
+        """Pack a contiguous weight `[rows, columns]` on a CPU; the dtype stays the same."""
         rows, columns = weight.shape
         memory = torch.empty(library.baton_native_packed_size(rows, columns), dtype=weight.dtype)
         _pack(library, weight, threads, memory)
         return cls(library, rows, memory)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None, threads: int = 1) -> Tensor:
-        """Float32 `[count, columns]` to float32 `[count, rows]`; `bias` float32 `[rows]`."""
+        """Multiply `x`, float32 `[count, columns]`, with the weight, and add `bias`, float32 `[rows]`; returns float32
+        `[count, rows]`.
+        """
         out = torch.empty(len(x), self.rows)
         kind, added = TYPES[self.memory.dtype], bias.data_ptr() if bias is not None else None
         self.library.baton_native_linear(
@@ -50,9 +53,9 @@ class PackedWeight:
 
 @dataclass(frozen=True, eq=False)
 class LoadedWeight:
-    """A loaded weight, and the function that writes it into the memory that kernels read.
+    """A loaded weight that is to be packed.
 
-    `write` fills 1-D memory of `elements` of `dtype`, and lets go of what was loaded.
+    `write` fills a 1-D tensor of `elements` elements of `dtype`, and frees the loaded weight.
     """
 
     name: str
@@ -63,14 +66,14 @@ class LoadedWeight:
 
 @dataclass(frozen=True, eq=False)
 class PackedWeights:
-    """The packed weights of a model: addresses by name, and the owner of their memory."""
+    """The packed weights of a model: the address of each weight by name, and the object that owns their memory."""
 
     addresses: Mapping[str, int]
     memory: object
 
     @classmethod
     def private(cls, weights: Iterable[LoadedWeight]) -> PackedWeights:
-        """Weights in memory of this process."""
+        """Pack weights into memory of this process."""
         memory = {}
         for weight in weights:
             memory[weight.name] = torch.empty(weight.elements, dtype=weight.dtype)
@@ -79,10 +82,9 @@ class PackedWeights:
 
 
 def weights_of(decoder: Decoder, library: ctypes.CDLL, threads: int) -> list[LoadedWeight]:
-    """Tensors that kernels read, of a decoder that is loaded but not processed: "head", "layers.3.qkv",
-    "layers.3.qkv_bias".
+    """List the weights of a loaded decoder that kernels read, with names such as "head" and "layers.3.qkv_bias".
 
-    Without "embedding" it is the head.
+    A decoder whose embedding is tied to its head has no "embedding".
     """
     tied = decoder.head.storage.weight is decoder.embedding.weight
     weights = [_plain("norm", decoder.norm.weight), _plain("frequencies", decoder.rotary.frequencies)]
@@ -98,6 +100,8 @@ def weights_of(decoder: Decoder, library: ctypes.CDLL, threads: int) -> list[Loa
 
 def _layer(prefix: str, layer: DecoderLayer, library: ctypes.CDLL, threads: int) -> Iterator[LoadedWeight]:
     attention, mlp = layer.attention, layer.mlp
+    if not (isinstance(attention, GroupedAttention) and isinstance(mlp, GatedMlp)):
+        raise ModelError(f"there are no native kernels for {type(attention).__name__} with {type(mlp).__name__}")
     linears = {
         "qkv": attention.qkv,
         "o": attention.o,
@@ -130,11 +134,11 @@ def _plain(name: str, tensor: Tensor) -> LoadedWeight:
 
 
 def _linear(name: str, owner: Any, library: ctypes.CDLL, threads: int) -> LoadedWeight:
-    """`owner.weight` `[rows, columns]` in panels."""
+    """The weight `owner.weight` `[rows, columns]`, which is packed into panels."""
 
     def write(memory: Tensor) -> None:
         _pack(library, owner.weight.detach().contiguous(), threads, memory)
-        # Nothing else holds the loaded one, so that weights are in memory once.
+        # This frees the loaded weight, so that weights are in memory only once.
         owner.weight = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
 
     (rows, columns), dtype = owner.weight.shape, owner.weight.dtype
@@ -142,7 +146,7 @@ def _linear(name: str, owner: Any, library: ctypes.CDLL, threads: int) -> Loaded
 
 
 def _pack(library: ctypes.CDLL, weight: Tensor, threads: int, memory: Tensor) -> None:
-    """Lay out a contiguous weight `[rows, columns]` in 1-D memory of its dtype."""
+    """Pack a contiguous weight `[rows, columns]` into `memory`, 1-D of the same dtype."""
     rows, columns = weight.shape
     if rows % _PANEL or columns % _PANEL:
         # Panels are padded with zeros.

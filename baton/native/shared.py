@@ -1,13 +1,14 @@
-"""Packed weights in a file that workers of one host map, so that they are in memory once.
+"""Packed weights in a file that all workers of a host map, so that they are in memory only once.
 
     magic ── length of the index ── index: key, tensors, size ── tensors, each at a multiple of 64 bytes ── size
 
-A process that maps the file holds a shared lock on it (flock) until it ends, a builder an exclusive one; the kernel
-frees the locks of a process that is killed. So a builder knows that nobody reads what it replaces, and others wait for
-it. The magic says "complete" only when all is written. A file of another key that somebody maps is left alone.
+A process that maps the file holds a shared lock on it (flock) until it ends. A process that builds the file holds an
+exclusive lock. The kernel frees the locks of a process that is killed. So nobody reads the file while it is built, and
+other workers wait for its builder. The magic says "complete" only when everything is written. A file with another key
+is not replaced while a process maps it.
 
-It is meant to be in memory: a memfd, or a file on a tmpfs. Only the user who made it may use it: anybody who can
-write to it chooses what the model computes.
+The file should be in memory: a memfd, or a file on a tmpfs. It must belong to the user of the worker, and no other user
+may write to it, because its contents decide the results of the model.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from baton.native.mapping import advise, populate
 from baton.native.packed import LoadedWeight, PackedWeights
 
 Key = Mapping[str, str]
-"""Sources of a file, as names and values; two files with equal keys may be exchanged."""
+"""Names and values that decide the contents of a file: two files with equal keys have the same contents."""
 
 _BUILDING, _COMPLETE = b"Baton packed weights: building..\n", b"Baton packed weights: complete..\n"
 _PREFIX = struct.Struct(f"<{len(_COMPLETE)}sQ")
@@ -54,7 +55,7 @@ class _Unusable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Index:
-    """`tensors`: offset and bytes by name."""
+    """The index of a file; `tensors` has the offset and the number of bytes of each tensor, by name."""
 
     key: dict[str, str]
     tensors: dict[str, tuple[int, int]]
@@ -62,10 +63,11 @@ class _Index:
 
 
 def share_weights(path: str, key: Key, load: Callable[[], Sequence[LoadedWeight]], threads: int) -> PackedWeights:
-    """The weights in the file at `path`, which is built from what `load` returns if it does not hold those of `key`.
+    """Map the packed weights in the file at `path`. If the file does not have this key, build it from `load()` first.
 
-    They are packed privately, with a warning, if somebody uses the file for another key, there is no space for it, or
-    its builder takes more than 5 minutes. Raises ConfigError for a file that is not ours, or can't be opened.
+    The weights are packed in memory of this process instead, with a warning, if workers use the file with another key,
+    if there is no space for it, or if another worker builds it for more than 5 minutes. Raises ConfigError for a file
+    that can't be opened, belongs to another user, or has other contents.
     """
     try:
         with _opened(path) as fd:
@@ -91,14 +93,13 @@ def _weights(fd: int, path: str, key: Key, load: Callable[[], Sequence[LoadedWei
     while True:
         built = False
         if _lock(fd, fcntl.LOCK_EX):
-            # Alone.
             index = _read(fd, path)
             if index is None or index.key != key:
                 began = time.monotonic()
                 size = _build(fd, key, load(), threads)
                 _log.info("packed weights: %d MiB built in %s in %.1f s", size >> 20, path, time.monotonic() - began)
                 built = True
-        # Between the two locks somebody else may have built for another key.
+        # Between the two locks another worker may have built the file with another key.
         _wait_shared(fd, path, deadline)
         index = _read(fd, path)
         if index is not None and index.key == key:
@@ -110,14 +111,14 @@ def _weights(fd: int, path: str, key: Key, load: Callable[[], Sequence[LoadedWei
                 f"{name} {index.key.get(name)}, not {key[name]}" for name in key if index.key.get(name) != key[name]
             ]
             raise _Unusable(f"other workers use it, with {', '.join(differs)}")
-        # The builder has died.
+        # The builder has died before the file was complete.
         fcntl.flock(fd, fcntl.LOCK_UN)
         time.sleep(_POLL_S)
 
 
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[int]:
-    # A file that `baton up` holds open is a link. Non-blocking, or a pipe would wait for its other end.
+    # The path of a file that `baton up` holds open is a link. Without O_NONBLOCK, a pipe would wait for its other end.
     links = 0 if path.startswith(_OF_PROCESSES) else os.O_NOFOLLOW
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | links, 0o600)
     try:
@@ -156,7 +157,10 @@ def _wait_shared(fd: int, path: str, deadline: float) -> None:
 
 
 def _read(fd: int, path: str) -> _Index | None:
-    """The index of a whole file; None if it is empty, unfinished or damaged. Raises ConfigError for one not ours."""
+    """Read the index of a complete file; None if the file is empty, unfinished or damaged.
+
+    Raises ConfigError if it is not a file of packed weights.
+    """
     size = os.fstat(fd).st_size
     start = os.pread(fd, _PREFIX.size, 0)
     if start[: len(_COMPLETE)] not in (_BUILDING[: len(start)], _COMPLETE[: len(start)]):
@@ -174,7 +178,7 @@ def _read(fd: int, path: str) -> _Index | None:
 
 
 def _build(fd: int, key: Key, weights: Sequence[LoadedWeight], threads: int) -> int:
-    """Fill the file; returns its size. Raises _Unusable if there is no space; the file is then empty."""
+    """Fill the file; returns its size in bytes. Raises _Unusable if there is no space; then the file is empty."""
     # 20 digits hold any offset, so that the length of the index is known before the offsets are.
     end = _PREFIX.size + len(_encode(key, {weight.name: (10**19, 10**19) for weight in weights}, 10**19))
     tensors = {}
@@ -188,11 +192,11 @@ def _build(fd: int, key: Key, weights: Sequence[LoadedWeight], threads: int) -> 
         os.ftruncate(fd, end)
         memory = mmap.mmap(fd, end)
         advise(memory)
-        # Where there is no space, an ordinary write would end the process with SIGBUS.
+        # Without space, a write to the mapping would end the process with SIGBUS.
         _commit(fd, memory, threads)
     except OSError as error:
         os.ftruncate(fd, 0)
-        # The kernel says EFAULT in place of SIGBUS.
+        # The call fails with EFAULT where a write would get SIGBUS.
         reason = os.strerror(errno.ENOSPC if error.errno == errno.EFAULT else error.errno or 0)
         raise _Unusable(f"there is no space for {end >> 20} MiB ({reason})") from None
     for weight in weights:
@@ -218,7 +222,7 @@ def _encode(key: Key, tensors: Mapping[str, tuple[int, int]], size: int) -> byte
 
 
 def _map(fd: int, index: _Index) -> PackedWeights:
-    """Read-only. The mapping has a duplicate of `fd`, and so holds the shared lock as long as it lives."""
+    """Map the file read-only. The mapping has a duplicate of `fd`, and so holds the shared lock as long as it lives."""
     memory = mmap.mmap(fd, index.size, prot=mmap.PROT_READ)
     advise(memory)
     first = _address(memory)

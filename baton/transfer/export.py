@@ -1,24 +1,24 @@
-"""Exports: KV that this worker lets others fetch, from its first chunk until it is released.
+"""Exports: KV that other workers may fetch from this worker, from its first chunk until it is released.
 
     announce ──▶ open ── mark_final × n ── commit ── lease ──▶ ended ── on_closed
        │           └──────── fail, close, release ────────────▲
        └── withdraw ──────────────────────────────────────────┘   (never opened: no on_closed)
 
-A FetchKv may arrive before the prefill that it waits for. If its id is unknown, it waits `unknown_wait_s` for the id to
-be announced or opened. If its id is announced, it waits as long as its caller does, because a prompt may wait in a
-queue.
+A FetchKv may arrive before the prefill request. If its transfer id is unknown, it waits up to `unknown_wait_s` seconds
+until the id is announced or opened. If the id is announced, it waits as long as its caller does, because a prompt may
+wait in a queue.
 
 Each stream sends final KV in the order in which it was computed: a chunk passes through all layers before the next
 chunk starts. While one frame is sent, the next is read from the engine. There is no other read-ahead, so a slow
-consumer costs the memory of two frames. A consumer may have to wait: for tokens that it has already and that are
-computed here, or while the engine computes other prompts. Meanwhile it gets an empty progress frame every PROGRESS_S:
-the export is there. The worker's status tells whether it makes progress.
+consumer costs the memory of two frames. A consumer may have to wait while the engine computes other prompts, or tokens
+that the consumer has already. Meanwhile it gets an empty progress frame every PROGRESS_S seconds, which says only that
+the export exists; the worker's status says whether the worker makes progress.
 
-The lease begins at the commit. Each frame that a consumer reads renews it. If a consumer reads none, the export ends,
-even while its stream is open. The timers are those of the event loop, so they do not depend on a scheduler.
+The lease begins at the commit. Each frame that a consumer reads renews it. If no frame is read during the lease, the
+export ends, even while a stream is open. The event loop's timers end it, so this does not depend on a scheduler.
 
-An export ends once. It is then not listed any more, and its streams end with an error. When none of its reads is
-running any more, `on_closed` is called, once, and the owner frees the handle. Ids that ended are remembered, so that a
+An export ends once. Then it can't be found any more, and its streams end with an error. When its last read has ended,
+`on_closed` is called, once, and the owner frees the handle. Ids of ended exports are remembered, so that a
 late message of a dead attempt can't open them again: the last `MAX_REMEMBERED` ids, each with the first `REASON_LENGTH`
 characters of the reason. The RPCs accept ids of at most `MAX_ID_LENGTH` characters, so this takes about 35 MB at
 most.
@@ -62,7 +62,7 @@ _Frame = tuple[int, range, bytes, int, int]
 
 
 class Export:
-    """One exported KV cache; `ExportRegistry.open` makes it."""
+    """The export of the KV of one handle; made by `ExportRegistry.open`."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Export:
 
     @property
     def ended(self) -> bool:
-        """Whether the export was released, has failed, or its lease is over."""
+        """Whether the export has ended: it was released, it has failed, or its lease is over."""
         return self._ended is not None
 
     @property
@@ -118,11 +118,10 @@ class Export:
         return math.inf if self._timer is None else max(0.0, self._lease_until - self._loop.time())
 
     def mark_final(self, layer: int, token_end: int) -> None:
-        """Record that tokens `[0, token_end)` of the layer are final.
+        """Record that the KV of tokens `[0, token_end)` of a layer is final.
 
-        May be called from any thread; ignored after the end.
-
-        Raises InvalidRequest for a layer or token outside of the export.
+        Any thread may call it. After the end of the export it does nothing. Raises InvalidRequest for a layer or token
+        outside the export.
         """
         if not 0 <= layer < len(self._final):
             raise InvalidRequest("layer", f"must be in [0, {len(self._final)})", layer)
@@ -138,17 +137,17 @@ class Export:
         self._loop.call_soon_threadsafe(self._wake)
 
     def commit(self, handoff: Handoff) -> None:
-        """Record that all KV is final, with its handoff; the lease begins. Ignored after the end.
+        """Commit the export: all KV is final, and `handoff` is sent after it. The lease begins.
 
-        Raises IncompleteTransfer if KV of a layer is not final up to the last token, InvalidRequest if it was committed
-        before.
+        After the end of the export it does nothing. Raises IncompleteTransfer if some KV is not final, InvalidRequest
+        if the export was committed before.
         """
         self._commit_with(handoff)
 
     def commit_prefix(self, digest: bytes) -> None:
-        """Commit KV that was final from the start, without a handoff; otherwise like `commit`.
+        """Mark all KV as final, and commit the export without a handoff; errors as in `commit`.
 
-        `digest` is that of its last full block.
+        `digest` is the digest of the last full block.
         """
         self._prefix_digest = digest
         for layer in range(len(self._final)):
@@ -170,11 +169,11 @@ class Export:
         self._renew()
 
     def fail(self, error: Exception) -> None:
-        """End the export; its streams end with the error. Ignored after the end."""
+        """End the export because of an error, which its streams report; does nothing after the end."""
         self.end(f"failed at its source: {error}")
 
     def end(self, reason: str) -> None:
-        """End the export, for a reason that its streams report; idempotent."""
+        """End the export; its streams report `reason`, which follows "transfer <id>". Idempotent."""
         if self.ended:
             return
         self._ended = TransferError(f"transfer {self.transfer_id} {reason}")
@@ -186,9 +185,9 @@ class Export:
         self._close_when_unread()
 
     async def frames(self, box: Box) -> AsyncGenerator[bytes, None]:
-        """The stream of one FetchKv: data frames as KV becomes final, then the manifest, then the commit.
+        """Yield the frames of one FetchKv: data frames as KV becomes final, then the manifest, then the commit.
 
-        `box` must lie within the export. Raises TransferError if the export ends before the stream does.
+        `box` must be within the export. Raises TransferError if the export ends before the stream.
         """
         self._renew()
         carried, digest, count = Coverage(box), 0, 0
@@ -236,7 +235,7 @@ class Export:
         return max(1, self._frame_bytes // layer_bytes)
 
     def _read_next(self, pieces: _Pieces, box: Box) -> asyncio.Future[_Frame] | None:
-        """Start to read the next piece, if it is final."""
+        """Start to read the next piece; returns None if no piece is final."""
         self._check()
         piece = pieces.next_piece(self._final)
         if piece is None:
@@ -256,7 +255,7 @@ class Export:
             # Shielded, because a cancelled stream does not end the read in its thread.
             return await asyncio.shield(read)
         except EngineError:
-            # The owner may free the handle at the end of the export, before the read has begun.
+            # After the end of the export its owner may have freed the handle before this read began.
             self._check()
             raise
 
@@ -267,10 +266,7 @@ class Export:
         self._close_when_unread()
 
     def _close_when_unread(self) -> None:
-        """Close the export once it has ended and no read is running.
-
-        No read starts after the end, so it closes once.
-        """
+        """Close the export if it has ended and no read is running. No read starts after the end, so it closes once."""
         if self.ended and not self._reading:
             self._on_closed()
 
@@ -279,7 +275,9 @@ class Export:
             raise TransferError(str(self._ended))
 
     async def _wait_for_change(self, until: float) -> None:
-        """Wait until KV is final, committed, or it is `until`. Raises TransferError if the export has ended."""
+        """Wait until more KV is final, the export is committed, or the time is `until`. Raises TransferError if the
+        export has ended.
+        """
         self._check()
         with add_waiter(self._waiting) as waiter:
             await asyncio.wait({waiter}, timeout=max(0.0, until - self._loop.time()))
@@ -294,7 +292,7 @@ class Export:
         wake_all(self._waiting)
 
     def _renew(self) -> None:
-        """Restart the lease now; it does not run before the commit."""
+        """Restart the lease, unless the export is not committed yet or has ended."""
         if self._committed and not self.ended:
             self._lease_until = self._loop.time() + self._lease_s
             if self._timer is None:
@@ -323,7 +321,7 @@ class _Pieces:
         return all(at == self._stop for at in self._next.values())
 
     def next_piece(self, final: list[int]) -> tuple[int, range] | None:
-        """The next piece, given the number of final tokens of each layer; None if there is none yet."""
+        """The next piece as (layer, tokens), or None; `final` has the number of final tokens of each layer."""
         ready = [(at, layer) for layer, at in self._next.items() if at < min(final[layer], self._stop)]
         if not ready:
             return None
@@ -350,7 +348,10 @@ class ExportRegistry:
         frame_bytes: int = 4 << 20,
         shards: Sequence[Shard] = (),
     ) -> None:
-        """`shards` are all shards of the worker; each is exported by its own process. By default there is one."""
+        """`shards` are all shards of the worker; each process exports its own shard. By default there is one shard.
+
+        `lease_s` and `unknown_wait_s` are in seconds. `frame_bytes` is the size of a frame's KV.
+        """
         self._engine = engine
         self.incarnation = incarnation
         self._shards = shards or (engine.spec.kv_format.whole,)
@@ -366,9 +367,9 @@ class ExportRegistry:
         self._closed = False
 
     def announce(self, transfer_id: str) -> None:
-        """Say that the id will be opened or withdrawn; fetches of it wait as long as their callers do.
+        """Announce an id that will be opened or withdrawn; until then, fetches of it wait as long as their callers do.
 
-        Raises the errors of `open`, and InvalidRequest if another prompt has announced the id.
+        Raises the errors of `open`, and InvalidRequest if the id was announced before.
         """
         self._check_new(transfer_id)
         if transfer_id in self._announced:
@@ -377,17 +378,18 @@ class ExportRegistry:
         self._wake_waiters(transfer_id)
 
     def withdraw(self, transfer_id: str, reason: str) -> None:
-        """Say that an announced id won't be opened; fetches of it end with NOT_FOUND. Ignored if it was opened."""
+        """Withdraw an announced id: fetches of it end with NOT_FOUND. Does nothing if it was opened."""
         if transfer_id in self._announced:
             self._remember(transfer_id, reason)
 
     def open(
         self, transfer_id: str, handle: KvHandle, tokens: int, *, on_closed: Callable[[], object] = lambda: None
     ) -> Export:
-        """Export the first `tokens` tokens of the handle; `on_closed` is called once, when the export is closed.
+        """Export the first `tokens` tokens of the handle.
 
-        It is called on the loop, perhaps from within `release`, `fail` or `close`. Raises InvalidRequest if the id is
-        open, TransferError if it has ended (also if it ended before it was opened), Unavailable after `close`.
+        `on_closed` is called once, on the loop, when the export is closed; it may be called within `release`, `fail` or
+        `close`. Raises InvalidRequest if the id is open, TransferError if it was released or withdrawn before,
+        Unavailable after `close`.
         """
         self._check_new(transfer_id)
         if not 0 < tokens <= handle.capacity:
@@ -421,7 +423,7 @@ class ExportRegistry:
         return export
 
     async def find(self, transfer_id: str, incarnation: str) -> Export:
-        """The open export with this id; waits for it if necessary. Raises StaleIncarnation or NotFound."""
+        """Find an open export, and wait for it if necessary. Raises StaleIncarnation, NotFound or Unavailable."""
         self._check_incarnation(incarnation)
         give_up = asyncio.get_running_loop().time() + self._unknown_wait_s
         while (export := self._open.get(transfer_id)) is None:
@@ -443,7 +445,10 @@ class ExportRegistry:
         return export
 
     def release(self, transfer_id: str, incarnation: str, reason: str = "was released") -> None:
-        """End an export; idempotent. An id that is not open can't be opened later. Ignored for another incarnation."""
+        """End an export; if the id is not open, it can't be opened later. Idempotent.
+
+        Does nothing if `incarnation` is not the one of this worker.
+        """
         if incarnation != self.incarnation:
             return
         if (export := self._open.get(transfer_id)) is not None:
@@ -452,7 +457,7 @@ class ExportRegistry:
             self._remember(transfer_id, reason)
 
     def _check_incarnation(self, incarnation: str) -> None:
-        """Raise StaleIncarnation if the caller means another incarnation of this worker."""
+        """Raise StaleIncarnation if `incarnation` is not the one of this worker."""
         if incarnation != self.incarnation:
             # The message does not name the right one: without tickets, a caller that knows it can release exports.
             raise StaleIncarnation(f"incarnation: the exporter has been restarted, got {preview(incarnation)}")

@@ -3,8 +3,8 @@
     each shard:  frames ──▶ Receiver.add_frame (in an executor) ──▶ gaps? fetch each once more ──▶ commit
     all shards:  ──▶ release
 
-`fetch` takes over a request, with the KV that is not here already. `fetch_prefix` fetches KV only. Each is complete
-when all shards are.
+`fetch` fetches the KV of a request, except tokens that are here already, and its handoff. `fetch_prefix` fetches KV
+only. A fetch is complete when all shards are complete.
 
 While one frame is checked and written, the next one is received; there is no other read-ahead. A write can't be
 cancelled, so these functions return or raise only after the last write has ended. Then the caller may free the handle.
@@ -36,10 +36,10 @@ from baton.transfer.wire import HANDOFF_VERSION, Box, Commit, Coverage, Manifest
 async def fetch(
     sources: Sequence[KvSource], engine: Engine, handle: KvHandle, *, tokens: int, first: int = 0, timeout_s: float
 ) -> Handoff:
-    """Pull tokens `[first, tokens)` of an export into the handle, and release the export in any case.
+    """Fetch tokens `[first, tokens)` of an export into the handle, and release the export, also after an error.
 
-    `sources` are the shards of the export. If the handle has all tokens already, only manifests and commits are
-    fetched. `timeout_s` limits the whole fetch. Raises only TransferError and its subclasses.
+    `sources` are the shards of the export. If `first` equals `tokens`, only manifests and commits are fetched.
+    `timeout_s` limits the whole fetch. Raises TransferError and its subclasses, and no other errors.
     """
     async with _release_at_end(sources):
         box = _whole(engine, range(first, tokens))
@@ -56,10 +56,10 @@ async def fetch_prefix(
     digest: bytes,
     timeout_s: float,
 ) -> None:
-    """Pull `tokens` of an export of `length` tokens that has no handoff, and release the export in any case.
+    """Fetch `tokens` of an export of `length` tokens that has no handoff, and release the export, also after an error.
 
-    `digest` is that of the export's last full block. Raises WrongPrefix if the exporter's
-    digest is another one; the other errors are those of `fetch`.
+    `digest` is the expected digest of the export's last full block. Raises WrongPrefix if the exporter has another one,
+    and the errors of `fetch`.
     """
     async with _release_at_end(sources), _limit_time(timeout_s):
         for receiver in await _fetch_shards(sources, engine, handle, _whole(engine, tokens), length):
@@ -71,15 +71,15 @@ async def fetch_prefix(
 async def fetch_box(
     sources: Sequence[KvSource], engine: Engine, handle: KvHandle, box: Box, *, length: int, timeout_s: float
 ) -> Handoff:
-    """Pull one box of an export of `length` tokens into the handle, from the shards that have a part of it.
+    """Fetch one box of an export of `length` tokens into the handle, from all shards that have a part of the box.
 
-    The export stays open. A bad frame is fetched once more. Raises TransferError and its subclasses, each counted by
-    kind.
+    The export stays open. A bad frame is fetched once more. Raises TransferError and its subclasses, which are counted
+    in the metrics.
     """
     async with _limit_time(timeout_s):
         first, *others = [receiver.handoff for receiver in await _fetch_shards(sources, engine, handle, box, length)]
         if first is None:
-            raise IncompleteTransfer("the commit has no handoff: it is that of a prefix")
+            raise IncompleteTransfer("the commit has no handoff: the export is a prefix")
         if any(other != first for other in others):
             raise IncompleteTransfer("the shards hand over different requests")
         return first
@@ -117,9 +117,9 @@ async def _limit_time(timeout_s: float) -> AsyncIterator[None]:
 async def _fetch_shards(
     sources: Sequence[KvSource], engine: Engine, handle: KvHandle, box: Box, length: int
 ) -> list[Receiver]:
-    """Pull the box from all shards that have a part of it; returns the receiver that saw the commit of each.
+    """Fetch the box from all shards that have a part of it; returns the receiver of each shard that got its commit.
 
-    The first failure ends all fetches.
+    The first failure ends the fetches from all shards.
     """
     shards = [replace(source.shard, kv_address="") for source in sources]
     if not engine.spec.kv_format.is_covered_by(shards):
@@ -144,7 +144,7 @@ def _intersect(one: range, other: range) -> range:
 async def _fetch_shard(
     source: KvSource, engine: Engine, handle: KvHandle, box: Box, length: int, shards: Sequence[Shard]
 ) -> Receiver:
-    """The receiver that saw the shard's commit, once all gaps are filled."""
+    """Fetch a shard's part of a box, and fill its gaps; returns the receiver that got the commit."""
 
     def receiver(box: Box) -> Receiver:
         return Receiver(engine, handle, box, length, shards, source.seed)
@@ -183,7 +183,7 @@ async def _receive(source: KvSource, receiver: Receiver) -> list[Box]:
 class Receiver:
     """Receives a box of an export of `length` tokens into the handle's pages.
 
-    `shards` are all shards of the exporter. `seed` is that of the export's frames (`wire.seed_of`).
+    `shards` are all shards of the exporter. `seed` is the seed of the checksums of its frames (`wire.seed_of`).
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class Receiver:
                 self._add_commit(frame)
 
     def gaps(self) -> list[Box]:
-        """At the end of the stream: the boxes to fetch again because of bad frames.
+        """The boxes to fetch again because of bad frames; call it at the end of the stream.
 
         Raises IncompleteTransfer if something is missing although no frame was bad.
         """
@@ -268,7 +268,7 @@ class Receiver:
             raise TransferError(f"layer {layer} from token {token} on could not be written: {error}") from error
 
     def _add_manifest(self, manifest: Manifest) -> None:
-        """Compare the manifest with the frames that arrived; if some were bad, with those that should have arrived."""
+        """Compare the manifest with the frames that arrived, or with the whole box if some frames were bad."""
         if self._manifest is not None:
             raise CorruptFrame("a second manifest was sent")
         tokens, layers = self.box.tokens, self.box.layers

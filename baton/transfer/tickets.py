@@ -1,4 +1,4 @@
-"""Tickets: a router signs that one worker may fetch one export until the request's deadline.
+"""Tickets: a router's signed permission for one worker to fetch one export until the request's deadline.
 
     router     TicketSigner (Ed25519 private key) ── sign ──▶ Start.ticket ──▶ decode ──▶ FetchKvRequest.ticket
     exporter   TicketVerifier (public keys)       ── check: consumer, export, expiry ── redeem: not used before
@@ -7,11 +7,11 @@ The signature covers DOMAIN followed by the serialized Ticket, so that another m
 used as a ticket. An exporter checks the ticket before it looks anything up: a caller without a valid ticket does not
 even learn whether a transfer exists.
 
-A ticket names its consumer. On a kv listener with TLS, the certificate of the peer must name the same one, so a stolen
-ticket is of no use. Without TLS the ticket can only be compared with the consumer that the request names. In addition,
-each (ticket, box, retry) is accepted once. Accepted uses are forgotten after MAX_USES others, long after their export
-has ended. An exporter that restarts forgets them too, but it is then another incarnation, for which the old tickets are
-not valid. So neither a flood of requests nor distant deadlines keep an exporter from serving.
+A ticket contains the name of its consumer. On a kv listener with TLS, the certificate of the peer must have the same
+name, so a stolen ticket is of no use. Without TLS the ticket can only be compared with the name in the request. In
+addition, each (ticket, box, retry) is accepted once. The verifier remembers the last MAX_USES uses, so their memory is
+bounded; older exports have ended long ago. An exporter that restarts forgets all uses, but old tickets are not valid
+for its new incarnation.
 
 The clocks of router and exporter may differ by LEEWAY_S.
 """
@@ -49,7 +49,7 @@ _KEY_ID_BYTES = 8
 _PUBLIC_END = b"-----END PUBLIC KEY-----"
 
 RequestedBox = tuple[int, int, int, int, int, int]
-"""A box as a request gives it: start and end of tokens, of layers, of heads; an end of 0 means all."""
+"""A box in a request: start and end of tokens, of layers and of heads; an end of 0 means the end of the export."""
 
 Use = tuple[RequestedBox, int]
 """The box, and the number of the retry."""
@@ -59,7 +59,7 @@ class TicketSigner:
     """Signs with the Ed25519 private key of a PEM file, which is read again when it changes."""
 
     def __init__(self, path: str) -> None:
-        """Raises ConfigError naming `ticket_key` and the path if the file has no such key."""
+        """Read the key. Raises ConfigError, with `ticket_key` and the path, if the file has no Ed25519 private key."""
         self._key = watch_file(path, "ticket_key", _parse_private_key)
 
     @property
@@ -68,7 +68,7 @@ class TicketSigner:
         return self._key.value()[1]
 
     def sign(self, *, transfer_id: str, incarnation: str, consumer: str, expires_unix_s: float) -> bytes:
-        """A serialized SignedTicket; `expires_unix_s` is in seconds since the Unix epoch."""
+        """Sign a ticket; returns a serialized SignedTicket. `expires_unix_s` is in seconds since the Unix epoch."""
         key, key_id = self._key.value()
         ticket = kv_pb2.Ticket(
             transfer_id=transfer_id,
@@ -95,7 +95,10 @@ class TicketVerifier:
         clock: Callable[[], float] = time.time,
         max_uses: int = MAX_USES,
     ) -> None:
-        """`clock` returns seconds since the Unix epoch. Raises ConfigError as TicketSigner does."""
+        """Read the keys. `clock` returns seconds since the Unix epoch.
+
+        Raises ConfigError, with `setting` and the path, if the file has other contents than Ed25519 public keys.
+        """
         self._keys = watch_file(path, setting, _parse_public_keys)
         self._clock = clock
         self._max_uses = max_uses
@@ -106,7 +109,7 @@ class TicketVerifier:
         return tuple(self._keys.value())
 
     def check(self, raw: bytes, *, transfer_id: str, incarnation: str, consumer: str) -> kv_pb2.Ticket:
-        """The ticket, if a router made it for exactly this call. Raises PermissionDenied naming the fault."""
+        """Decode a ticket and check that it is valid for this call; raises PermissionDenied, with the reason."""
         ticket = self._verify(raw)
         asked = {"transfer_id": transfer_id, "incarnation": incarnation, "consumer": consumer}
         for name, value in asked.items():

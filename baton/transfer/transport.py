@@ -1,11 +1,11 @@
 """The transport of KV, both ends: `KvSource` for the consumer, `KvServicer` over a worker's exports.
 
-gRPC is the only transport so far. Another one (RDMA) implements `KvSource`, and serves `Export.frames`. It does not
-choose the KV to fetch, and does not check or write frames.
+gRPC is the only transport so far. Another transport, such as RDMA, would implement `KvSource` and send the frames of
+`Export.frames`. A transport does not choose the KV to fetch, and does not check or write frames.
 
 With a TicketVerifier every call needs a ticket, which is checked before anything is looked up. The service is
-registered by hand and not through the generated stubs, because the frames of FetchKv are already bytes. The channels
-of consumers are shared by all fetches: one for each address and state of the TLS files.
+registered without the generated stubs, because the frames of FetchKv are already bytes. All fetches share channels:
+there is one channel for each address and each version of the TLS files.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from baton.transfer.tickets import RequestedBox, TicketVerifier, Use
 from baton.transfer.wire import Box
 
 FAULT_METADATA = "kv-fault"
-"""Trailing metadata with the class of an error, for errors that the status of a failed FetchKv does not identify."""
+"""Key of the trailing metadata of a failed FetchKv with the class of its error, if the status does not identify it."""
 
 SERVICE = kv_pb2.DESCRIPTOR.services_by_name["Kv"].full_name
 _RELEASE_TIMEOUT_S = 0.5
@@ -51,7 +51,7 @@ _UNREACHABLE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED
 
 
 class KvSource(Protocol):
-    """One shard of an export, as its consumer sees it."""
+    """The consumer's end of one shard of an export."""
 
     @property
     def shard(self) -> Shard:
@@ -62,13 +62,13 @@ class KvSource(Protocol):
         """The seed of its frames' checksums (`wire.seed_of`)."""
 
     def frames(self, box: Box) -> AsyncGenerator[bytes, None]:
-        """Encoded frames of the box, as they become final, up to the commit.
+        """Yield the encoded frames of a box as its KV becomes final, up to the commit; `aclose` ends the stream.
 
-        Closing the generator ends the stream. Raises TransferError; SourceUnreachable if the source sends nothing.
+        Raises TransferError, or its subclass SourceUnreachable if the source sends nothing.
         """
 
     async def release(self) -> None:
-        """End the export, if the source can be reached. Takes a bounded time, and does not raise if it fails."""
+        """End the export, if the source can be reached; takes a bounded time, and does not raise an error."""
 
 
 @contextlib.asynccontextmanager
@@ -80,9 +80,9 @@ async def open_sources(
     stall_timeout_s: float,
     consumer: str = "",
 ) -> AsyncIterator[list[KvSource]]:
-    """Yield a source for each shard of an export; the other parameters are those of GrpcSource.
+    """Yield a source for each shard of an export; the other parameters as in GrpcSource.
 
-    Raises TransferError if `export` can't be an export.
+    Raises TransferError if `export` has no transfer id, no shards, or an invalid address.
     """
     if not export.transfer_id:
         raise TransferError("transfer_id is empty")
@@ -112,9 +112,9 @@ async def open_sources(
 class GrpcSource:
     """One shard of an export over a gRPC channel.
 
-    `timeout_s` limits each call, at both ends. `stall_timeout_s` limits the time between two frames; it starts when the
-    export is open, since a prompt may wait in a queue before that, and does not run while the consumer itself is busy.
-    The export's ticket is made out to `consumer`; each stream counts as another retry of it.
+    `timeout_s` limits each call, at both ends. `stall_timeout_s` limits the wait for each frame after the export is
+    open; before that, its prompt may wait in a queue. `consumer` is the name of this worker in the export's ticket.
+    Each stream uses the ticket with another retry number.
     """
 
     def __init__(
@@ -229,11 +229,10 @@ class _PooledChannel:
 
 
 class KvChannels:
-    """Keeps channels open while in use, and the MAX_IDLE idle ones that were used last; used on the asyncio loop
-    only.
+    """Channels to exporters: those in use, and up to MAX_IDLE idle ones. Used on the asyncio loop only.
 
-    With `tls`, exporters must have a certificate of `role`. A channel that was made with older TLS files is closed when
-    its last user is done.
+    With `tls`, exporters must have a certificate of `role`. A channel with an older version of the TLS files is closed
+    after its last use.
     """
 
     def __init__(self, tls: Tls | None = None, role: str = "prefill") -> None:
@@ -252,7 +251,7 @@ class KvChannels:
             yield entry.channel
         finally:
             entry.users -= 1
-            # The channels to close are in the pool no longer: a cancellation must not leave some of them open.
+            # Channels that are to be closed are not in the pool any more, so a cancellation must not leave them open.
             await wait_to_end(asyncio.ensure_future(self._close_idle(MAX_IDLE)))
 
     async def close(self) -> None:
@@ -322,9 +321,9 @@ class KvServicer:
         return kv_pb2.ReleaseKvResponse()
 
     def _check(self, request: Any, context: grpc.aio.ServicerContext, use: Use | None = None) -> None:
-        """Raise PermissionDenied without a ticket for this call, and for this `use` if given. Then check the ids.
+        """Check the ticket of a call, and redeem it for `use` if that is given; then check the ids.
 
-        Raises InvalidRequest for an id that no export can have.
+        Raises PermissionDenied without a valid ticket, InvalidRequest for an invalid id.
         """
         if self._tickets is not None:
             self._check_ticket(self._tickets, request, context, use)

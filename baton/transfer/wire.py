@@ -1,4 +1,4 @@
-"""The frames of a stream of KV, and the part of a box that they have carried.
+"""The frames of a stream of KV, and a record of the part of a box that they have carried.
 
 A stream is data frames, then one manifest, then one commit with the handoff:
 
@@ -6,18 +6,18 @@ A stream is data frames, then one manifest, then one commit with the handoff:
     manifest    1A <len> KvManifest
     commit      22 <len> KvCommit
 
-If the consumer would wait long for the next of them, it gets PROGRESS, an empty message, in between.
+While the consumer has to wait for the next frame, it gets PROGRESS, an empty message, from time to time.
 
-Data frames are encoded by hand, and are the bytes that the generated class `KvFrame` would write. The hand-made code
-copies the payload once when it is sent, and not at all when it is received. Reading is strict: fields must be in
-ascending order, with no unknown field and no bytes left over. A handoff of a million tokens has 4 MB, so its place in a
-commit is written and found by hand as well.
+Data frames are encoded and decoded without the generated class `KvFrame`, but have the bytes that it would write. So
+the payload is copied once when it is sent, and not at all when it is received. Decoding is strict: fields must be in
+ascending order, without unknown fields and without bytes after them. The handoff in a commit is handled in the same
+way, because it has 4 MB for a million tokens.
 
-A flipped bit is always noticed. The checksum covers the payload and the header before the checksum. The tags and
-lengths outside of these must fit the frame exactly. A valid frame of another export fails the checksum too, because the
-checksum begins with the transfer id. Manifest and commit must be encoded exactly as their contents are serialized here;
-the manifest is compared with the frames before it, the commit with the length and the shards that were asked for, and
-with the SHA-256 of its handoff.
+Any flipped bit is noticed. The checksum covers the payload, and the header up to the checksum. All other tags and
+lengths must fit the frame exactly. The checksum begins with the transfer id, so a valid frame of another export fails
+it too. A manifest or a commit must be encoded exactly as this module encodes its contents. The manifest is compared
+with the frames before it. The commit is compared with the requested length and shards, and with the SHA-256 of its
+handoff.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from baton.rpc.convert import (
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A box in the space of (token, layer, head). A box without tokens asks for the commit only."""
+    """A part of an export: ranges of tokens, layers and heads. Without tokens, only the commit is asked for."""
 
     tokens: range
     layers: range
@@ -60,7 +60,7 @@ class Box:
 
 
 class Coverage:
-    """The part of a box that was carried. No token of a layer may be carried twice."""
+    """Record of the part of a box that frames have carried. No token of a layer may be carried twice."""
 
     def __init__(self, box: Box) -> None:
         self._box = box
@@ -135,10 +135,10 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The end of a stream; `handoff` is a serialized Handoff whose SHA-256 is checked, None for the export of a
-    prefix.
+    """The last frame of a stream. `length` is the number of tokens of the export.
 
-    `shards` are all shards of the exporter. `prefix_digest` is the digest of a prefix's last full block.
+    `handoff` is a serialized Handoff of format `version`, whose SHA-256 was checked; it is None for the export of a
+    prefix. `prefix_digest` is the digest of the last full block of a prefix. `shards` are all shards of the exporter.
     """
 
     length: int
@@ -149,7 +149,7 @@ class Commit:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """A manifest as a frame."""
+    """Encode a manifest as a frame."""
     ranges = [kv_pb2.KvRange(layer=layer, token_start=start, token_end=end) for layer, start, end in manifest.runs]
     return _bytes(
         kv_pb2.KvFrame(
@@ -167,9 +167,7 @@ def encode_commit(
     version: int = HANDOFF_VERSION,
     prefix_digest: bytes = b"",
 ) -> bytes:
-    """A commit frame for an export of `length` tokens; `handoff` is a serialized Handoff, None for the export of a
-    prefix.
-    """
+    """Encode the commit of an export as a frame; arguments as in `Commit`."""
     commit = Commit(length, version, handoff, tuple(shards), prefix_digest)
     before, after = _around_handoff(commit)
     return b"".join((before, handoff or b"", after))
@@ -211,7 +209,7 @@ def pack(handoff: Handoff) -> bytes:
 
 
 def unpack(data: bytes | memoryview, vocab_size: int) -> Handoff:
-    """Deserialize a handoff; raises TransferError if the bytes are not a valid one, or have other token ids."""
+    """Deserialize a handoff; raises TransferError if it is invalid, or has a token id outside the vocabulary."""
     try:
         return handoff_from_wire(data, vocab_size)
     except (DecodeError, BatonError) as error:
@@ -224,7 +222,7 @@ def _manifest(message: kv_pb2.KvManifest) -> Manifest:
 
 
 def _commit(frame: bytes) -> Commit:
-    """The commit in a frame, its handoff a view into it; raises CorruptFrame or DecodeError."""
+    """Decode a commit; its handoff is a view of the frame. Raises CorruptFrame or DecodeError."""
     body = memoryview(frame)[read_varint(memoryview(frame), len(_COMMIT_TAG))[1] :]
     rest, found = split(body, _HANDOFF)
     message, handoff = kv_pb2.KvCommit.FromString(rest), found.get(_HANDOFF)
@@ -233,7 +231,7 @@ def _commit(frame: bytes) -> Commit:
     before, after = _around_handoff(commit)
     whole = len(before) + len(handoff or b"") + len(after)
     if not (frame.startswith(before) and frame.endswith(after) and len(frame) == whole):
-        raise CorruptFrame("a commit's digest is not that of its handoff")
+        raise CorruptFrame("a commit's digest does not match its handoff")
     return commit
 
 
@@ -256,7 +254,7 @@ _MAX_SHAPE_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class KvData:
-    """A data frame: each part is `[len(tokens), len(heads), ...]`, its data a view into the frame."""
+    """A data frame. Each part is `[len(tokens), len(heads), ...]`; its data is a view of the frame."""
 
     layer: int
     tokens: range
@@ -276,8 +274,9 @@ def seed_of(transfer_id: str) -> int:
 
 
 def encode_data(layer: int, tokens: range, heads: range, parts: Sequence[PartData], seed: int = 0) -> tuple[bytes, int]:
-    """A data frame and its checksum: the CRC-32C, starting from `seed`, of the header before it and then the
-    payload.
+    """Encode a data frame; returns it with its checksum.
+
+    The checksum is the CRC-32C, starting from `seed`, of the header up to the checksum and of the payload.
     """
     views = [memoryview(part.data).cast("B") for part in parts]
     described = b"".join(_bytes_field(6, _part(part, view.nbytes)) for part, view in zip(parts, views, strict=True))
@@ -299,12 +298,12 @@ def encode_data(layer: int, tokens: range, heads: range, parts: Sequence[PartDat
 
 
 def extend_digest(digest: int, checksum: int) -> int:
-    """The manifest's digest after one more frame; it starts as 0."""
+    """Add the checksum of a frame to the digest of a manifest, which starts as 0; returns the new digest."""
     return int(crc32c.crc32c(_FIXED.pack(checksum), digest))
 
 
 def decode(frame: bytes, seed: int = 0) -> KvData | Manifest | Commit:
-    """Decode and check one frame of the export with that seed; the payload is not copied.
+    """Decode and check one frame; `seed` is the seed of the export's checksums. The payload is not copied.
 
     Raises CorruptFrame; TransferError for a valid frame with an unknown element type.
     """
