@@ -27,9 +27,9 @@ class RouterConfig(Settings):
         minimum=1,
     )
     model: str = option("", help="Checkpoint directory or hub name; empty: the bundled one.")
-    served_model_name: str = option("", help="Name of the served model; empty: from --model.")
+    served_model_name: str = option("", help="Name of the served model; empty: the last part of --model.")
     max_model_len: int = option(
-        0, help="Largest number of tokens of prompt and output together; 0: the workers'.", minimum=0
+        0, help="Largest number of tokens of prompt and output together; 0: the limit of the workers.", minimum=0
     )
     queue_capacity: int = option(1024, help="Requests that may wait for a worker.", minimum=1)
     queue_wait_s: float = option(
@@ -47,7 +47,7 @@ class RouterConfig(Settings):
         3, help="Attempts at serving a request before its failure is reported.", minimum=1, hidden=True
     )
     reserve_timeout_s: float = option(
-        5.0, help="Seconds for a decode worker's answer to a reservation.", minimum=0.01, hidden=True
+        5.0, help="Seconds within which a decode worker must answer a reservation.", minimum=0.01, hidden=True
     )
     request_timeout_s: float = option(
         3600.0, help="Seconds until the deadline of a request that has none.", minimum=0.01
@@ -82,7 +82,7 @@ class RouterConfig(Settings):
     ticket_key: str = option("", help="PEM file with the private key that signs tickets for KV.")
     api_keys: str = option("", help="File with the hashes of the clients' API keys; without it, no key is needed.")
     fleet_secret: str = option(
-        "", help="Secret that separates tenants in the prefix cache; the same as that of the workers.", secret=True
+        "", help="Secret that separates tenants in the prefix cache; the workers need the same one.", secret=True
     )
     insecure: bool = option(False, help="Let other machines reach --grpc without TLS and API keys.")
     log_level: str = option("info", help="Lowest level that is logged.", choices=LEVELS)

@@ -32,7 +32,7 @@ class WorkerConfig(Settings):
     kv_dtype: str = option("auto", help="Element type of the KV cache.", choices=DTYPES)
     kernels: str = option(
         "auto",
-        help="Kernels on a CPU: native (Baton's own), torch's, or auto: native on CPUs with AVX2.",
+        help="Kernels on a CPU: native (Baton's own), torch (PyTorch's), or auto (native on CPUs with AVX2).",
         choices=KERNELS,
     )
     packed_weights: str = option(
@@ -41,20 +41,20 @@ class WorkerConfig(Settings):
         "fills it. Empty: each worker has its own weights.",
     )
     max_model_len: int = option(
-        0, help="Largest number of tokens of prompt and output together; 0: the model's.", minimum=0
+        0, help="Largest number of tokens of prompt and output together; 0: the limit of the model.", minimum=0
     )
     kv_memory: int = option(0, help="Size of the KV pool; 0: automatic.", unit="bytes")
     kv_home: str = option(
         "auto",
-        help="Memory of the KV pool: the device's, the host's, or auto: the device's, with more pages in host memory "
-        "for sequences that do not fit.",
+        help="Memory of the KV pool: device, host (host memory), or auto (the device, and more pages in host memory "
+        "for sequences that do not fit).",
         choices=KV_HOMES,
     )
     host_memory: int = option(
         0,
-        help="Host memory in addition to --kv-memory. With --kv-home auto it is for pages, else for the cached "
-        "prefixes of a prefill worker. 0: none; on CUDA with auto: pages for one sequence of --max-model-len, if the "
-        "device has too few.",
+        help="Host memory in addition to --kv-memory: for pages with --kv-home auto, otherwise for the cached prefixes "
+        "of a prefill worker. 0: none, but on CUDA with --kv-home auto, pages for one sequence of --max-model-len if "
+        "the device has too few.",
         unit="bytes",
     )
     segment_tokens: int = option(
@@ -151,7 +151,7 @@ class PrefillConfig(WorkerConfig):
     Raises ConfigError naming the field and the value seen.
     """
 
-    chunk_size: int = option(0, help="Tokens in a chunk; 0: depends on prompt length and measured rate.", minimum=0)
+    chunk_size: int = option(0, help="Tokens in a chunk; 0: chosen from prompt length and measured rate.", minimum=0)
     long_prompt_chunks: int = option(
         16,
         help="Number of chunks that makes a prompt long. The blocks of a long prompt go to Redis after each chunk, so "

@@ -95,8 +95,8 @@ class CachedBlockIndex:
         self.cached_pages = 0
         """Pages in all nodes, with or without an owner."""
         self._node_of = np.zeros(len(owners), np.int32)
-        # By node. The first numbers are no nodes: the root of the tree, the root of the uncached nodes, and the heads
-        # of two rings, which have the idle nodes of either home in the order of their use.
+        # Fields by the number of a node. The first numbers are not nodes: the root of the tree, the root of the
+        # uncached nodes, and the heads of two rings, which link the idle nodes of each home in the order of use.
         self._blocks = [bytearray() for _ in range(_FIRST)]
         self._pages = [NO_PAGES] * _FIRST
         self._numbers = [array("i", [0] * _FIRST) for _ in range(7)]
@@ -104,7 +104,7 @@ class CachedBlockIndex:
         for head in _HEADS:
             self._newer[head] = self._older[head] = head
         self._unused: list[int] = []
-        # By each block of a node's first run.
+        # Nodes by each block of their first run.
         self._named: list[dict[bytes, int]] = [{} for _ in range(_SHARDS)]
         self._others: dict[bytes, dict[int, None]] = {}
         """The other nodes whose first run has the block, if there are several."""
@@ -117,7 +117,7 @@ class CachedBlockIndex:
         return sum(self._idle)
 
     def idle_pages_in(self, host: bool) -> int:
-        """Cached pages on the device, or in host memory."""
+        """Cached pages without owner on the device, or in host memory if `host`."""
         return self._idle[host]
 
     def are_cached(self, pages: Pages) -> bool:

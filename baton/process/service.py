@@ -41,7 +41,7 @@ FAILED_STOP_S = 2.0
 ABANDON_S = 0.5
 SWITCH_S = 0.0002
 """Seconds after which a thread that computes gives the interpreter's lock to the event loop. The loop may need it
-several times in a turn, and Python's default is 5 ms."""
+several times in an iteration, and Python's default is 5 ms."""
 _GC_THRESHOLDS = (1_000, 5, 2_000)
 """A collection of the two young generations looks at some 6,000 objects: half a millisecond, or two where other
 processes have emptied the caches. With 5,000 and 10 it was 50,000 objects, in 2.3 to 8 ms. A full collection comes as

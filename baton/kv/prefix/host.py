@@ -29,7 +29,7 @@ _STALE_ENTRIES = 4096
 
 SLICE_BLOCKS = 512
 """Blocks that are looked at before other tasks run: a long prompt has tens of thousands, and each may take two
-microseconds. A turn of the event loop may come to slices of several prompts."""
+microseconds. One iteration of the event loop may process slices of several prompts."""
 
 _HIT, _MISS, _FETCHED, _EVICTED = (
     metrics.PREFIX_BLOCKS.labels(TIER, outcome) for outcome in ("hit", "miss", "fetched", "evicted")
@@ -37,7 +37,7 @@ _HIT, _MISS, _FETCHED, _EVICTED = (
 
 
 @types.coroutine
-def _turn() -> Generator[None, None, None]:
+def _let_others_run() -> Generator[None, None, None]:
     """The same as `asyncio.sleep(0)`; pure modules beside this one must not load asyncio."""
     yield
 
@@ -46,7 +46,7 @@ async def slices(items: Sequence[T]) -> AsyncIterator[Sequence[T]]:
     """The items in slices of at most SLICE_BLOCKS; other tasks run between slices."""
     for start in range(0, len(items), SLICE_BLOCKS):
         if start:
-            await _turn()
+            await _let_others_run()
         yield items[start : start + SLICE_BLOCKS]
 
 

@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -230,17 +231,27 @@ def test_pages_that_dont_audit_clean_after_a_fault_end_the_loop_and_free_everyth
     assert turns.progress.stalled_s() == 0
 
 
-def test_the_loop_sleeps_without_work_and_stops_when_told() -> None:
-    turns = Turns()
+def test_the_loop_sleeps_without_work_and_stops_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, asleep = Turns(), threading.Semaphore(0)
+    inbox = turns.loop._inbox
+
+    def get(*, block: bool) -> object:
+        if block:
+            asleep.release()
+        return inbox.get(block=block)
+
+    monkeypatch.setattr(turns.loop, "_inbox", SimpleNamespace(put=inbox.put, get=get))
     thread = threading.Thread(target=turns.loop.run)
     thread.start()
-    turns.add(1, [1], 2)
-    assert turns.engine.entered.acquire(timeout=60)
-    turns.add(2, [2], 2)
-    assert turns.engine.entered.acquire(timeout=60)
+    for number in (1, 2):
+        assert asleep.acquire(timeout=60)
+        turns.add(number, [number], 2)
+        assert turns.engine.entered.acquire(timeout=60)
+    assert asleep.acquire(timeout=60)
     turns.loop.stop()
     thread.join(60)
     assert not thread.is_alive()
+    assert not asleep.acquire(blocking=False)
     assert turns.engine.audit() == {}
 
 
