@@ -311,13 +311,13 @@ async def test_the_youngest_goes_back_to_its_router_and_nothing_takes_the_pages_
         assert all_.app.service.status.status().load.requests_without_token == 0, "both have had tokens"
         for name in ("c", "d"):
             refused = await router.reserve(name, 30, 1)
-            assert (refused.granted, refused.never) == (False, False)
+            assert (refused.granted, refused.too_small) == (False, False)
             assert "are kept for sequences that run" in refused.reason
             assert refused.retry_after_ms > 0
             await router.cancel(name)
         assert (await router.reserve("small", 1, 1)).granted
         await router.cancel("small")
-        assert (await router.reserve("e", 80, 1)).never
+        assert (await router.reserve("e", 80, 1)).too_small
         async with control_channel(all_.app.addresses.control) as channel:
             ledger = ledger_from_proto(await admin_pb2_grpc.AdminStub(channel).Ledger(admin_pb2.LedgerRequest()))
         assert (ledger.role, ledger.violation, ledger.pages_total) == ("decode", "", 20)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-import prefill_svc.job
+import prefill_svc.progress
 from baton import AsyncClient, bundled
 from baton.completion import Completion
 from baton.engine.fake import FakeEngine, expected_tokens
@@ -260,7 +260,7 @@ CHUNK, LAYERS = 10, 2
 
 
 async def test_a_client_that_asks_is_told_after_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_svc.job, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(prefill_svc.progress, "INTERVAL_S", 0.0)
     gate = Gate()
     engine = FakeEngine(chunk_time=1.0, delay=gate, layers=LAYERS)
     async with asyncio.timeout(WAIT_S), Fleet(bundled.path(), stall_s=WAIT_S) as fleet:

@@ -336,7 +336,7 @@ async def test_a_worker_that_answers_and_makes_no_progress_is_lost_until_it_does
         call, first, other = await running(b, max_tokens=4)
         first.status.set_stalled(True)
         assert (await whole(call)).text() == "bcd"
-        await until(b.app, lambda: [d.name for d in b.app.pool.fleet.decode.values()] == [other.address])
+        await until(b.app, lambda: [d.address for d in b.app.pool.fleet.decode.values()] == [other.address])
         assert "makes no progress" in b.app.pool.describe_missing()
         first.status.set_stalled(False)
         await until(b.app, lambda: len(b.app.pool.fleet.decode) == 2)
