@@ -94,10 +94,7 @@ class PublishedBlocks:
 
 @dataclass(slots=True)
 class RunningChoice:
-    """A choice that still decodes. It has been in its state since the time `since`.
-
-    `sequence` is the id of its sequence. `hasher` hashes the blocks that it may publish, and is None if it may not.
-    """
+    """A choice that decodes, in `state` since the time `since`; `hasher` hashes blocks that it may publish."""
 
     sequence: int
     handle: KvHandle
@@ -419,10 +416,7 @@ class Attempts:
         return max(pages * self._engine.spec.page_size - self._reserve_tokens, 0)
 
     def fork(self, attempt: DecodeAttempt) -> DecodeSequence:
-        """Make a sequence of the attempt's next pending choice; raises OutOfPages.
-
-        The order of `pending` changes, so that another attempt may have the next turn.
-        """
+        """Make a sequence of the attempt's next pending choice, and change turns in `pending`. Raises OutOfPages."""
         pending = attempt.pending
         if pending is None:
             raise EngineError(f"{attempt.key}: no choice is pending")
@@ -461,10 +455,7 @@ class Attempts:
         return [going.sequence]
 
     def end_sequence(self, sequence: int, now: float, digests: abc.Sequence[bytes] = ()) -> None:
-        """Remove a sequence that has ended, or that the engine thread must drop.
-
-        `digests` are the digests of the blocks that the engine thread has published.
-        """
+        """Remove a sequence that has ended or must be dropped; `digests` are those of its published blocks."""
         attempt, choice = self._owners.pop(sequence)
         self._report_published(attempt, attempt.choices.pop(choice), digests)
         self._update_state(attempt, now)

@@ -39,9 +39,7 @@ class RollingBlockHasher:
     """Hashes the blocks of a growing sequence. Any thread may read `digests` meanwhile; it only gets longer."""
 
     def __init__(self, spec: EngineSpec, salt: bytes, digests: abc.Sequence[bytes], rest: abc.Sequence[int]) -> None:
-        """`digests` are the digests of the full blocks (`baton.kv.hashing`); `rest` are the tokens with KV after
-        them.
-        """
+        """`digests` are those of the full blocks (`baton.kv.hashing`), `rest` the tokens with KV after them."""
         self.digests = list(digests)
         self._size = spec.kv_format.block_size
         self._parent = self.digests[-1] if digests else chain_root(spec.fingerprint, spec.kv_format.digest, salt)
@@ -161,9 +159,7 @@ class DecodeScheduler:
         self._waiting.update(dict.fromkeys(sequences))
 
     def admit(self, now: float) -> list[DecodeSequence]:
-        """Give the free slots to the sequences that have waited longest; the caller must insert them before the next
-        step.
-        """
+        """Give free slots to the sequences that have waited longest; the caller inserts them before the next step."""
         admitted = []
         while self._waiting and len(self._running) < self._spec.slots:
             first = next(iter(self._waiting))
@@ -234,9 +230,7 @@ class DecodeScheduler:
         return self._spec.pages_for(min(ours.length + ROOM_TOKENS, most))
 
     def _finish(self, ours: DecodeSequence, first: int, count: int) -> tuple[int, FinishReason | None]:
-        """Check `count` new outputs from number `first` on; returns how many of them count, and the reason of the end
-        if the sequence ends with the last of these.
-        """
+        """How many of `count` outputs from number `first` on belong to the sequence, and the reason if it ends."""
         outputs, prompt = ours.output_ids, len(ours.state.prompt_ids)
         for taken in range(1, count + 1):
             end = first + taken

@@ -52,10 +52,7 @@ _RATE_WEIGHT = 0.1
 
 
 class KvFetcher(Protocol):
-    """Function that fetches tokens `[first, tokens)` of an export into the handle, and returns the handoff.
-
-    Raises TransferError if it fails.
-    """
+    """Function that fetches tokens `[first, tokens)` of an export into the handle; raises TransferError."""
 
     async def __call__(self, source: RemoteExport, handle: KvHandle, *, tokens: int, first: int) -> Handoff: ...
 
@@ -134,9 +131,7 @@ class DecodeWorker:
         self.admission.drop_session(session.number)
 
     async def receive(self, session: RouterSession, command: Command) -> None:
-        """Handle a command. A reservation of a long context first evicts cached blocks in slices, between which the
-        event loop runs.
-        """
+        """Handle a command. For a long context it first evicts cached blocks in slices, between which others run."""
         if isinstance(command, Reserve):
             evict, now = self.admission.evict, self._loop.time
             while not self.refusal and evict(session.number, command, now()):  # noqa: ASYNC110 nothing is awaited

@@ -75,9 +75,7 @@ class PrefillTask:
 
     @property
     def reads(self) -> bool:
-        """Whether cached KV may be used. It may not if log-probabilities of the prompt are wanted, because they need
-        every position to be computed.
-        """
+        """Whether cached KV may be used; not if log-probabilities of the prompt need every position computed."""
         return self.cache.reads and self.params.prompt_logprobs is None
 
     @property
@@ -274,9 +272,7 @@ class PrefillJob:
 
 
 def count_by_tier(sources: Sequence[tuple[str, int]], limit: int) -> dict[str, int]:
-    """Count the first `limit` tokens of `sources`, (tier, tokens) pairs, by tier; tiers are fields of
-    `CachedTokens`.
-    """
+    """Count the first `limit` tokens of (tier, tokens) pairs by tier; tiers are fields of `CachedTokens`."""
     counts: dict[str, int] = {}
     for tier, tokens in sources:
         counts[tier] = counts.get(tier, 0) + min(tokens, limit)

@@ -198,9 +198,7 @@ class PrefillScheduler:
         return [job for job in self._jobs if job.stage is Stage.WAITING]
 
     def allocate(self, job: ScheduledJob, cached: int, *, in_host: bool = False) -> None:
-        """Record that the prompt has its pages, some of them `in_host` memory; this many leading tokens are in them or
-        will be loaded.
-        """
+        """Record that the prompt has its pages, some `in_host` memory, and `cached` tokens in them or to be loaded."""
         job.stage, job.in_host = Stage.LOADING, in_host
         self.expect(job, cached)
 

@@ -371,9 +371,7 @@ class PrefillWorker:
     # Faults.
 
     async def _handle_fault(self, job: PrefillJob, error: Exception) -> Exception:
-        """The error to raise for a chunk that raised: the job was told to stop, can't be computed, or the engine
-        failed.
-        """
+        """The error of a chunk that raised: its job was stopped, it can't be computed, or the engine failed."""
         if error is job.error or isinstance(error, DeadlineExceeded | Overloaded | Unavailable):
             return error
         _log.error("%s: a chunk failed", job.task.name, exc_info=error)
