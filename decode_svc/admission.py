@@ -378,9 +378,7 @@ class Admission:
         return False
 
     def _fork_claim(self, turns: abc.Sequence[DecodeAttempt]) -> int:
-        """Pages to claim for a fork: the first fork that fits beside all kept contexts, or the smallest if none
-        fits.
-        """
+        """Number of pages to claim for a fork: the first one that fits beside all kept contexts, or the smallest."""
         needs = [self._attempts.fork_pages(attempt) for attempt in turns]
         room = self._engine.spec.pages - self._attempts.context_pages
         return next((need for need in needs if need <= room), min(needs))

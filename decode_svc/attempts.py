@@ -50,7 +50,7 @@ from decode_svc.scheduler import DecodeSequence, RollingBlockHasher
 
 
 class FailureKind(enum.Enum):
-    """Why an attempt failed."""
+    """Reasons for which an attempt can fail."""
 
     SOURCE_UNREACHABLE = "source unreachable"
     TRANSFER = "transfer"
@@ -61,7 +61,7 @@ class FailureKind(enum.Enum):
 
     @classmethod
     def of(cls, error: BatonError) -> FailureKind:
-        """The kind of an error that ended a transfer."""
+        """The kind of failure of an attempt whose transfer ended with this error."""
         match error:
             case SourceUnreachable():
                 return cls.SOURCE_UNREACHABLE
@@ -72,7 +72,7 @@ class FailureKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An attempt has failed."""
+    """The failure of an attempt."""
 
     kind: FailureKind
     message: str
@@ -94,9 +94,7 @@ class PublishedBlocks:
 
 @dataclass(slots=True)
 class RunningChoice:
-    """A choice that still decodes: its sequence, its state, and since when; `hasher` hashes the blocks that it may
-    publish.
-    """
+    """A choice that decodes, in `state` since the time `since`; `hasher` hashes blocks that it may publish."""
 
     sequence: int
     handle: KvHandle
@@ -107,7 +105,10 @@ class RunningChoice:
 
 @dataclass(eq=False, slots=True)
 class PendingChoices:
-    """The choices that are still to be forked: their first tokens by index, and the context that each begins with."""
+    """The choices of an attempt that are not forked yet: first tokens by choice index, and the handle of the context.
+
+    `since` is the time of the commit. `fetch_ms` is the duration of the transfer in milliseconds.
+    """
 
     context_handle: KvHandle
     first_tokens: dict[int, FirstToken]
@@ -119,11 +120,11 @@ class PendingChoices:
 
 @dataclass(eq=False, slots=True)
 class DecodeAttempt:
-    """One attempt as this worker has it, owned by a session; its pages hold `tokens` tokens of one choice.
+    """An attempt on this worker, owned by a session. `tokens` is the number of tokens of one choice that have pages.
 
-    `age` orders attempts, the oldest first. A request that was tried before counts as older than its reservation, so
-    that a request that was preempted once is not the first to be preempted again. `choices` are those that decode, by
-    index; `pending` are those that wait to be forked.
+    Attempts are ordered by `age`, the oldest first. A later attempt at a request counts as older than all first
+    attempts, so that a request that was preempted is not the first to be preempted again. `choices` has the choices
+    that decode, by index; `pending` has the choices that wait to be forked.
     """
 
     session: int
@@ -138,7 +139,7 @@ class DecodeAttempt:
     choices: dict[int, RunningChoice] = field(default_factory=dict)
     pending: PendingChoices | None = None
     prefix_transfer_id: str = ""
-    """The id under which its pinned prefix is exported, if it is."""
+    """The transfer id of the export of its pinned prefix, or an empty string."""
     has_output: bool = False
     """Whether the worker has sent a token of it."""
 
@@ -164,7 +165,7 @@ class DecodeAttempt:
 
     @property
     def makes_progress(self) -> bool:
-        """Whether it can go on by itself: its transfer goes on, or one of its choices is a sequence."""
+        """Whether its transfer goes on, or one of its choices is a sequence; otherwise it waits for a fork."""
         return not self.committed or bool(self.choices)
 
     @property
@@ -190,7 +191,7 @@ class DecodeAttempt:
 
 
 def ledger_entries(attempts: abc.Iterable[DecodeAttempt], engine: Engine, now: float) -> list[LedgerEntry]:
-    """One entry for each handle. `now` is on the attempts' clock."""
+    """Make one ledger entry for each handle of the attempts; `now` is a time on their clock."""
     spec = engine.spec
     page_bytes = spec.page_size * spec.kv_format.token_bytes
 
@@ -220,9 +221,9 @@ def ledger_entries(attempts: abc.Iterable[DecodeAttempt], engine: Engine, now: f
 
 
 class Attempts:
-    """All live attempts of a worker; times are seconds on the caller's clock.
+    """All live attempts of a worker; times are in seconds on the caller's clock.
 
-    Nothing is published unless the KV that is fetched is `exact`.
+    `exact` is whether fetched KV is not converted; converted KV is never published.
     """
 
     def __init__(self, engine: Engine, reserve_tokens: int, *, exact: bool = True) -> None:
@@ -270,16 +271,16 @@ class Attempts:
 
     @property
     def deadline(self) -> float:
-        """Time when the first attempt will have been in its state for too long; infinite without a limit."""
+        """The earliest deadline of the states of all attempts; infinite if there is none."""
         return min((attempt.life.deadline for attempt in self._live.values()), default=math.inf)
 
     def take_published(self) -> list[PublishedBlocks]:
-        """The blocks that sequences have published at their ends since the last call."""
+        """Take the lists of blocks that sequences have published at their ends since the last call."""
         published, self._published = self._published, []
         return published
 
     def get(self, session: int, key: AttemptKey) -> DecodeAttempt | None:
-        """The live attempt with this key."""
+        """The live attempt with this key, or None."""
         return self._live.get((session, key))
 
     def in_session(self, session: int) -> list[DecodeAttempt]:
@@ -287,11 +288,11 @@ class Attempts:
         return [attempt for attempt in self._live.values() if attempt.session == session]
 
     def find_owner(self, sequence: int) -> tuple[DecodeAttempt, int] | None:
-        """Attempt and choice of a sequence that still decodes."""
+        """The attempt of a sequence and the index of its choice; None if the sequence has ended."""
         return self._owners.get(sequence)
 
     def check(self, session: int, request: Reserve) -> ReservationSize:
-        """Size a reservation. Raises InvalidReservation if it can never be granted."""
+        """Compute the size of a reservation; raises InvalidReservation if it can never be granted."""
         if (live := self.get(session, request.key)) is not None:
             raise InvalidReservation("key", f"attempt {request.key} is {live.life.state.value} already")
         return size_reservation(self._engine.spec, request, self._reserve_tokens)
@@ -299,7 +300,8 @@ class Attempts:
     def reserve(self, session: int, request: Reserve, now: float, limit_s: float = math.inf) -> DecodeAttempt:
         """Reserve all pages of an attempt; it must be started within `limit_s` seconds.
 
-        Raises OutOfPages if they are not free now, InvalidReservation if they can never be. Then no page is taken.
+        Raises OutOfPages if they are not free now, InvalidReservation if the reservation can never be granted. Then no
+        page is taken.
         """
         need = self.check(session, request)
         taken: list[KvHandle] = []
@@ -363,9 +365,10 @@ class Attempts:
     ) -> DecodeSequence | None:
         """Make a sequence of the first choice that goes on; further choices become pending.
 
-        `digests` are those of all full blocks of the context; without them nothing is published. Returns None if no
-        choice goes on; the caller must end the attempt then. Raises IncompleteTransfer or InvalidRequest if the handoff
-        does not belong to the reservation, OutOfPages if no page is left to keep the context for further choices.
+        `digests` are the digests of all full blocks of the context; without them nothing is published. Returns None if
+        all choices have ended; then the caller must end the attempt. Raises IncompleteTransfer or InvalidRequest if the
+        handoff does not belong to the reservation, OutOfPages if no page is left to keep the context for further
+        choices.
         """
         self.check_handoff(attempt, handoff, digests or ())
         hasher = None
@@ -390,7 +393,7 @@ class Attempts:
         return self._sequence(attempt, going[0], attempt.handle, handoff, hasher, fetch_ms, now)
 
     def fork_pages(self, attempt: DecodeAttempt) -> int:
-        """Pages that the attempt's next fork needs."""
+        """Number of pages that the attempt's next fork needs."""
         spec, context = self._engine.spec, attempt.request.context_tokens
         pending = attempt.pending
         last = pending is not None and len(pending.first_tokens) == 1
@@ -398,15 +401,12 @@ class Attempts:
 
     @property
     def context_pages(self) -> int:
-        """Pages kept for choices that are still to be forked.
-
-        Counted for each attempt, even if attempts share pages.
-        """
+        """Number of pages of the contexts that are kept for pending choices. Shared pages count for each attempt."""
         return sum(self._engine.spec.pages_for(attempt.request.context_tokens) for attempt in self._pending)
 
     @property
     def all_context_pages(self) -> int:
-        """As `context_pages`, together with the contexts that will be kept after their commit."""
+        """`context_pages`, plus the pages of contexts that will be kept for pending choices after their commit."""
         pages_for = self._engine.spec.pages_for
         coming = (each for each in self._live.values() if not each.committed and each.request.choices > 1)
         return self.context_pages + sum(pages_for(each.request.context_tokens) for each in coming)
@@ -416,10 +416,7 @@ class Attempts:
         return max(pages * self._engine.spec.page_size - self._reserve_tokens, 0)
 
     def fork(self, attempt: DecodeAttempt) -> DecodeSequence:
-        """Make a sequence of the attempt's next pending choice; then it is another attempt's turn.
-
-        Raises OutOfPages.
-        """
+        """Make a sequence of the attempt's next pending choice, and change turns in `pending`. Raises OutOfPages."""
         pending = attempt.pending
         if pending is None:
             raise EngineError(f"{attempt.key}: no choice is pending")
@@ -438,14 +435,14 @@ class Attempts:
         return self._sequence(attempt, first, handle, pending.handoff, pending.hasher, pending.fetch_ms, pending.since)
 
     def join(self, sequence: int, now: float) -> None:
-        """Record that a sequence is in the batch. Ignored if it has ended meanwhile."""
+        """Record that a sequence has joined the batch; does nothing if it has ended meanwhile."""
         if (owner := self._owners.get(sequence)) is not None:
             attempt, index = owner
             attempt.choices[index].state, attempt.choices[index].since = State.DECODING, now
             self._update_state(attempt, now)
 
     def cancel_choice(self, attempt: DecodeAttempt, choice: int, now: float) -> list[int]:
-        """End one choice now, or at the commit if there is none yet; returns the sequences to drop."""
+        """End one choice, or, before the commit, keep it from starting; returns the ids of sequences to drop."""
         attempt.cancelled.add(choice)
         if attempt.pending is not None and attempt.pending.first_tokens.pop(choice, None) is not None:
             if not attempt.pending.first_tokens:
@@ -458,23 +455,21 @@ class Attempts:
         return [going.sequence]
 
     def end_sequence(self, sequence: int, now: float, digests: abc.Sequence[bytes] = ()) -> None:
-        """Forget a sequence that the engine thread has ended, or is told to drop; `digests` are the blocks that it
-        published.
-        """
+        """Remove a sequence that has ended or must be dropped; `digests` are those of its published blocks."""
         attempt, choice = self._owners.pop(sequence)
         self._report_published(attempt, attempt.choices.pop(choice), digests)
         self._update_state(attempt, now)
 
     def is_finished(self, attempt: DecodeAttempt) -> bool:
-        """Whether no choice of the attempt is left, so that the caller must end it."""
+        """Whether all choices of the attempt have ended; then the caller must end the attempt."""
         if attempt.committed:
             return not attempt.choices and attempt.pending is None
         return len(attempt.cancelled) >= attempt.request.choices
 
     def end(self, attempt: DecodeAttempt, now: float, *, publish: bool = True) -> list[int]:
-        """End an attempt, once: free all that it holds, and return the sequences to drop.
+        """End an attempt: free everything that it holds, and return the ids of sequences to drop. Idempotent.
 
-        Its final KV is left to others, unless `publish` is False.
+        Its final KV is published in the pool, unless `publish` is False.
         """
         held = attempt.handles
         if not attempt.life.end(now):
@@ -532,7 +527,7 @@ class Attempts:
         return sequence
 
     def _context(self, attempt: DecodeAttempt) -> KvHandle:
-        """A handle that keeps the pages of the context; nothing is written to them any more."""
+        """Make a handle that keeps the pages of the context, with a copy of its last, partly filled page."""
         tokens = attempt.request.context_tokens
         return self._engine.fork(attempt.handle, f"{attempt.key}/context", tokens, tokens, attempt.spare)
 
@@ -544,15 +539,15 @@ class Attempts:
             attempt.pending = None
 
     def _hasher(self, attempt: DecodeAttempt, handoff: Handoff, digests: abc.Sequence[bytes]) -> RollingBlockHasher:
-        """The hasher of the context, whose full blocks have these digests."""
+        """Make the hasher of a sequence that begins with the context; `digests` are those of its full blocks."""
         spec = self._engine.spec
         rest = context_ids(handoff)[len(digests) * spec.kv_format.block_size :]
         return RollingBlockHasher(spec, attempt.request.cache_salt, digests, rest)
 
     def _release(self, attempt: DecodeAttempt, choice: RunningChoice) -> None:
-        """Free a sequence, and publish its final blocks; if it has ended, the engine thread has already done that.
+        """Publish the final blocks of a choice and free its handle; does nothing if the engine thread has done it.
 
-        Both are one call, because a step in between would write to a page that is already published.
+        The engine does both in one call, because a step in between could write to a page that is already published.
         """
         hasher = choice.hasher if choice.handle.alive else None
         digests = tuple(hasher.digests) if hasher is not None else ()

@@ -13,7 +13,7 @@ from baton.request import MAX_CHOICES, CachePolicy, Handoff, check_token_ids, jo
 
 @dataclass(frozen=True, slots=True)
 class AttemptKey:
-    """Names one attempt at a request."""
+    """The name of an attempt: the id of its request, and the number of the attempt."""
 
     request_id: str
     attempt: int
@@ -24,11 +24,11 @@ class AttemptKey:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Reserve pages for a context of `context_tokens` tokens, and `max_new_tokens` more for each choice.
+    """Command to reserve pages for a context of `context_tokens` tokens and `max_new_tokens` outputs of each choice.
 
-    The request's deadline is `deadline_s` seconds from now, None without one. `prefix_digests` are the joined digests
-    of the leading full blocks of the context; blocks that this worker has already are not transferred. `cache_salt` is
-    the salt of their chain (`baton.kv.hashing`).
+    `deadline_s` is the number of seconds until the request's deadline, or None. `prefix_digests` are the joined digests
+    of leading full blocks of the context; blocks that this worker already has are not transferred. `cache_salt` is the
+    salt of these digests (`baton.kv.hashing`).
     """
 
     key: AttemptKey
@@ -42,15 +42,15 @@ class Reserve:
 
 
 class InvalidReservation(InvalidRequest):
-    """A reservation that can never be granted; the message says why, with numbers."""
+    """The reservation can never be granted; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReservationSize:
-    """The size of a reservation: room for `tokens` of one choice, and `spare_tokens` for the page that forks can't
-    share.
+    """The size of a reservation.
 
-    `pages` is the number of all these pages. It includes pages that may turn out to be shared; those need not be free.
+    `tokens` is the number of tokens of one choice that get pages. `spare_tokens` is the size of the page that forks
+    can't share, or 0. `pages` is the number of all these pages, also of pages that may be shared with other handles.
     """
 
     tokens: int
@@ -59,9 +59,9 @@ class ReservationSize:
 
 
 def size_reservation(spec: EngineSpec, request: Reserve, reserve_tokens: int) -> ReservationSize:
-    """Size a reservation that has room for at most `reserve_tokens` outputs.
+    """Compute the size of a reservation with room for at most `reserve_tokens` outputs.
 
-    Raises InvalidReservation if the request is malformed, or if even one choice could never be generated to its end.
+    Raises InvalidReservation if the request is malformed, or if one choice does not fit into the whole pool.
     """
     for name, value, limit in (
         ("context_tokens", request.context_tokens, spec.max_model_len - 1),
@@ -98,21 +98,21 @@ def _check_digests(spec: EngineSpec, request: Reserve) -> None:
     if size % DIGEST_BYTES:
         raise InvalidReservation("prefix_digests", f"its length must be a multiple of {DIGEST_BYTES} bytes", size)
     if size > most * DIGEST_BYTES:
-        problem = f"must name at most the {most} full blocks of the context"
+        problem = f"must have at most one digest for each of the {most} full blocks of the context"
         raise InvalidReservation("prefix_digests", problem, size // DIGEST_BYTES)
     if len(request.cache_salt) > MAX_SALT_BYTES:
         raise InvalidReservation("cache_salt", f"must have at most {MAX_SALT_BYTES} bytes", len(request.cache_salt))
 
 
 def context_ids(handoff: Handoff) -> abc.Sequence[int]:
-    """All tokens whose KV is handed over."""
+    """The token ids of the context: prompt and earlier outputs."""
     return join_ids(handoff.prompt_ids, handoff.output_ids)
 
 
 def check_handoff(spec: EngineSpec, request: Reserve, handoff: Handoff) -> None:
-    """Raise IncompleteTransfer or InvalidRequest unless the handoff is what the pages were reserved for.
+    """Check that a handoff fits the reservation; raises IncompleteTransfer or InvalidRequest.
 
-    The token ids of its context were checked when it was read.
+    The token ids of its context are not checked here, because they were checked when the handoff was decoded.
     """
     choices = {first.choice_index for first in handoff.first_tokens}
     new_tokens = (handoff.params.max_tokens or 0) - len(handoff.output_ids)

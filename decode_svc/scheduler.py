@@ -1,4 +1,4 @@
-"""Sequences: those that wait for a slot, those that run, and the end of each. Pure; used by the engine thread alone.
+"""The scheduler of decode: it gives slots to sequences, and decides when each one ends. Pure; engine thread only.
 
     add ──▶ waiting ──admit──▶ running ──record_tokens──▶ ended
                └───────┬──────────┘
@@ -39,9 +39,7 @@ class RollingBlockHasher:
     """Hashes the blocks of a growing sequence. Any thread may read `digests` meanwhile; it only gets longer."""
 
     def __init__(self, spec: EngineSpec, salt: bytes, digests: abc.Sequence[bytes], rest: abc.Sequence[int]) -> None:
-        """`digests` are those of the full blocks so far (`baton.kv.hashing`); `rest` are the tokens after them that
-        have KV.
-        """
+        """`digests` are those of the full blocks (`baton.kv.hashing`), `rest` the tokens with KV after them."""
         self.digests = list(digests)
         self._size = spec.kv_format.block_size
         self._parent = self.digests[-1] if digests else chain_root(spec.fingerprint, spec.kv_format.digest, salt)
@@ -66,10 +64,10 @@ class RollingBlockHasher:
 
 
 class DecodeSequence(Sequence):
-    """One choice whose KV is in place; times are in seconds.
+    """A choice whose KV is in its pages; times are in seconds.
 
-    `age` is that of its attempt; a smaller one is older. `hasher` hashes its blocks, if they may be published.
-    `reported` counts the outputs that were reported: the first one by prefill.
+    `age` is the age of its attempt; a smaller one is older. `hasher` hashes its blocks, and is None if they must not be
+    published. `reported` is the number of outputs that the router has, counting those from prefill.
     """
 
     __slots__ = ("age", "fetch_ms", "hasher", "id", "inserted_at", "ready_at", "reported", "request_id", "timings")
@@ -86,7 +84,7 @@ class DecodeSequence(Sequence):
         hasher: RollingBlockHasher | None = None,
         request_id: str = "",
     ) -> None:
-        """`number` identifies it."""
+        """`number` is the id of the sequence."""
         super().__init__(handle, state)
         self.id = number
         self.fetch_ms, self.ready_at = fetch_ms, ready_at
@@ -110,8 +108,9 @@ class DecodeSequence(Sequence):
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Tokens of one step for one sequence; `timings` come with its first output, `digests` of its blocks with its
-    last.
+    """Tokens of one step for one sequence, beginning with output number `output_index`.
+
+    The first StepOutput of a sequence has `timings`. The last one has the `digests` of its blocks.
     """
 
     id: int
@@ -160,9 +159,7 @@ class DecodeScheduler:
         self._waiting.update(dict.fromkeys(sequences))
 
     def admit(self, now: float) -> list[DecodeSequence]:
-        """Give the free slots to the sequences that have waited longest; the caller must insert them before the next
-        step.
-        """
+        """Give free slots to the sequences that have waited longest; the caller inserts them before the next step."""
         admitted = []
         while self._waiting and len(self._running) < self._spec.slots:
             first = next(iter(self._waiting))
@@ -178,7 +175,7 @@ class DecodeScheduler:
         return sorted(short, key=lambda each: each.sort_key)
 
     def running_one(self, found: Sequence) -> DecodeSequence | None:
-        """The engine's sequence as one of the batch; None if it has left."""
+        """The DecodeSequence of an engine's sequence; None if it is not in the batch any more."""
         return self._running.get(found)
 
     def youngest(self) -> DecodeSequence:
@@ -186,14 +183,15 @@ class DecodeScheduler:
         return max(self.sequences, key=lambda each: each.sort_key)
 
     def missing_pages(self) -> int:
-        """Pages that the batch needs beyond its own, to run for ROOM_TOKENS tokens or to its end."""
+        """Number of pages that the batch lacks to run for ROOM_TOKENS tokens, or to its end if that is sooner."""
         has = self._spec.pages_for
         return sum(max(self._target_pages(each) - has(each.handle.capacity), 0) for each in self._running.values())
 
     def record_tokens(self, found: Sequence, tokens: abc.Sequence[TokenInfo], now: float) -> StepOutput | None:
-        """Report on a sequence that got these tokens in a step: the tokens up to the one that ends it.
+        """Record the tokens that a sequence got in a step; returns those up to the token that ends the sequence.
 
-        None if there is nothing to report. A sequence that ended has lost its slot; the caller must free its handle.
+        Returns None if there are no tokens, or the sequence has left the batch. If the sequence ends, it loses its
+        slot, and the caller must free its handle.
         """
         ours = self._running.get(found)
         if ours is None or not tokens:
@@ -214,7 +212,7 @@ class DecodeScheduler:
         return StepOutput(ours.id, first, tokens[:taken], finish, timings, digests)
 
     def drop(self, ids: abc.Iterable[int]) -> list[DecodeSequence]:
-        """Remove sequences from wherever they are; returns those that had not ended yet."""
+        """Remove sequences from the queue and from the batch; returns those that had not ended yet."""
         wanted = set(ids)
         dropped = [each for each in self.sequences if each.id in wanted]
         for each in dropped:
@@ -225,14 +223,14 @@ class DecodeScheduler:
         return dropped
 
     def _target_pages(self, ours: DecodeSequence) -> int:
-        """Pages that the sequence needs to run for ROOM_TOKENS tokens or to its end."""
+        """Number of pages that a sequence needs for ROOM_TOKENS more tokens, or to its end if that is sooner."""
         most = self._spec.max_model_len
         if ours.state.params.max_tokens is not None:
             most = min(most, len(ours.state.prompt_ids) + ours.state.params.max_tokens)
         return self._spec.pages_for(min(ours.length + ROOM_TOKENS, most))
 
     def _finish(self, ours: DecodeSequence, first: int, count: int) -> tuple[int, FinishReason | None]:
-        """Number of its `count` outputs from `first` on up to the one that ends it; and why it ends, if it does."""
+        """How many of `count` outputs from number `first` on belong to the sequence, and the reason if it ends."""
         outputs, prompt = ours.output_ids, len(ours.state.prompt_ids)
         for taken in range(1, count + 1):
             end = first + taken

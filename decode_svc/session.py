@@ -19,9 +19,9 @@ MAX_ANSWERS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Fetch the KV of an attempt from `source`; `deadline_s` as in Reserve.
+    """Command to fetch the KV of an attempt from `source`; `deadline_s` as in Reserve.
 
-    If `prefix_transfer_id` is not empty, the pinned blocks are exported under it.
+    If `prefix_transfer_id` is not empty, the attempt's pinned blocks are exported under this id.
     """
 
     key: AttemptKey
@@ -32,7 +32,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """End an attempt, or one choice of it."""
+    """Command to end an attempt, or one choice of it if `choice_index` is not None."""
 
     key: AttemptKey
     choice_index: int | None = None
@@ -40,7 +40,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The router is alive, and goes on with exactly these attempts of the session."""
+    """Sign of life of a router, with all attempts of the session that it has not ended."""
 
     live: frozenset[AttemptKey]
 
@@ -50,14 +50,14 @@ Command = Reserve | Start | Cancel | Heartbeat
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """An attempt has ended without a failure; nothing of it is held any more."""
+    """The end of an attempt without a failure; the worker holds nothing of it any more."""
 
 
 @dataclass(slots=True)
 class SessionDown:
     """One message to a router.
 
-    A heartbeat has `live`, the list of all attempts of the session; other messages have None.
+    `live` is the list of all attempts of the session in a heartbeat, and None in other messages.
     """
 
     reserved: list[tuple[AttemptKey, ReserveResult]] = field(default_factory=list)
@@ -71,23 +71,24 @@ class SessionDown:
 
 
 class RouterSession:
-    """The messages to one router: outputs, answers and failures, gathered into one message at a time.
+    """The messages to one router.
 
-    While a message is being sent, everything new is gathered for the next one. So a slow router needs no more memory
-    than the tokens of its own sequences, and delays nobody else. Only answers to commands could grow without limit: the
-    worker ends a session that leaves more than MAX_ANSWERS of them unread.
+    While a message is being sent, all new outputs, answers and failures are gathered in the next one. So a slow router
+    needs only the memory of the tokens of its own sequences, and delays no other router. Answers to commands could grow
+    without limit: the worker ends a session with more than MAX_ANSWERS unread answers.
 
     Once a second a message lists all attempts that the worker holds for the session. The stream is ordered, and a
-    message reports ended attempts before it lists the others. So if an attempt was granted, has not ended, and is not
-    on the list, it is lost.
+    message reports ended attempts before the list. So an attempt that was granted, has not ended, and is not on the
+    list is lost.
     """
 
     def __init__(self, number: int, router_id: str, live: abc.Callable[[], abc.Iterable[AttemptKey]] = tuple) -> None:
+        """`live` returns the attempts that the worker holds for the session."""
         self.number = number
-        """Identifies the session, also among several sessions of one router."""
+        """Number of the session; all sessions of the worker have different ones."""
         self.router_id = router_id
         self.error: BatonError | None = None
-        """Why the service ended the session, if the router did not."""
+        """The error for which the worker has ended the session, or None."""
         self._live_keys = live
         self._down = SessionDown()
         self._has_message = asyncio.Event()
@@ -112,16 +113,14 @@ class RouterSession:
         self._has_message.set()
 
     def end(self, error: BatonError | None = None) -> None:
-        """End `messages`: after all is sent, or at once and without the rest if there is an error."""
+        """End `messages`: after the last message, or at once and without unsent messages if there is an error."""
         self._ended = True
         if error is not None:
             self.error, self._down = error, SessionDown()
         self._has_message.set()
 
     async def messages(self) -> abc.AsyncIterator[SessionDown]:
-        """Yield messages as soon as there is something to send, and the list of attempts once a second, until the
-        end.
-        """
+        """Yield messages until the session ends: one when there is something new, and a heartbeat every second."""
         loop = asyncio.get_running_loop()
         beat_at = loop.time() + HEARTBEAT_S
         while True:

@@ -1,4 +1,4 @@
-"""The decode worker: each attempt's life from its reservation to its end; one generation batch for all of them.
+"""The decode worker: the life of each attempt from its reservation to its end. All share one generation batch.
 
     Reserve   `_reserve`    take pages, or refuse at once                                        RESERVED
     Start     `_start`      export its pinned prefix to prefill, and start to fetch its KV       TRANSFERRING
@@ -7,12 +7,12 @@
               `report`      send the results of each step to the routers                         DECODING
     Cancel, deadline, fault, end of the session, last choice finished ──▶ `_end`                 ENDED
 
-Every attempt ends in `_end`, which frees all that the attempt holds, in any state. Its final KV stays in the pool,
-unless the engine has failed. If there is a shared cache, it is copied to it (`WriteBacks`).
+Every attempt ends in `_end`, which frees everything that the attempt holds, in any state. Its final KV stays in the
+pool, unless the engine has failed. With a shared cache, the KV is also copied there (`WriteBacks`).
 
-A reservation is refused while the worker drains or has failed, and for the reasons that `decode_svc.admission` gives.
-The answer has a time to retry after, unless the reservation can never be granted. Pending choices are forked when slots
-and pages come free: `schedule` checks that after every change.
+A reservation is refused while the worker drains or has failed, and for the reasons in `decode_svc.admission`. The
+answer has a time after which to retry, unless the reservation can never be granted. Pending choices are forked when
+slots and pages come free: `schedule` checks that after every change.
 
 Everything here runs on the asyncio loop; the engine thread gets only plain messages and KV handles.
 """
@@ -52,7 +52,7 @@ _RATE_WEIGHT = 0.1
 
 
 class KvFetcher(Protocol):
-    """Pulls tokens `[first, tokens)` of an export into the handle; raises TransferError if not all of them arrive."""
+    """Function that fetches tokens `[first, tokens)` of an export into the handle; raises TransferError."""
 
     async def __call__(self, source: RemoteExport, handle: KvHandle, *, tokens: int, first: int) -> Handoff: ...
 
@@ -88,9 +88,9 @@ class DecodeWorker:
         self._blocks = BlockCopier(engine, cache)
         self.load = LoadMeter(engine)
         self.refusal = ""
-        """Why reservations are refused; empty while they are not."""
+        """The reason for which all reservations are refused, or an empty string."""
         self.failed: asyncio.Future[None] = loop.create_future()
-        """Gets an exception when the engine can't go on."""
+        """Future that gets an exception when the engine can't go on."""
         self.write_backs = WriteBacks(
             engine,
             self._blocks,
@@ -115,7 +115,7 @@ class DecodeWorker:
         self.admission = Admission(engine, self.attempts, forecast, missing, reclaim)
 
     def open_session(self, router_id: str) -> RouterSession:
-        """Open a session. It owns all attempts that it reserves."""
+        """Open a session, which will own all attempts that it reserves."""
         number = next(self._numbers)
         session = RouterSession(
             number, router_id, lambda: [attempt.key for attempt in self.attempts.in_session(number)]
@@ -124,7 +124,7 @@ class DecodeWorker:
         return session
 
     def close_session(self, session: RouterSession, error: BatonError | None = None) -> None:
-        """End a session and free all that it owned; idempotent."""
+        """End a session and all its attempts; idempotent. If there is an error, the router gets it."""
         for attempt in self.attempts.in_session(session.number):
             self._end(attempt)
         if self.sessions.pop(session.number, None) is not None:
@@ -132,7 +132,7 @@ class DecodeWorker:
         self.admission.drop_session(session.number)
 
     async def receive(self, session: RouterSession, command: Command) -> None:
-        """Handle a command; others run between the slices in which a long context replaces cached blocks."""
+        """Handle a command. For a long context it first evicts cached blocks in slices, between which others run."""
         if isinstance(command, Reserve):
             evict, now = self.admission.evict, self._loop.time
             while not self.refusal and evict(session.number, command, now()):  # noqa: ASYNC110 nothing is awaited
@@ -251,7 +251,7 @@ class DecodeWorker:
     def _commit(
         self, attempt: DecodeAttempt, handoff: Handoff, digests: abc.Sequence[bytes] | None, fetch_ms: float
     ) -> None:
-        """Commit an attempt whose KV is complete: its first choice runs, further ones wait to be forked."""
+        """Commit an attempt whose KV is complete: its first choice goes to the engine, further ones become pending."""
         now = self._loop.time()
         self._end_prefix_export(attempt)
         sequence = self.attempts.commit(attempt, handoff, fetch_ms, now, digests)
@@ -347,7 +347,7 @@ class DecodeWorker:
         self._end(attempt)
 
     def _handle_heartbeat(self, session: RouterSession, heartbeat: Heartbeat) -> None:
-        """End the attempts that the router has ended; the message that said so was lost."""
+        """End the attempts that the router does not list: it has ended them, but its message was lost."""
         for attempt in self.attempts.in_session(session.number):
             if attempt.key not in heartbeat.live:
                 _log.warning("%s ends: its router %s does not list it", attempt.key, session.router_id)
@@ -359,9 +359,9 @@ class DecodeWorker:
             self._end(attempt, Failure(kind, message))
 
     def _end(self, attempt: DecodeAttempt, failure: Failure | None = None) -> None:
-        """End an attempt, once, in any state: tell its router, and free all that it holds.
+        """End an attempt in any state: tell its router, and free everything that it holds. Idempotent.
 
-        Its final KV is left to others, unless the engine has failed.
+        Its final KV is published in the pool, unless the engine has failed.
         """
         now = self._loop.time()
         publish = failure is None or failure.kind is not FailureKind.ENGINE
@@ -373,7 +373,7 @@ class DecodeWorker:
             self.admission.forecast.record_end(now, len(dropped))
         transfer = self._transfers.get(attempt)
         if transfer is not None and transfer is not asyncio.current_task():
-            # A task that is cancelled before its first step would never release the export.
+            # `call_soon`, because a task that is cancelled before its first step would never release the export.
             self._loop.call_soon(transfer.cancel)
         self._check_idle()
         self.schedule()
@@ -393,7 +393,7 @@ class DecodeWorker:
             self.fail_all(FailureKind.ENGINE, f"{type(error).__name__}: {error}")
 
     async def close(self) -> None:
-        """End all sessions and wait for everything that was started; call it after the loop has stopped."""
+        """Wait for transfers, exports and write-backs; call it after all sessions and the decode loop have ended."""
         await asyncio.gather(*self._transfers.values(), return_exceptions=True)
         self._exports.close()
         await self._exports.wait_closed()
@@ -402,7 +402,7 @@ class DecodeWorker:
             self.failed.exception()
 
     def _check_idle(self) -> None:
-        """Called when an attempt or a write-back has ended: report it if no attempt is left."""
+        """Report that the worker is idle, if no attempt is left; called when an attempt or a write-back has ended."""
         if not self.attempts:
             self.idle.set()
             self._on_idle()

@@ -27,12 +27,12 @@ class WriteBacks:
         sequence ends ─ publish ─ free        its blocks stay in the pool, as cached pages
              └ add ── waits ── pinned ── copied, slice by slice ── free
 
-    A waiting write-back holds no pages: its blocks may be evicted, and then there is less to copy. A running one pins
-    its blocks with a handle of its own, which is in the ledger and belongs to no slot. `release_pages` frees those
-    handles, because requests that need pages come first: only a copy is lost. For the same reason nothing is pinned
-    while the batch lacks pages. All is used on the asyncio loop, except `release_pages`.
+    A waiting write-back holds no pages, so its blocks may be evicted before they are copied. A running write-back pins
+    its blocks with a handle, which is in the ledger. Requests that need pages come first: `release_pages` frees these
+    handles, and the copies end. For the same reason nothing is pinned while the batch lacks pages. All methods are for
+    the asyncio loop, except `release_pages`.
 
-    If `enabled` is False, all sequences are ignored. `short_of_pages` says whether the batch lacks pages; `changed` is
+    If `enabled` is False, nothing is copied. `short_of_pages` returns whether the batch lacks pages. `changed` is
     called when a copy has ended.
     """
 
@@ -58,7 +58,7 @@ class WriteBacks:
         return len(self._waiting) + len(self._running)
 
     def add(self, published: PublishedBlocks) -> None:
-        """Copy the blocks after the context, as soon and as far as possible."""
+        """Queue the blocks after the context for a copy; they are dropped if too many sequences wait."""
         if not self._enabled or not published.new:
             return
         if len(self._waiting) >= MAX_WAITING_COPIES:
@@ -68,7 +68,7 @@ class WriteBacks:
         self._next()
 
     def release_pages(self) -> bool:
-        """Free the handles of all copies; returns True if there were any. May be called from any thread.
+        """End all running copies, to free their pages; returns whether there were any. Any thread may call it.
 
         The pages return to the pool when the reads in progress have ended.
         """
@@ -107,7 +107,7 @@ class WriteBacks:
                 self._running[task] = handle, self._loop.time()
 
     def _pin(self, published: PublishedBlocks) -> KvHandle | None:
-        """A handle on as many of the blocks as are still cached; None if none of them is new."""
+        """Pin the leading blocks that are still cached; returns None if no block after the context is among them."""
         if not self._short_of_pages():
             # If a block is evicted in between, the handle has an empty page in its place.
             with contextlib.suppress(OutOfPages):

@@ -41,22 +41,22 @@ from prefill_svc.progress import PrefillEstimate
 from prefill_svc.scheduler import ScheduledJob
 
 PREPARING_S, _PREPARING_TOKEN_S = 120.0, 0.002
-"""Longest wait for the first chunk, and what each token of the prompt adds, since its cached blocks are loaded
-meanwhile. After that, another worker or the router's queue is the better place."""
+"""Longest wait for the first chunk in seconds, and the time that each token of the prompt adds to it, because cached
+blocks are loaded during this wait. After that, the prompt should go to another worker or back to the router's queue."""
 
 _PREFILLING_S = 60.0
 
 _REPORT_ENTRIES = 256
-"""Tokens and alternatives of a report that are sent in one message. It takes half a millisecond to make, and a router
-as long to read: a turn of an event loop may come to several of them."""
+"""Largest number of tokens and alternatives of a report in one message. Such a message takes half a millisecond to make
+and to read, and an event loop may handle several of them in one turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTask:
-    """A router's order; `deadline` is on this process's monotonic clock, in seconds.
+    """A router's request to prefill a prompt; `deadline` is in seconds on this process's monotonic clock, or None.
 
-    `output_ids` are tokens that the client has already, if the request is replayed. `transfer_id` is empty if no decode
-    follows. `source` is where a prefix can be fetched if no cache has it.
+    `output_ids` are tokens that the client already has, if the request is replayed. `transfer_id` is empty if no decode
+    worker fetches the KV. `source` is a decode worker that has a prefix of the prompt, or None.
     """
 
     request_id: str
@@ -75,12 +75,12 @@ class PrefillTask:
 
     @property
     def reads(self) -> bool:
-        """Whether cached KV may be used. Logprobs of the prompt need every position to be computed."""
+        """Whether cached KV may be used; not if log-probabilities of the prompt need every position computed."""
         return self.cache.reads and self.params.prompt_logprobs is None
 
     @property
     def uses_cache(self) -> bool:
-        """Whether its blocks need digests."""
+        """Whether the task reads or writes caches, so that its blocks need digests."""
         return self.reads or self.cache.writes
 
     @property
@@ -89,7 +89,7 @@ class PrefillTask:
         return f"{self.request_id}/{self.attempt}"
 
     def states(self) -> list[SequenceState]:
-        """The sampler's state of each choice."""
+        """Make the state of each choice for the sampler."""
         return [SequenceState(self.params, self.prompt_ids, self.output_ids, choice) for choice in self.choices]
 
 
@@ -167,7 +167,7 @@ class PrefillJob:
 
     @classmethod
     def create(cls, task: PrefillTask, scheduled: ScheduledJob, now: float) -> PrefillJob:
-        """The job of a task that was just admitted."""
+        """Make the job of a task that was just admitted; `now` is on the monotonic clock."""
         deadline = math.inf if task.deadline is None else task.deadline
         ids = join_ids(task.prompt_ids, task.output_ids)
         limit_s = PREPARING_S + _PREPARING_TOKEN_S * len(ids)
@@ -181,13 +181,13 @@ class PrefillJob:
             self.report_progress(now)
 
     def report_progress(self, now: float) -> None:
-        """Add the progress to the stream, if the caller wants it; it replaces one that still waits."""
+        """Add the progress to the stream if the caller wants it; it replaces an older one that was not sent yet."""
         if self._estimate is not None and (progress := self._estimate.record(self.computed, now)) is not None:
             self._progress = progress
             self._changed.set()
 
     def report(self, tokens: Sequence[TokenInfo]) -> None:
-        """Add log-probabilities of the tokens that follow those that were added before, if they were asked for."""
+        """Add log-probabilities of the next tokens of the prompt to the stream, if they were asked for."""
         if self.task.params.prompt_logprobs is None:
             return
         if not self._reported and not self._report:
@@ -198,21 +198,21 @@ class PrefillJob:
 
     @property
     def pages(self) -> KvHandle:
-        """Its handle; raises EngineError before it has one."""
+        """The handle of its pages; raises EngineError before the pages are allocated."""
         if self.handle is None:
             raise EngineError(f"{self.task.name} has no pages")
         return self.handle
 
     @property
     def readable(self) -> Sequence[bytes]:
-        """The digests of the blocks that it may take from a cache: none if its task does not read caches."""
+        """The digests of the blocks that it may take from a cache; empty if its task does not read caches."""
         return self.prefix.digests if self.task.reads else ()
 
     @property
     def cached_tokens(self) -> int:
         """Number of tokens that were not computed.
 
-        The last token always is, because the next one is sampled from it.
+        The last token is always computed, because the next one is sampled from it.
         """
         return min(sum(tokens for _, tokens in self.prefix.sources), len(self.ids) - 1)
 
@@ -238,8 +238,10 @@ class PrefillJob:
         self._changed.set()
 
     async def events(self) -> AsyncIterator[Prefilled | PrefillProgress | PromptReport | None]:
-        """Yield progress and parts of the report, None after HEARTBEAT_S without, and `Prefilled` as soon as it is
-        known: parts of the report may follow. Raises the error that ended the job.
+        """Yield the events of the job: progress, parts of the report, and `Prefilled` as soon as it is known.
+
+        Parts of the report may follow `Prefilled`. After HEARTBEAT_S seconds without an event, None is yielded. Raises
+        the error that ended the job.
         """
         done = False
         while not (done and not self._report):
@@ -270,7 +272,7 @@ class PrefillJob:
 
 
 def count_by_tier(sources: Sequence[tuple[str, int]], limit: int) -> dict[str, int]:
-    """Tokens by tier, of the first `limit`. The tiers are fields of `CachedTokens`."""
+    """Count the first `limit` tokens of (tier, tokens) pairs by tier; tiers are fields of `CachedTokens`."""
     counts: dict[str, int] = {}
     for tier, tokens in sources:
         counts[tier] = counts.get(tier, 0) + min(tokens, limit)
@@ -281,7 +283,7 @@ def count_by_tier(sources: Sequence[tuple[str, int]], limit: int) -> dict[str, i
 def make_result(
     job: PrefillJob, tokens: Sequence[TokenInfo], eos_token_ids: frozenset[int]
 ) -> tuple[Handoff, Prefilled]:
-    """The handoff for decode and the result for the router, given one sampled token for each choice."""
+    """Make the handoff for decode and the result for the router; `tokens` has one sampled token for each choice."""
     task, cached = job.task, job.cached_by_tier()
     first_tokens = tuple(
         FirstToken(choice, token, finish_reason(task.params, [*task.output_ids, token.token_id], eos_token_ids))
@@ -310,7 +312,7 @@ def overdue_error(job: PrefillJob) -> BatonError:
 
 
 def ledger_entries(jobs: Iterable[PrefillJob], spec: EngineSpec, now: float) -> list[LedgerEntry]:
-    """One entry for each job that runs or holds pages; `now` is on the jobs' clock."""
+    """Make one ledger entry for each job that runs or holds pages; `now` is a time on the jobs' clock."""
     return [_ledger_entry(job, spec, now) for job in dict.fromkeys(jobs)]
 
 
@@ -334,9 +336,7 @@ def _ledger_entry(job: PrefillJob, spec: EngineSpec, now: float) -> LedgerEntry:
 
 
 def _describe_finished(job: PrefillJob) -> tuple[str, State, float, str]:
-    """Kind, state, seconds until the deadline, and detail of a job that is finished but whose pages are still in
-    use.
-    """
+    """Kind, state, seconds until the deadline, and detail of a finished job whose pages are still in use."""
     if job.export is None or job.export.closed:
         return "kv", State.ENDED, math.inf, "cached blocks on their way"
     detail = f"transfer {job.task.transfer_id}"

@@ -175,9 +175,7 @@ class PrefixLoader:
             await self._blocks.publish(job.pages, job.prefix.digests[: job.computed // self._block])
 
     async def save(self, job: PrefillJob) -> None:
-        """Save the final blocks of a long prompt while its next chunk is computed; waits up to SAVE_WAIT_S for the
-        save before.
-        """
+        """Save the final blocks of a long prompt during its next chunk; waits up to SAVE_WAIT_S for the last save."""
         await self._saver.save(job)
 
     async def write_back(self, job: PrefillJob) -> None:
@@ -221,9 +219,7 @@ class PrefixLoader:
         job.prefix.hits = await self._cache.lookup(wanted) if wanted and self._cache.enabled else Hits()
 
     def _useful_blocks(self, job: PrefillJob) -> int:
-        """Number of leading blocks that are worth loading; a block that has only the last token is not, because the
-        last token is always computed.
-        """
+        """Number of leading blocks that are worth loading: not one that has only the last token."""
         return min(len(job.prefix.digests), -(-(len(job.ids) - 1) // self._block))
 
     def _useful_tokens(self, job: PrefillJob, blocks: int) -> int:
@@ -355,10 +351,7 @@ SAVE_WAIT_S = 2.0
 
 
 class ChunkSaver:
-    """Saves the blocks of one worker's long prompts while they are computed; used on the asyncio loop only.
-
-    A prompt is long if it has at least `long_chunks` chunks; if that is 0, no prompt is saved.
-    """
+    """Saves blocks of prompts of at least `long_chunks` chunks (0: none) on one worker; on the asyncio loop only."""
 
     def __init__(self, cache: PrefixCache, blocks: BlockCopier, block_size: int, long_chunks: int) -> None:
         self._cache, self._blocks, self._block = cache, blocks, block_size
@@ -373,10 +366,7 @@ class ChunkSaver:
             job.prefix.saving = asyncio.create_task(self._save(job), name=f"save {job.task.name}")
 
     async def finish(self, job: PrefillJob) -> None:
-        """Save the rest of a job that has been computed; this takes at most twice SAVE_WAIT_S.
-
-        Afterwards the first `job.prefix.saved` blocks need no write-back.
-        """
+        """Save the rest of a computed job in at most 2 SAVE_WAIT_S; then `prefix.saved` blocks need no write-back."""
         if job.prefix.saving is not None:
             await self.save(job)
             await self._wait(job)

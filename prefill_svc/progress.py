@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from baton.request import PrefillProgress
 
 INTERVAL_S = 0.1
-"""Shortest time between two reports; all chunks in between count as one."""
+"""Shortest time in seconds between two reports; all chunks between them count as one chunk."""
 
 _LATEST = 32
-"""Chunks that tell how busy the worker is now."""
+"""Number of latest chunks from which the present speed of the worker is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class _TimedChunk:
-    """Tokens `start` to `end`, computed in `seconds`."""
+    """A chunk of tokens `[start, end)` that was computed in `seconds`."""
 
     start: int
     end: int
@@ -32,7 +32,7 @@ class _TimedChunk:
 
 
 class _Fit:
-    """Seconds of a token at position 0, and how many more each position adds: least squares over all chunks."""
+    """Linear fit, by least squares over all chunks, of the time of a token as a function of its position."""
 
     def __init__(self) -> None:
         self._tokens = self._seconds = self._positions = self._squares = self._rise = 0.0
@@ -45,7 +45,7 @@ class _Fit:
         self._rise += chunk.seconds * chunk.middle
 
     def solve(self) -> tuple[float, float]:
-        """Neither is less than 0, whatever the noise."""
+        """Seconds of a token at position 0, and the seconds that each further position adds; neither is negative."""
         center, mean_s = self._positions / self._tokens, self._seconds / self._tokens
         spread = self._squares - self._positions * center
         slope = max((self._rise - center * self._seconds) / spread, 0.0) if spread > 0 else 0.0
@@ -55,7 +55,7 @@ class _Fit:
 
 
 class PrefillEstimate:
-    """Follows one prompt of `total` tokens from its first `record` on."""
+    """Estimates the rate and the time left of one prompt of `total` tokens."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -64,10 +64,10 @@ class PrefillEstimate:
         self._last: tuple[int, float] | None = None
 
     def record(self, done: int, now: float) -> PrefillProgress | None:
-        """Record that `done` tokens are done at `now` (seconds), the first time those found in a cache.
+        """Record that `done` tokens are done at `now`, in seconds; the first call gives the number of cached tokens.
 
-        Returns the progress to report, or None if the last one is younger than INTERVAL_S and this is not the end. It
-        has no rate and no time left as long as no token is known to take time.
+        Returns the progress to report, or None if the last report is younger than INTERVAL_S and the prompt is not
+        complete. The progress has no rate and no time left before the first chunk was timed.
         """
         if self._last is None:
             self._last = done, now

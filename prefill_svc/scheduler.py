@@ -92,11 +92,12 @@ class Stage(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class ScheduledJob:
-    """The scheduler's record of a job, which computes one prompt.
+    """The scheduler's record of a job, which computes one prompt. Times are in seconds.
 
-    `done` tokens are computed, or expected to be loaded from a cache. `overtaken_s` is how long later prompts of the
-    tenant were computed meanwhile. `rate` is that of its own last chunk, in tokens/s; 0 before. `in_host`: it has pages
-    in host memory. `loads`: before it is READY, cached blocks must be loaded. Times are in seconds.
+    `done` is the number of tokens that are computed, or will be loaded from a cache. `overtaken_s` is the time for
+    which the engine has computed later prompts of the same tenant. `rate` is the rate of its last chunk
+    in tokens/s, or 0. `in_host` is whether some of its pages are in host memory. `loads` is whether cached blocks must
+    be loaded before it is READY. `order` is the order of admission.
     """
 
     tokens: int
@@ -120,7 +121,7 @@ class ScheduledJob:
 
 @dataclass(slots=True)
 class PrefillScheduler:
-    """All prompts of one worker from admission to end; the caller passes times, all from one clock."""
+    """Scheduler of all prompts of one worker, from admission to end; all times come from the caller's clock."""
 
     spec: EngineSpec
     chunk_size: int
@@ -131,7 +132,7 @@ class PrefillScheduler:
     _served_s: dict[bytes, float] = field(default_factory=dict)
     """Seconds for which the engine has served each tenant, on one scale for all tenants."""
     _fair_s: float = 0.0
-    """The service that the tenant served last had received at that time; it never falls."""
+    """The service, in seconds, that the last chosen tenant had received when it was chosen; it never falls."""
 
     @property
     def waiting(self) -> int:
@@ -175,7 +176,7 @@ class PrefillScheduler:
         return job
 
     def await_pages(self, job: ScheduledJob, cached: int, *, loads: bool = False) -> None:
-        """End the look-up of a prompt: this many leading tokens will probably be cached, or `loads` some of them."""
+        """End the look-up of a prompt, of which about `cached` leading tokens are cached; it `loads` some of them."""
         job.done, job.stage, job.loads = cached, Stage.WAITING, loads
 
     def next_allocation(
@@ -200,9 +201,7 @@ class PrefillScheduler:
         return [job for job in self._jobs if job.stage is Stage.WAITING]
 
     def allocate(self, job: ScheduledJob, cached: int, *, in_host: bool = False, loads: bool = False) -> None:
-        """Record that the prompt has its pages, some of them `in_host` memory; this many leading tokens are in them or
-        will be loaded.
-        """
+        """Record that the prompt has its pages, some `in_host` memory, and `cached` tokens in them or to be loaded."""
         job.stage, job.in_host, job.loads = Stage.LOADING, in_host, loads
         self.expect(job, cached)
 

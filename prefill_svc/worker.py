@@ -1,4 +1,4 @@
-"""The prefill worker: each prompt's life in one coroutine, one engine for all of them.
+"""The prefill worker: the life of each prompt is one coroutine, and all prompts share one engine.
 
     submit ── look up ── allocate ── load ── compute, chunk by chunk ── commit ── write back ── hold ── free
        └──────────┴──────────┴─────────┴──────────────┴── abort, deadline, fault ───────────────────────▲
@@ -62,7 +62,7 @@ _log = logging.getLogger(__name__)
 
 
 class PrefillWorker:
-    """All prompts of one worker; used on the asyncio loop only. `changed` is called when the load has changed."""
+    """All jobs of one worker; used on the asyncio loop only. `changed` is called when the load has changed."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class PrefillWorker:
         )
 
     async def ledger(self) -> Ledger:
-        """The owners of pages, and whether the sums are right."""
+        """The ledger: all owners of pages, and whether the sums are right."""
         spec = self._engine.spec
         return await build_ledger(
             self._identity, self._engine, lambda: ledger_entries(list(self._live_jobs), spec, time.monotonic())
@@ -187,7 +187,7 @@ class PrefillWorker:
     # A prompt's life.
 
     async def _serve(self, job: PrefillJob) -> None:
-        """Serve a job, from its look-up until it holds nothing any more."""
+        """Serve a job from its look-up until it has freed everything."""
         job.started = True
         try:
             self._end(job, await self._prefill(job))
@@ -196,7 +196,7 @@ class PrefillWorker:
             self._free(job)
 
     async def _prefill(self, job: PrefillJob) -> Prefilled | BatonError:
-        """Run a job up to its answer, which may be an error."""
+        """Run a job up to its result; returns the error if it fails."""
         timeout = asyncio.timeout_at(_finite(job.life.deadline))
         try:
             async with timeout:
@@ -233,7 +233,7 @@ class PrefillWorker:
             )
 
     async def _load(self, job: PrefillJob) -> None:
-        """Load those cached blocks into the pages that are worth it."""
+        """Load the planned cached blocks into the pages."""
         if self._prefix.has_lost_blocks(job):
             await self._prefix.look_up_again(job)
             self._scheduler.expect(job.scheduled, self._prefix.planned_tokens(job))
@@ -373,9 +373,7 @@ class PrefillWorker:
     # Faults.
 
     async def _handle_fault(self, job: PrefillJob, error: Exception) -> Exception:
-        """The error to raise for a chunk that raised: the job was told to stop, can't be computed, or the engine
-        failed.
-        """
+        """The error of a chunk that raised: its job was stopped, it can't be computed, or the engine failed."""
         if error is job.error or isinstance(error, DeadlineExceeded | Overloaded | Unavailable):
             return error
         _log.error("%s: a chunk failed", job.task.name, exc_info=error)

@@ -27,9 +27,7 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
 def default_page_size(device: str, max_model_len: int) -> int:
-    """Default number of tokens in a page: 256 on CUDA, and on a CPU the smallest size of 16, 32, 64, ... with which the
-    longest sequence has at most MAX_SEQUENCE_PAGES pages.
-    """
+    """Default tokens in a page: 256 on CUDA, on a CPU 16 * 2**n for at most MAX_SEQUENCE_PAGES a sequence."""
     if device == "cuda":
         return CUDA_PAGE_SIZE
     size = CPU_PAGE_SIZE

@@ -104,9 +104,7 @@ class EngineCore:
         return child
 
     def launch(self, chunks: abc.Sequence[PromptChunk] = (), *, batch: bool = True) -> LaunchedPass:
-        """Launch a pass, as the contract says. Raises EngineError if a sequence of the batch has no room for its next
-        token; then no sequence has changed.
-        """
+        """Launch a pass, as the contract says. Raises EngineError if a sequence has no room for its next token."""
         if self._stepping:
             raise EngineError("a pass was launched while one that has a step was under way")
         ahead = self._spec.steps_ahead
@@ -148,9 +146,7 @@ class EngineCore:
     def write_kv(
         self, handle: KvHandle, layer: int, token_start: int, head_start: int, parts: abc.Sequence[PartData]
     ) -> None:
-        """Write KV, as the contract says. Raises CorruptFrame for parts or ranges that don't fit the format or the
-        handle.
-        """
+        """Write KV, as the contract says. Raises CorruptFrame for KV that does not fit the format or the handle."""
         count = _check_parts(self._spec.kv_format, layer, head_start, parts)
         with self._written(handle, range(token_start, token_start + count)) as pages:
             self.memory.write(pages, layer, token_start, head_start, parts)
@@ -164,9 +160,7 @@ class EngineCore:
             return self.memory.read_blocks(pages, token_start, size, count)
 
     def write_blocks(self, handle: KvHandle, token_start: int, payloads: abc.Sequence[bytes | memoryview]) -> None:
-        """Write blocks, as the contract says. Raises CorruptFrame for payloads that don't fit the format or the
-        handle.
-        """
+        """Write blocks, as the contract says. Raises CorruptFrame if one does not fit the format or the handle."""
         count = _check_blocks(self._spec.kv_format, payloads)
         with self._written(handle, range(token_start, token_start + count)) as pages:
             self.memory.write_blocks(pages, token_start, self._spec.kv_format.block_size, payloads)
@@ -196,9 +190,7 @@ class EngineCore:
 
     @contextmanager
     def _written(self, handle: KvHandle, tokens: range) -> abc.Iterator[abc.Sequence[int]]:
-        """Pin the handle's pages to write `tokens`, and yield them. Raises CorruptFrame for tokens outside the
-        handle.
-        """
+        """Pin the handle's pages, and yield them. Raises CorruptFrame if `tokens` are outside the handle."""
         own = _page_handle(handle)
         if tokens.start < 0 or (own.alive and tokens.stop > own.capacity):
             raise CorruptFrame(f"tokens {tokens} of {own.owner}, which holds {own.capacity}")
@@ -209,10 +201,7 @@ class EngineCore:
         self.memory.copy_page(copy.source, copy.target, copy.tokens)
 
     def _prompt_row(self, chunk: PromptChunk, pins: ExitStack) -> Row:
-        """Make the row of a chunk, and pin its pages until `pins` is closed.
-
-        Raises EngineError for a range outside the handle, InvalidRequest for a token id outside the vocabulary.
-        """
+        """Make the row of a chunk, pinning its pages; raises EngineError for its range, InvalidRequest for its ids."""
         start, end, ids = chunk.start, chunk.end, chunk.token_ids
         if not 0 <= start < end <= min(len(ids), self._spec.max_model_len):
             raise EngineError(
@@ -305,10 +294,7 @@ class KvManager:
         return self._reset or any(sequence.state.params.penalizes for sequence in self._running)
 
     def insert(self, sequence: Sequence, handle: PageHandle) -> None:
-        """Give a slot to a sequence with this handle.
-
-        Raises Overloaded if no slot is free, EngineError if the sequence can't be inserted. Then nothing has changed.
-        """
+        """Give a slot to a sequence with this handle; raises EngineError, or Overloaded if no slot is free."""
         handle.check_alive()
         self._remove_dead()
         if handle in self._running.values():
@@ -332,10 +318,7 @@ class KvManager:
 
     @contextmanager
     def pin_batch(self) -> abc.Iterator[dict[Sequence, Row]]:
-        """Pin the pages of the batch, and yield its sequences with their rows of the next step.
-
-        Raises EngineError if a sequence has no room for the step's tokens, or has reached the model's length.
-        """
+        """Pin the pages of the batch, and yield its sequences with their rows; EngineError if one has no room."""
         while True:
             writes = [each.next_positions for each in self._running]
             steps = dict(zip(self._running, map(_step_row, self._running, writes), strict=True))
@@ -490,18 +473,14 @@ class LaunchedPass:
         self._error: BaseException | None = None
 
     def result(self) -> PassResult:
-        """Wait for the pass. Raises the error of the pass, or EngineError if an earlier pass failed and this one was
-        undone.
-        """
+        """Wait for the pass. Raises the error of the pass, or EngineError if it was undone."""
         self._take(self)
         if self._error is not None:
             raise self._error
         return PassResult(self._chunk_results, [(each, found) for each, found in self.found if each.handle.alive])
 
     def complete(self) -> None:
-        """Wait for the device, append the tokens to the sequences, and unpin the pages; if this raises, they stay
-        pinned.
-        """
+        """Wait for the device, append the tokens to the sequences, and, unless this raises, unpin the pages."""
         self._waited = True
         self._chunk_results, steps = self._chunks.results(self._wait().rows)
         for each, sampled, row in zip(self.batch, self.sampled, steps, strict=True):

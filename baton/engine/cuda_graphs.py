@@ -63,10 +63,7 @@ class DecodeGraphs:
         self.rows = 0 if self._host_waits() else min(MAX_ROWS, rows)
 
     def run(self, count: int, width: int) -> Tensor:
-        """Compute the hidden states `[count, hidden]` of the first rows, whose contexts fit into `width` pages.
-
-        The next run overwrites them.
-        """
+        """Compute hidden states `[count, hidden]` of the first rows, valid until the next run; `width` is in pages."""
         shape = padded(count), min(padded(width), self._width)
         if shape not in self._captured:
             self._captured[shape] = self._capture(*shape)

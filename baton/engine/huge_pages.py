@@ -95,10 +95,7 @@ def _mappings() -> Iterator[tuple[int, int]]:
 
 
 def _touched(libc: ctypes.CDLL, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Start and end address of each run of huge pages that are in memory completely, at most _PIECE bytes each.
-
-    The kernel would fill missing pages with zeros, which takes memory.
-    """
+    """Addresses of runs of huge pages, at most _PIECE bytes, that are in memory whole; others would be filled."""
     for piece in range(start, end, _PIECE):
         size = min(_PIECE, end - piece)
         present = (ctypes.c_ubyte * (size // _PAGE))()

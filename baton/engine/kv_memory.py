@@ -156,9 +156,7 @@ def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
 
 
 def _pages(layer: Tensor) -> NDArray[np.uint8]:
-    """A view of one layer of a part, `[pages, ...]`, as bytes `[pages, bytes]`, so that each page is copied in one
-    run.
-    """
+    """A view of one layer of a part, `[pages, ...]`, as bytes `[pages, bytes]`: one run of bytes for each page."""
     # torch's `view` raises where numpy's `reshape` would make a copy, and writes to a copy would be lost.
     return _bytes(layer.view(len(layer), -1))
 
@@ -199,9 +197,7 @@ class CudaMemory:
 
     @contextmanager
     def copying_computed(self, layers: range) -> Iterator[None]:
-        """Context in which the caller queues copies of KV of `layers`, on a separate stream, after the kernels of a
-        chunk that compute it.
-        """
+        """Context for copies of KV of `layers`, on a separate stream, after the kernels that compute it."""
         with self._copying(self._out):
             for layer in layers:
                 if (event := self._produced.get(layer)) is not None:

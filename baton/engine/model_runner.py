@@ -41,9 +41,7 @@ _LOGITS_AT_ONCE = 1 << 24
 
 @dataclass(eq=False, slots=True)
 class _Slot:
-    """A slot that is taken. `row` is its row, or -1 after the slot was left; `in_host` is whether some of its `pages`
-    are in host memory.
-    """
+    """A slot that is taken: its row (-1 after it was left), its pages, and whether some are in host memory."""
 
     row: int
     pages: array[int]
@@ -88,9 +86,7 @@ class ModelRunner:
     """Runner of a model in torch or in native kernels; made by `baton.engine.factory.build`."""
 
     def __init__(self, model: LoadedModel, kv: KvCache, spec: EngineSpec, source: SegmentSource | None = None) -> None:
-        """`source` brings KV from host memory to the device. Native kernels need none, because they read it
-        directly.
-        """
+        """`source` brings KV from host memory to the device. Native kernels need none: they read it directly."""
         self._cuda = CudaMemory(kv) if model.device.type == "cuda" else None
         self._source = source
         self._memory: KvMemory = self._cuda or TorchMemory(kv)
@@ -423,11 +419,7 @@ class StepInputs:
             self.remove(len(self._filled) - 1)
 
     def batch(self, contexts: Sequence[int], width: int, host: HostKv | None = None) -> AttentionBatch:
-        """The attention batch of the first rows.
-
-        `contexts` has the length of each sequence with its new token. `width` is the number of pages that the longest
-        one needs. `host` has the rows with pages in host memory.
-        """
+        """Attention batch of the first rows: `contexts` count new tokens; `host` has the rows with host pages."""
         count = len(contexts)
         return AttentionBatch.step(contexts, self.positions[:count], self.tables[:count, :width], self.page_size, host)
 

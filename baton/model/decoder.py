@@ -81,26 +81,18 @@ class ForwardContext:
 
 
 class Attention(Protocol):
-    """Attention of one layer."""
+    """Attention of one layer; `GroupedAttention` explains the methods."""
 
-    def append(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Put K and V of `x` `[T, hidden]` into their pages; returns the queries `[T, heads, head_dim]`."""
-
-    def attend(self, q: Tensor, context: ForwardContext) -> Tensor:
-        """Attend with the queries `[T, heads, head_dim]`, and project to `[T, hidden]`."""
-
-    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
-        """Tensors to load; the names of the layer's tensors begin with `prefix`."""
+    def append(self, x: Tensor, context: ForwardContext) -> Tensor: ...
+    def attend(self, q: Tensor, context: ForwardContext) -> Tensor: ...
+    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]: ...
 
 
 class Mlp(Protocol):
-    """MLP of one layer."""
+    """MLP of one layer; `GatedMlp` explains the methods."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Map hidden states `[T, hidden]` to hidden states of the same shape."""
-
-    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
-        """Tensors to load; the names of the layer's tensors begin with `prefix`."""
+    def __call__(self, x: Tensor) -> Tensor: ...
+    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]: ...
 
 
 class GroupedAttention(nn.Module):
@@ -185,10 +177,7 @@ class GatedMlp(nn.Module):
 ATTENTIONS: Mapping[AttentionKind, Callable[[ModelConfig, int, TensorOptions, TensorParallel], Attention]] = {
     AttentionKind.GROUPED: GroupedAttention
 }
-"""Constructors of attention, called with the layer's index as the second argument."""
-
 MLPS: Mapping[MlpKind, Callable[[ModelConfig, TensorOptions, TensorParallel], Mlp]] = {MlpKind.GATED: GatedMlp}
-"""Constructors of MLPs."""
 
 
 class DecoderLayer(nn.Module):
@@ -209,9 +198,7 @@ class DecoderLayer(nn.Module):
         return self._attend(x, self.attention.append(self.attention_norm(x), context), context)
 
     def forward_sampled(self, x: Tensor, context: ForwardContext, sampled: Sequence[int]) -> Tensor:
-        """Compute K and V of all tokens, and hidden states `[len(sampled), hidden]` of the tokens at the indices
-        `sampled` only.
-        """
+        """Compute K and V of all tokens, and hidden states `[n, hidden]` of the n tokens at indices `sampled`."""
         q = self.attention.append(self.attention_norm(x), context)
         if not sampled:
             return x[:0]
@@ -304,9 +291,7 @@ class Decoder(nn.Module):
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Apply the final norm and the output projection to hidden states `[n, hidden]`; returns float32
-        `[n, vocab_size]`.
-        """
+        """Apply the final norm and the output projection to `[n, hidden]`; returns float32 `[n, vocab_size]`."""
         logits: Tensor = self.head(self.norm(hidden))
         return logits
 

@@ -30,11 +30,8 @@ SPAN = 26.0
 """An upper bound of the largest noise minus the smallest noise, which is log(32 ln 2) + 32 ln 2 = 25.3."""
 
 MARGIN = 1e-3
-"""Distance from the best score within which scores are compared again in float64.
-
-It is far larger than the error of a float32 score whose noise is above -2.5, and far smaller than the usual distance
-between the two best scores.
-"""
+"""Scores this near to the best one are compared again in float64: far more than the error of a float32 score with
+noise above -2.5, and far less than the usual distance between the two best scores."""
 
 _FIRST_READ = 32
 """Number of tiles that are read first, to find a good score that rules out most other tiles."""
@@ -73,10 +70,7 @@ class Draws:
         return Draws(self.rows[index], self.top[index], self.temperature[index], self.keys[index])
 
     def scale(self, values: Tensor) -> Tensor:
-        """Subtract the largest logit from `values` `[R, n]`, and divide by the temperature.
-
-        The largest becomes 0, so that no temperature makes a value overflow.
-        """
+        """Subtract the largest logit from `values` `[R, n]`, so that none overflows; divide by the temperature."""
         return (values - self.top) / self.temperature
 
 

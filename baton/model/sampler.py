@@ -249,9 +249,7 @@ class SamplerOutput:
         self._there = _mark(tokens.device)
 
     def report(self, rows: Sequence[int], logits: Tensor, tops: Sequence[int]) -> None:
-        """Add log-probabilities of `rows`, from their raw `logits`, float32 `[n, vocab]`; `tops` as in
-        `Logprobs.of`.
-        """
+        """Add log-probabilities of `rows`, from their raw logits, float32 `[n, vocab]`; `tops` as in `Logprobs.of`."""
         self._rows = rows
         chosen = self.tokens[upload(rows, torch.int64, self.tokens.device)]
         self._logprobs = Logprobs.of(logits, chosen, tops)

@@ -60,10 +60,7 @@ class NativeDecoder:
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, weights: PackedWeights, library: ctypes.CDLL, threads: int
     ) -> None:
-        """Start `threads` - 1 threads, which compute together with the caller's. `dtype` is the dtype of the weights.
-
-        Raises EngineError if memory is missing or the threads can't be started.
-        """
+        """Start `threads` - 1 threads beside the caller's; `dtype` is that of the weights. Raises EngineError."""
         self.config = config
         self._library = library
         self._threads = threads
@@ -92,9 +89,7 @@ class NativeDecoder:
     __call__ = forward
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Apply the final norm and the output projection to hidden states, float32 `[n, hidden]`; returns float32
-        `[n, vocab_size]`.
-        """
+        """Apply the final norm and the output projection: float32 `[n, hidden]` to float32 `[n, vocab_size]`."""
         hidden = hidden.float().contiguous()
         logits = _empty(len(hidden), self.config.vocab_size)
         self._head(len(hidden), abi.BatonCall(self._threads, hidden=hidden.data_ptr(), logits=logits.data_ptr()))

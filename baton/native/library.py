@@ -43,10 +43,7 @@ class Kernels:
     reason: str = ""
 
     def unless(self, reason: str, wanted: str) -> Kernels:
-        """This choice, or torch's operators if `reason` says why native kernels can't be used.
-
-        Raises ConfigError if native kernels can't be used but are `wanted`, a value of the setting `kernels`.
-        """
+        """This choice, or torch's operators for `reason`, if any; ConfigError if native kernels are `wanted`."""
         if not reason or self.library is None:
             return self
         if wanted == "native":
@@ -58,10 +55,7 @@ class Kernels:
 
 
 def select_kernels(wanted: str) -> Kernels:
-    """Choose the kernels for a value of the setting `kernels`.
-
-    Raises ConfigError if the value is native and native kernels can't be used.
-    """
+    """Choose kernels for a value of the setting `kernels`; raises ConfigError if native ones can't be used."""
     if wanted == "torch":
         return Kernels(None, "as configured")
     try:
@@ -78,10 +72,7 @@ def select_kernels(wanted: str) -> Kernels:
 
 @cache
 def load() -> ctypes.CDLL:
-    """Load the library, once in a process.
-
-    Raises NativeUnavailable if it can't be used, ConfigError for an invalid BATON_NATIVE_ISA.
-    """
+    """Load the library, once in a process; raises NativeUnavailable, or ConfigError for BATON_NATIVE_ISA."""
     library = open_library(Path(os.environ.get("BATON_NATIVE_LIBRARY", LIBRARY)), source_hash())
     abi.declare(library)
     if chosen := os.environ.get("BATON_NATIVE_ISA"):
@@ -93,11 +84,7 @@ def load() -> ctypes.CDLL:
 
 
 def multiplies_exactly(library: ctypes.CDLL) -> bool:
-    """Whether the kernels of the selected instruction set multiply small whole numbers correctly, without rounding.
-
-    This is checked at run time, because compilers have had errors in the newest instructions, and the tests have not
-    run on every CPU.
-    """
+    """Whether the selected kernels multiply small whole numbers right; compilers have erred in new instructions."""
     count, inputs, outputs = 18, 64, 40
     x = [(7 * i) % 11 - 5 for i in range(count * inputs)]
     weight = [(5 * i) % 13 - 6 for i in range(outputs * inputs)]
@@ -115,10 +102,7 @@ def multiplies_exactly(library: ctypes.CDLL) -> bool:
 
 
 def open_library(path: Path, expected_hash: str) -> ctypes.CDLL:
-    """Load the library at `path`. Raises NativeUnavailable if it can't be loaded, or was built from other sources.
-
-    `expected_hash` is the hash of the sources; with "" any sources are accepted.
-    """
+    """Load the library at `path`; raises NativeUnavailable if it is not built from sources with this hash."""
     if not path.exists():
         raise NativeUnavailable(f"{path} does not exist; with a C++17 compiler, {REBUILD}")
     try:
@@ -147,9 +131,7 @@ def best_isa(library: ctypes.CDLL) -> str:
 
 
 def select_isa(library: ctypes.CDLL, name: str) -> None:
-    """Select the instruction set whose kernels run; raises ConfigError if it is unknown or this CPU does not have
-    it.
-    """
+    """Select the instruction set of the kernels; raises ConfigError if it is unknown or the CPU lacks it."""
     if status := library.baton_native_select_isa(name.encode()):
         problem = "an unknown instruction set" if status == 1 else f"beyond the best one here, {best_isa(library)}"
         raise ConfigError(f"BATON_NATIVE_ISA: {name!r} is {problem}")

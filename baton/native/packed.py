@@ -40,9 +40,7 @@ class PackedWeight:
         return cls(library, rows, memory)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None, threads: int = 1) -> Tensor:
-        """Multiply `x`, float32 `[count, columns]`, with the weight, and add `bias`, float32 `[rows]`; returns float32
-        `[count, rows]`.
-        """
+        """Multiply `x`, float32 `[count, columns]`, and add `bias`, float32 `[rows]`: float32 `[count, rows]`."""
         out = torch.empty(len(x), self.rows)
         kind, added = TYPES[self.memory.dtype], bias.data_ptr() if bias is not None else None
         self.library.baton_native_linear(
@@ -82,10 +80,7 @@ class PackedWeights:
 
 
 def weights_of(decoder: Decoder, library: ctypes.CDLL, threads: int) -> list[LoadedWeight]:
-    """List the weights of a loaded decoder that kernels read, with names such as "head" and "layers.3.qkv_bias".
-
-    A decoder whose embedding is tied to its head has no "embedding".
-    """
+    """List the weights of a loaded decoder by names such as "layers.3.qkv_bias"; no "embedding" if tied."""
     tied = decoder.head.storage.weight is decoder.embedding.weight
     weights = [_plain("norm", decoder.norm.weight), _plain("frequencies", decoder.rotary.frequencies)]
     for index, layer in enumerate(decoder.layers):

@@ -157,10 +157,7 @@ def _wait_shared(fd: int, path: str, deadline: float) -> None:
 
 
 def _read(fd: int, path: str) -> _Index | None:
-    """Read the index of a complete file; None if the file is empty, unfinished or damaged.
-
-    Raises ConfigError if it is not a file of packed weights.
-    """
+    """Read the index of a complete file; None if it is not complete. Raises ConfigError for another kind of file."""
     size = os.fstat(fd).st_size
     start = os.pread(fd, _PREFIX.size, 0)
     if start[: len(_COMPLETE)] not in (_BUILDING[: len(start)], _COMPLETE[: len(start)]):

@@ -275,9 +275,7 @@ class Export:
             raise TransferError(str(self._ended))
 
     async def _wait_for_change(self, until: float) -> None:
-        """Wait until more KV is final, the export is committed, or the time is `until`. Raises TransferError if the
-        export has ended.
-        """
+        """Wait until `until`, or until more KV is final or committed. Raises TransferError after the end."""
         self._check()
         with add_waiter(self._waiting) as waiter:
             await asyncio.wait({waiter}, timeout=max(0.0, until - self._loop.time()))
@@ -348,10 +346,7 @@ class ExportRegistry:
         frame_bytes: int = 4 << 20,
         shards: Sequence[Shard] = (),
     ) -> None:
-        """`shards` are all shards of the worker; each process exports its own shard. By default there is one shard.
-
-        `lease_s` and `unknown_wait_s` are in seconds. `frame_bytes` is the size of a frame's KV.
-        """
+        """`shards` are all shards of the worker (default: one); times are in seconds, `frame_bytes` counts KV."""
         self._engine = engine
         self.incarnation = incarnation
         self._shards = shards or (engine.spec.kv_format.whole,)
@@ -445,10 +440,7 @@ class ExportRegistry:
         return export
 
     def release(self, transfer_id: str, incarnation: str, reason: str = "was released") -> None:
-        """End an export; if the id is not open, it can't be opened later. Idempotent.
-
-        Does nothing if `incarnation` is not the one of this worker.
-        """
+        """End an export, or forbid to open the id later; idempotent. Does nothing for another incarnation."""
         if incarnation != self.incarnation:
             return
         if (export := self._open.get(transfer_id)) is not None:

@@ -117,10 +117,7 @@ async def _limit_time(timeout_s: float) -> AsyncIterator[None]:
 async def _fetch_shards(
     sources: Sequence[KvSource], engine: Engine, handle: KvHandle, box: Box, length: int
 ) -> list[Receiver]:
-    """Fetch the box from all shards that have a part of it; returns the receiver of each shard that got its commit.
-
-    The first failure ends the fetches from all shards.
-    """
+    """Fetch the box from all shards that have a part; returns the receivers that got the commits."""
     shards = [replace(source.shard, kv_address="") for source in sources]
     if not engine.spec.kv_format.is_covered_by(shards):
         raise IncompleteTransfer(f"the exporter's shards do not cover the KV exactly once: {shards}")

@@ -95,10 +95,7 @@ class TicketVerifier:
         clock: Callable[[], float] = time.time,
         max_uses: int = MAX_USES,
     ) -> None:
-        """Read the keys. `clock` returns seconds since the Unix epoch.
-
-        Raises ConfigError, with `setting` and the path, if the file has other contents than Ed25519 public keys.
-        """
+        """Read the keys; `clock` returns Unix time in seconds. Raises ConfigError if the file has no such keys."""
         self._keys = watch_file(path, setting, _parse_public_keys)
         self._clock = clock
         self._max_uses = max_uses

@@ -321,10 +321,7 @@ class KvServicer:
         return kv_pb2.ReleaseKvResponse()
 
     def _check(self, request: Any, context: grpc.aio.ServicerContext, use: Use | None = None) -> None:
-        """Check the ticket of a call, and redeem it for `use` if that is given; then check the ids.
-
-        Raises PermissionDenied without a valid ticket, InvalidRequest for an invalid id.
-        """
+        """Check the ticket of a call, redeem it for `use`, check ids; raises PermissionDenied or InvalidRequest."""
         if self._tickets is not None:
             self._check_ticket(self._tickets, request, context, use)
         check_id("transfer_id", request.transfer_id)

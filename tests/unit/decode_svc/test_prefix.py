@@ -227,7 +227,7 @@ def test_a_replay_finds_prompt_and_outputs() -> None:
     ("change", "words"),
     [
         ({"prefix_digests": b"x" * 33}, "prefix_digests: its length must be a multiple of 32 bytes, got 33"),
-        ({"prefix_digests": b"x" * 96}, "prefix_digests: must name at most the 2 full blocks of the context, got 3"),
+        ({"prefix_digests": b"x" * 96}, "prefix_digests: must have at most one digest for each of the 2 full blocks"),
         ({"cache_salt": b"x" * 65}, "cache_salt: must have at most 64 bytes, got 65"),
     ],
 )
