@@ -8,16 +8,21 @@ tokens are computed within a minute; what loops and locks do depends on lengths,
 fill each pool, so that later ones replace cached blocks.
 
 For each kind and process: the longest hold of the loop and of the lock, with the names that `bench.holds` gives them,
-from the start of the requests until a second after their end.
+from the start of the requests until a second after their end. `control` is a process beside them that computes for
+about 0.4 ms, 200 times a second: the longest CPU time of one such piece. This is what the machine alone adds.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
+import select
 import shutil
+import sys
 import tempfile
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +34,7 @@ from baton import AsyncClient, bundled
 from baton.completion import Prompt
 from baton.kv.embedded import embedded_valkey
 from baton.tokenizer import Tokenizer
+from bench.children import child
 from bench.common import save
 from bench.services import Services
 
@@ -36,6 +42,7 @@ PAGES, PAGE = 1 << 18, 16
 MORE = 20_000
 SHORT, STREAMS = 512, 64
 SETTLE_S = 1.0
+SERVICES = ("prefill", "decode", "router")
 SHAPE: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 1,
@@ -146,23 +153,39 @@ def write_checkpoint(folder: Path) -> Path:
     return folder
 
 
+def control() -> None:
+    """Compute short pieces, and answer each line of standard input with the longest since the last answer."""
+    longest = 0.0
+    while True:
+        if select.select([sys.stdin], [], [], 0.005)[0]:
+            if not sys.stdin.readline():
+                return
+            print(json.dumps({"held_ms": round(1e3 * longest, 2)}), flush=True)
+            longest = 0.0
+        began = time.thread_time()
+        b"".join([b"%d" % number for number in range(3000)])
+        longest = max(longest, time.thread_time() - began)
+
+
 async def measure(model: str, tokens: int, rounds: int) -> dict[str, Any]:
     """The longest holds by kind of request and by process."""
     common = {"dtype": "float32", "kv_memory": PAGES * PAGE_BYTES, "page_size": PAGE}
     found: dict[str, Any] = {}
     async with embedded_valkey(2 << 30) as redis:
-        with Services(model=model, watched=True, redis=redis, **common) as services:
+        command = [sys.executable, "-c", "from bench.worker_loops import control; control()"]
+        with Services(model=model, watched=True, redis=redis, **common) as services, child(command) as beside:
             prefill = services.worker("prefill")
             decode = services.worker("decode", slots=STREAMS)
             address = services.router([prefill], [decode])
             async with AsyncClient(address) as client:
                 requests = Requests(client, tokens)
                 for kind in [*KINDS] * rounds:
-                    for process in services.processes:
+                    processes = {**dict(zip(SERVICES, services.processes, strict=True)), "control": beside}
+                    for process in processes.values():
                         process.ask("longest")
                     await KINDS[kind](requests)
                     await asyncio.sleep(SETTLE_S)
-                    for name, process in zip(("prefill", "decode", "router"), services.processes, strict=True):
+                    for name, process in processes.items():
                         found.setdefault(kind, {}).setdefault(name, []).append(process.ask("longest"))
     return found
 
