@@ -42,7 +42,7 @@ from baton.errors import (
 )
 from baton.ledger import Ledger, LedgerEntry
 from baton.lifecycle import Lifecycle, State
-from baton.request import Output, Prefilled, PrefillProgress, PrefixSource, PromptReport, RemoteExport
+from baton.request import Output, Prefilled, PrefillProgress, PrefixSource, PromptLogprobs, RemoteExport
 from baton.telemetry.metrics import ATTEMPTS_FAILED, PLACED_TOKENS, REPLAYS, RETRIES_REFUSED, WASTED_PREFILL_TOKENS
 from baton.transfer.tickets import TicketSigner
 from router.dispatcher import Dispatcher, Placement
@@ -293,7 +293,7 @@ class Attempt:
         self._number = next(history.numbers)
         self._output_ids = list(state.output.output_ids(choices[0]))
         if not state.output.unfinished(choices):
-            # Only the report on the prompt is missing. Prefill always samples, so it repeats the last token.
+            # Only prompt log-probabilities are missing. Prefill always samples, so it repeats the last token.
             self._output_ids.pop()
         self._loop = asyncio.get_running_loop()
         self._run_on_thread = deps.threads.of(request.tenant)
@@ -495,8 +495,8 @@ class Attempt:
                     self._on_prefilled(placement, event)
                 case PrefillProgress():
                     self._output.report_progress(event)
-                case PromptReport() if placement is not None:
-                    self._output.add_report(event.start, event.tokens)
+                case PromptLogprobs() if placement is not None:
+                    self._output.add_prompt_logprobs(event.start, event.tokens)
                     self._check_end(placement)
                 case DecodeEnded() if placement is not None:
                     self._finished.update(self._choices)
@@ -549,7 +549,7 @@ class Attempt:
         """
         unfinished = self._output.unfinished(self._choices)
         if not unfinished:
-            if self._output.report_complete:
+            if self._output.prompt_logprobs_complete:
                 self._end(None)
         elif self._prefilled and self._finished.intersection(unfinished):
             error = EngineError("the workers ended the request without all of its tokens")

@@ -372,11 +372,11 @@ def _messages(chat: ChatPrompt) -> list[dict[str, str]]:
 
 
 def _check_prompt_logprobs(alternatives: int, count: int) -> None:
-    """Raise InvalidRequest if a report on `count` prompt tokens would take too much of the router's memory."""
+    """Raise InvalidRequest if log-probabilities of `count` prompt tokens would take too much of the router's memory."""
     size = count * (_TOKEN_BYTES + alternatives * _LOGPROB_BYTES)
     if size > CONTROL_MESSAGE_BYTES:
         raise InvalidRequest(
             "prompt_logprobs",
-            f"a report on {count} prompt tokens needs up to {size} bytes, at most {CONTROL_MESSAGE_BYTES} are allowed",
+            f"those of {count} prompt tokens need up to {size} bytes, at most {CONTROL_MESSAGE_BYTES} are allowed",
             alternatives,
         )

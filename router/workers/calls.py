@@ -49,7 +49,7 @@ from baton.request import (
     Prefilled,
     PrefillProgress,
     PrefixSource,
-    PromptReport,
+    PromptLogprobs,
     RemoteExport,
     ReserveResult,
     SamplingParams,
@@ -94,7 +94,7 @@ class DecodeEnded:
     """The attempt has ended at the decode worker without a fault, and holds nothing there."""
 
 
-Event = PrefillProgress | PromptReport | Prefilled | Output | DecodeEnded | Failed
+Event = PrefillProgress | PromptLogprobs | Prefilled | Output | DecodeEnded | Failed
 Deliver = Callable[[Event], None]
 
 
@@ -419,12 +419,12 @@ _IDS = prefill_pb2.PrefillRequest.DESCRIPTOR.fields_by_name
 class PrefillMessage:
     """A serialized PrefillRequest without the fields that depend on the placement.
 
-    It asks for log-probabilities of the first `reported_tokens` tokens of the prompt. It is serialized here because
+    It asks for log-probabilities of the first `logprob_count` tokens of the prompt. It is serialized here because
     gRPC would serialize it on the event loop.
     """
 
     data: bytes
-    reported_tokens: int
+    logprob_count: int
 
     def complete(self, transfer_id: str, source: PrefixSource | None) -> bytes:
         """The complete message. Protobuf merges messages that are concatenated, so two parts make one request."""
@@ -575,15 +575,15 @@ async def call_prefill(
 ) -> None:
     """Call the prefill worker and deliver its events; a cancellation frees all that the worker holds for the call.
 
-    Delivers any number of PrefillProgress and PromptReport events, and Prefilled or Failed once. Parts of the report
-    may come after Prefilled, and Failed too if the rest of the report is lost. A call that breaks after all events came
+    Delivers any number of PrefillProgress and PromptLogprobs events, and Prefilled or Failed once. PromptLogprobs may
+    come after Prefilled, and Failed too if the rest of them is lost. A call that breaks after all events came
     does no harm. `transfer_id` is empty if no decode follows. `timeout` is in seconds. Workers send a message every
     second, so `silence_s` seconds without one are a fault.
     """
     link = assignment.link
     method = link.channel.unary_stream(_METHOD, response_deserializer=prefill_pb2.PrefillEvent.FromString)
     call = method(request.complete(transfer_id, source), timeout=timeout)
-    missing = request.reported_tokens
+    missing = request.logprob_count
     done, failed = False, None
     silence = SilenceTimer(silence_s, call.cancel)
     try:
@@ -592,9 +592,10 @@ async def call_prefill(
                 silence.reset()
                 if event.HasField("prefill_progress"):
                     deliver(progress_from_proto(event.prefill_progress))
-                if event.HasField("report"):
-                    missing -= len(event.report.tokens)
-                    deliver(PromptReport(event.report.start, [*map(token_from_proto, event.report.tokens)]))
+                if event.HasField("prompt_logprobs"):
+                    part = event.prompt_logprobs
+                    missing -= len(part.tokens)
+                    deliver(PromptLogprobs(part.start, [*map(token_from_proto, part.tokens)]))
                 if event.HasField("done"):
                     deliver(prefilled_from_proto(event.done))
                     done = True
