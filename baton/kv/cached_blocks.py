@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from baton.kv.hashing import DIGEST_BYTES, PackedDigests
 
-PrefixesChanged: TypeAlias = Callable[[Sequence[bytes], Sequence[bytes] | None], object]
+PoolBlocksChanged: TypeAlias = Callable[[Sequence[bytes], Sequence[bytes] | None], object]
 """Called with the digests of added blocks and of removed blocks; None instead of these if all were removed."""
 
 Pages: TypeAlias = NDArray[np.int64]
@@ -109,7 +109,7 @@ class CachedBlockIndex:
         self._others: dict[bytes, dict[int, None]] = {}
         """The other nodes whose first run has the block, if there are several."""
         self._stored, self._dropped = bytearray(), bytearray()
-        self._changed: PrefixesChanged | None = None
+        self._changed: PoolBlocksChanged | None = None
 
     @property
     def idle_pages(self) -> int:
@@ -242,7 +242,7 @@ class CachedBlockIndex:
             index._changed([], None)
         return index
 
-    def watch(self, changed: PrefixesChanged | None) -> None:
+    def watch(self, changed: PoolBlocksChanged | None) -> None:
         self.notify()
         self._changed = changed
         if changed is not None and (blocks := dict.fromkeys(PackedDigests(b"".join(self._blocks)))):

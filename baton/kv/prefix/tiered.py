@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from itertools import chain, groupby, islice, repeat
 
-from baton.kv.prefix.contract import CacheTier, FetchRate, Hits, Payload, PrefixCache, PrefixesChanged
+from baton.kv.prefix.contract import BlocksChanged, CacheTier, FetchRate, Hits, Payload, PrefixCache
 from baton.kv.prefix.host import TIER, HostPrefixCache, slices
 
 TOUCH_FRACTION = 1 / 8
@@ -319,7 +319,7 @@ class TieredPrefixCache:
         """The fetch rates of the stores; a fetch from host memory takes no time."""
         return {tier: rate for store in self._stores for tier, rate in store.cache.fetch_rates().items()}
 
-    def watch(self, changed: PrefixesChanged | None) -> None:
+    def watch(self, changed: BlocksChanged | None) -> None:
         """Report the blocks in host memory."""
         self._host.watch(changed)
 

@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 
 from baton.breaker import Breaker
 from baton.kv.format import KvFormat
-from baton.kv.prefix.contract import CacheTier, FetchRate, Hits, Payload, PrefixesChanged
+from baton.kv.prefix.contract import BlocksChanged, CacheTier, FetchRate, Hits, Payload
 from baton.kv.prefix.fetch_cost import Throughput
 from baton.kv.prefix.redis.address import parse_redis_url
 from baton.kv.prefix.redis.nodes import Command, Node, RedisCalls, count_fault, fault_label, open_topology
@@ -235,7 +235,7 @@ class RedisPrefixCache:
         """The rate measured over the fetches of this process."""
         return {TIER: rate} if (rate := self._throughput.rate) else {}
 
-    def watch(self, changed: PrefixesChanged | None) -> None:
+    def watch(self, changed: BlocksChanged | None) -> None:
         """Do nothing: no block is in this process."""
 
     async def stats(self) -> list[CacheTier]:
