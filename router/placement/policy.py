@@ -212,14 +212,14 @@ class PlacementQuery:
 
 
 @dataclass(frozen=True, slots=True)
-class Excluded:
-    """Addresses of workers, and (prefill, decode) pairs of addresses, with an open breaker."""
+class OpenBreakers:
+    """Addresses of workers, and (prefill, decode) pairs of addresses, with an open breaker; they are used last."""
 
     workers: frozenset[str] = frozenset()
     pairs: frozenset[tuple[str, str]] = frozenset()
 
 
-NOTHING_EXCLUDED = Excluded()
+NO_OPEN_BREAKERS = OpenBreakers()
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,9 +233,9 @@ class Selection:
 class Penalty:
     """Penalties of workers and pairs, from earlier attempts of the request and from breakers."""
 
-    def __init__(self, query: PlacementQuery, excluded: Excluded) -> None:
-        self._workers = (query.avoid, excluded.workers)
-        self._pairs = (query.avoid_pairs, excluded.pairs)
+    def __init__(self, query: PlacementQuery, open_breakers: OpenBreakers) -> None:
+        self._workers = (query.avoid, open_breakers.workers)
+        self._pairs = (query.avoid_pairs, open_breakers.pairs)
         self._paired = {prefill for prefill, _ in chain(*self._pairs)}
 
     def __bool__(self) -> bool:
@@ -267,14 +267,14 @@ def matching_decodes(fleet: FleetView) -> frozenset[str]:
 
 
 def select_workers(
-    fleet: FleetView, query: PlacementQuery, *, prefill_limit: int, excluded: Excluded = NOTHING_EXCLUDED
+    fleet: FleetView, query: PlacementQuery, *, prefill_limit: int, open_breakers: OpenBreakers = NO_OPEN_BREAKERS
 ) -> Selection | None:
     """The best workers for a request.
 
     None if no prefill worker of the least penalty has fewer than `prefill_limit` requests of this router: a request
     waits rather than use a worker with a higher penalty.
     """
-    penalty = Penalty(query, excluded)
+    penalty = Penalty(query, open_breakers)
     found = [
         (view, decodes)
         for prefills, decodes in _usable_groups(fleet, query, fleet.isolated | query.too_small)
@@ -298,13 +298,13 @@ def select_workers(
 
 
 def least_loaded_pair(
-    fleet: FleetView, query: PlacementQuery, excluded: Excluded = NOTHING_EXCLUDED, *, of_pair: bool = True
+    fleet: FleetView, query: PlacementQuery, open_breakers: OpenBreakers = NO_OPEN_BREAKERS, *, of_pair: bool = True
 ) -> tuple[Selection, bool] | None:
     """The pair for a request that runs alone, and whether it serves no request of this router now.
 
     Without `of_pair`, only the prefill worker must be empty. None if there is no pair.
     """
-    penalty = Penalty(query, excluded)
+    penalty = Penalty(query, open_breakers)
 
     def busy(view: PrefillView | DecodeView) -> tuple[int, int, str]:
         return penalty.of_worker(view.address), view.own_requests, view.address

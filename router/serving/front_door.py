@@ -37,7 +37,7 @@ from baton.telemetry.metrics import CLIENTS_STALLED, REQUESTS
 from router.dispatcher import Dispatcher
 from router.output import OutputProcessor, Update
 from router.request_runner import RequestRunner
-from router.serving.validator import ChatPrompt, GenerateRequest, RequestValidator, ServedModel, TextPrompt
+from router.serving.validator import ChatPrompt, RequestValidator, ServedModel, TextPrompt, UncheckedRequest
 from router.workers.pool import Pool
 
 DRAIN_LIMIT_S = 5.0
@@ -274,7 +274,7 @@ class FrontDoor:
 
     @contextlib.asynccontextmanager
     async def generate(
-        self, request: GenerateRequest, caller: Caller, deadline: float | None
+        self, request: UncheckedRequest, caller: Caller, deadline: float | None
     ) -> AsyncIterator[tuple[str, ClientStream[Update]]]:
         """Serve a request until the block ends: its id, and its updates, of which the last one has the usage.
 

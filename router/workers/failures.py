@@ -2,7 +2,7 @@
 
 There is a breaker (`baton.breaker`) for each worker and each (prefill, decode) pair, shared by all requests of a
 router. A request avoids workers that failed it before. An open breaker makes all requests avoid a worker that has
-failed several in a row. Both are only preferences: placement uses excluded workers if there are no others. Deaths,
+failed several in a row. Both are only preferences: placement uses such workers if there are no others. Deaths,
 drains and refusals do not count in breakers.
 
     the connection is lost: presumed a death ──┬─ the same incarnation is heard again ──▶ no death, counts for nothing
@@ -37,7 +37,7 @@ from dataclasses import dataclass, field, replace
 
 from baton.breaker import Breaker, Permit
 from baton.errors import BatonError, Overloaded
-from router.placement.policy import DecodeView, Excluded, PrefillView
+from router.placement.policy import DecodeView, OpenBreakers, PrefillView
 
 
 class Blame(enum.Enum):
@@ -140,10 +140,10 @@ class Breakers:
         self._clock = clock
         self._breakers: dict[Key, Breaker] = {}
 
-    def excluded(self) -> Excluded:
-        """The workers and pairs that placement should avoid now."""
+    def open_breakers(self) -> OpenBreakers:
+        """The workers and pairs that placement should use last now."""
         keys = [key for key, breaker in self._breakers.items() if not breaker.due]
-        return Excluded(
+        return OpenBreakers(
             frozenset(key[0] for key in keys if len(key) == 1),
             frozenset((key[0], key[1]) for key in keys if len(key) == 2),
         )
