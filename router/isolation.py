@@ -158,7 +158,7 @@ class Isolation:
 
 
 class IsolationGrant:
-    """The right of an attempt to a prefill worker for itself until `release`; if `of_pair`, also to a decode worker."""
+    """The right of an attempt to a prefill worker without other requests; if `of_pair`, also to a decode worker."""
 
     def __init__(self, on_release: Callable[[], None], *, of_pair: bool) -> None:
         self._on_release = on_release
@@ -166,7 +166,7 @@ class IsolationGrant:
         self.released = False
 
     def release(self) -> None:
-        """Let other requests use the workers; idempotent."""
+        """End the right; others may use the workers when all attempts of the request have released it. Idempotent."""
         if not self.released:
             self.released = True
             self._on_release()

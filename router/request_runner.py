@@ -11,8 +11,8 @@ the first token one attempt serves all choices; a retry after it makes one attem
                                     prefill call and Start at once       tokens may come before the first token
 
 Events come from the prefill call and from the decode session. Each is handled where it arrives, and does not wake the
-attempt's task, which waits only for the end. However an attempt ends (served, failed, cancelled, too late), three
-`finally` blocks release all that it holds: `_serve_placed` the prefill call and the export that was not fetched,
+attempt's task, which waits only for the end. However an attempt ends, `finally` blocks release what it holds at that
+time. After its placement these are: `_serve_placed` the prefill call and the export that was not fetched,
 `Dispatcher.place` the assignment and the decode worker's pages, `Attempt.run` the attempt's state. The rules for
 retries are in `workers/failures.py`.
 """

@@ -1,9 +1,10 @@
 """Placement policy: selects the prefill and decode workers of a request from the router's view of the fleet. Pure.
 
-The prefill worker is the one that will finish the prompt first: the tokens waiting there plus the uncached tokens of
-the prompt, divided by the measured rate. Decode workers are ordered by room: a free slot first, then free pages and
-cached tokens of the prompt. Draining workers, and pairs whose KV formats do not match, are left out. A worker or pair
-that failed the request before, or has an open breaker, gets a penalty, and only those with the least penalty are used.
+The prefill worker is the one with the least (waiting tokens + a fraction of the recently computed ones + uncached
+tokens of the prompt) / measured rate: it will finish the prompt first. Decode workers
+are ordered by room: a free slot first, then free pages and cached tokens of the prompt. Draining workers, and pairs
+whose KV formats do not match, are left out. A worker or pair that failed the request before, or has an open breaker,
+gets a penalty, and only those with the least penalty are used.
 A request that must run alone gets the pair with the fewest requests of this router; while it waits for that pair and
 runs there, no other request is placed there.
 
