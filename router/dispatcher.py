@@ -59,7 +59,7 @@ class Dispatcher:
             max_wait_s=config.queue_wait_s,
         )
         self._selected: dict[Waiter, asyncio.Future[tuple[PrefillAssignment, Selection]]] = {}
-        """A future for each waiter, whose result are the workers of its turn."""
+        """A future for each waiter; its result are the assignment and the selected workers."""
         self._tenants: dict[PrefillAssignment, str] = {}
         """Tenant of each assignment at a prefill worker that came from the queue."""
         self._breakers = Breakers(self._loop.time)
@@ -336,7 +336,7 @@ class Placement:
     pinned_tokens: int = 0
     peer: Peer | None = None
     isolation: IsolationGrant | None = None
-    """The grant of a request that has workers for itself."""
+    """The grant of the attempt, if its request runs alone."""
 
     def describe(self) -> str:
         """The workers, for the ledger's reader."""

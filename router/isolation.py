@@ -31,7 +31,7 @@ from router.workers.pool import Pool
 
 P = TypeVar("P")
 ReserveAt: TypeAlias = Callable[[PlacementQuery, Selection, Mapping[str, str]], Awaitable[P | Refusal]]
-"""A function that reserves at the selected workers; the mapping has the reason of each worker that is too small."""
+"""A function that reserves at the selected workers; the mapping has, by address, why a worker is too small."""
 
 
 class Isolation:

@@ -243,7 +243,7 @@ async def _run_all(parts: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 
 _FINAL = (InvalidRequest, NotFound, DeadlineExceeded)
-"""Errors that another attempt would only repeat."""
+"""Errors after which no other attempt is made, because it would fail in the same way."""
 
 
 class AttemptFailed(Exception):

@@ -182,7 +182,7 @@ class PageAllocator:
         return sum(self._free)
 
     def available(self, *shared: Pages) -> int:
-        """Pages that can be allocated if the cached ones among `shared` must stay."""
+        """Number of free pages, and of cached pages without owner that are not in `shared`."""
         idle = sum(len(pages) - np.count_nonzero(self._owners[pages]) for pages in shared)
         return self.free + self.block_index.idle_pages - int(idle)
 

@@ -1,12 +1,11 @@
 """Placement policy: selects the prefill and decode workers of a request from the router's view of the fleet. Pure.
 
 The prefill worker is the one with the least (waiting tokens + a fraction of the recently computed ones + uncached
-tokens of the prompt) / measured rate: it will finish the prompt first. Decode workers
-are ordered by room: a free slot first, then free pages and cached tokens of the prompt. Draining workers, and pairs
-whose KV formats do not match, are left out. A worker or pair that failed the request before, or has an open breaker,
-gets a penalty, and only those with the least penalty are used.
-A request that must run alone gets the pair with the fewest requests of this router; while it waits for that pair and
-runs there, no other request is placed there.
+tokens of the prompt) / measured rate: it will finish the prompt first. Decode workers are ordered by room: a free slot
+first, then free pages and cached tokens of the prompt. Draining workers, and pairs whose KV formats do not match, are
+left out. A worker or pair that failed the request before, or has an open breaker, gets a penalty, and only those with
+the least penalty are used. A request that must run alone gets the pair with the fewest requests of this router; while
+it waits for that pair and runs there, no other request is placed there.
 
 A view is the state of one worker as the router knows it, and each new view replaces the last one. Workers with the same
 KV format form a group, so that formats are compared for each pair of groups, and not for each pair of workers. Draining

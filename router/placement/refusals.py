@@ -35,10 +35,7 @@ class RefusalGate:
 
     def __init__(self) -> None:
         self.ask_rounds = 0
-        """Number of times that refused waiters were allowed to ask again.
-
-        A change of a worker, the end of a placement, and a timer each begin a round.
-        """
+        """Number of times that refused waiters might ask again: at changes of workers, ends of placements, timers."""
         self.restricted: Waiter | None = None
         """The restricted waiter that was refused first."""
         self._refused_at: int | None = None
@@ -57,7 +54,7 @@ class RefusalGate:
         """Times at which waiters became the head, or the first restricted waiter."""
 
     def begin_ask_round(self) -> None:
-        """Let waiters that were refused ask again."""
+        """Let refused waiters ask again."""
         self.ask_rounds += 1
         self._blocked.clear()
         self._choices_blocked = False
@@ -145,7 +142,7 @@ class RefusalGate:
         return waiter is not head and waiter.request.context_tokens <= self._room
 
     def _would_be_refused(self, waiter: Waiter, isolated: frozenset[str]) -> bool:
-        """Whether all workers that the waiter can ask have refused a restricted waiter, or are being asked by it."""
+        """Whether the latest refusal of a restricted waiter shows that no worker that this waiter can ask has room."""
         ask_round, unusable, room = self._restricted_refusal
         holds = self._restricted_asks or ask_round == self.ask_rounds
         too_large = waiter.request.context_tokens > room

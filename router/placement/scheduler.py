@@ -101,7 +101,7 @@ class PlacementScheduler:
 
     @property
     def ask_rounds(self) -> int:
-        """Number of times that refused waiters were allowed to ask again."""
+        """Number of times that refused waiters might ask again."""
         return self._gate.ask_rounds
 
     def __len__(self) -> int:
@@ -319,7 +319,7 @@ class RequestQueue(Generic[T]):
         self._head: tuple[T, str] | None = None
         self._busy_s, self._departures = DecayingSum(_SPAN_S), DecayingSum(_SPAN_S)
         self._busy_clock = 0.0
-        """Sum of the seconds of all busy periods; the two decaying sums use it as their clock."""
+        """Seconds of all busy periods together: the clock of the two decaying sums."""
         self._counted = 0
         self.hint_s = 0.0
         """Least seconds until a client should retry, as told by the workers; 0 if they told none."""
@@ -433,7 +433,7 @@ class RequestQueue(Generic[T]):
         return self._busy_s.value(now) / self._departures.value(now) if self._counted else 0.0
 
     def retry_after(self) -> float:
-        """Seconds until the queue would be empty at its recent pace, within limits; for the client's retry."""
+        """Seconds until a client should retry: those until the queue is empty at its recent pace, within limits."""
         estimate = len(self) * self._interval if self._interval else _FIRST_GUESS_S
         return min(max(estimate, self.hint_s, _MIN_RETRY_S), _MAX_RETRY_S)
 

@@ -77,7 +77,7 @@ class Sized(Generic[M]):
 
 
 def sized(kind: type[M]) -> Callable[[bytes], Sized[M]]:
-    """The deserializer of messages of a kind that has a prompt; raises InvalidRequest for too many fields.
+    """A deserializer for a type of message with a prompt; raises InvalidRequest for too many fields.
 
     The generated class would check and copy a long prompt on the event loop, in 5 ms for 5 MB of text. So the fields of
     a message above 256 KiB are looked at first.

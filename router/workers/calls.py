@@ -202,7 +202,7 @@ class DecodeCall:
         self._session.send(decode_pb2.SessionUp(cancel=decode_pb2.Cancel(key=self._key)))
 
     def close(self) -> None:
-        """End the attempt, and cancel it at the worker unless all of its choices have ended there; idempotent."""
+        """End the attempt; the worker cancels it unless all of its choices have ended there. Idempotent."""
         if not self._session.forget(self._key):
             return
         if self._unanswered:
@@ -490,7 +490,7 @@ class PrefillAssignment:
             self.link.attach(self, request_id)
 
     def detach(self) -> None:
-        """Record that the prompt is computed and its KV was fetched, so the request needs nothing more; idempotent."""
+        """Record that the request needs this worker no more: its KV was fetched. Idempotent."""
         self.link.detach(self)
 
     def fail(self, error: BatonError, cause: Cause) -> None:

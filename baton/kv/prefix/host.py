@@ -107,7 +107,7 @@ class HostPrefixCache(NullPrefixCache):
         return self._payloads.get(digest)
 
     async def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
-        """Blocks that are not cached here and were no hits; marks the chain as used."""
+        """Whether each block is wanted: it is not cached here and was no hit. Marks the chain as used."""
         wanted: list[bool] = []
         async for part in slices(digests):
             wanted += self.select_missing(part, hits - len(wanted))
