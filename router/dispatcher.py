@@ -259,16 +259,16 @@ class Dispatcher:
     def _give_turns(self) -> None:
         """Give turns in the order of the queue while prefill workers have room."""
         self._changed.set()
-        without_room: set[Waiter] = set()
-        while self._give_turn(without_room):
+        skipped: set[Waiter] = set()
+        while self._give_turn(skipped):
             pass
         QUEUE_LENGTH.set(len(self.scheduler))
         self._watch_fleet()
 
-    def _give_turn(self, without_room: set[Waiter]) -> bool:
+    def _give_turn(self, skipped: set[Waiter]) -> bool:
         """Give the next waiter its turn; False if no waiter can use one."""
         breakers = self._breakers.open_breakers()
-        next_ = self.scheduler.next_turn(self._pool.fleet, breakers, self._loop.time(), without_room)
+        next_ = self.scheduler.next_turn(self._pool.fleet, breakers, self._loop.time(), skipped)
         if next_ is None:
             return False
         waiter, selected = next_.waiter, self._selected[next_.waiter]

@@ -129,30 +129,28 @@ class PlacementScheduler:
             self._check_wait(request, now)
         self._queue.push(waiter, tenant=request.tenant, deadline=request.deadline, now=now)
 
-    def next_turn(
-        self, fleet: FleetView, open_breakers: OpenBreakers, now: float, without_room: set[Waiter]
-    ) -> Selected | None:
+    def next_turn(self, fleet: FleetView, breakers: OpenBreakers, now: float, skipped: set[Waiter]) -> Selected | None:
         """The next turn; None if no waiter can use one.
 
         The caller must call `begin_turn` or `leave_queue` with its waiter. Waiters for which no prefill worker has room
-        are added to `without_room` and skipped. It sorts the tenants, and looks at
-        `_MAX_SCANNED` more waiters than there are tenants, at most.
+        are added to `skipped`, and left out. One call sorts the tenants, and looks at one waiter for each and
+        `_MAX_SCANNED` more, at most.
         """
         tenants = len(self._in_flight.keys() | self._queue.tenants)
         for waiter in self._candidates(fleet, now, tenants + _MAX_SCANNED):
-            if waiter in without_room:
+            if waiter in skipped:
                 continue
             self.forget_departed(waiter, fleet)
             if self.is_too_large(waiter, fleet):
                 return Selected(waiter, self._query(waiter, fleet))
             if fleet.has_capacity(limit := self._limit(waiter.request.tenant, tenants, fleet)):
                 query = self._query(waiter, fleet)
-                selection = select_workers(fleet, query, prefill_limit=limit, open_breakers=open_breakers)
+                selection = select_workers(fleet, query, prefill_limit=limit, open_breakers=breakers)
                 if selection is not None:
                     return Selected(waiter, query, selection)
             # Waiters behind it may still find a prefill worker that it can't use.
-            without_room.add(waiter)
-            if len(without_room) > _MAX_SKIPPED:
+            skipped.add(waiter)
+            if len(skipped) > _MAX_SKIPPED:
                 return None
         return None
 
