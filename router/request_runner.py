@@ -117,7 +117,7 @@ class RequestRunner:
             if self._stopped:
                 # `stop` ran while the request was tokenized.
                 raise Unavailable(_STOPPED)
-            run = self._deps.threads.of(request.tenant)
+            run = self._deps.threads.for_tenant(request.tenant)
             hasher = BlockHasher(request.prompt_ids, request.salt, run) if request.reads_cache else None
             await self._serve_choices(
                 RequestState(request, output, hasher), range(request.params.n), RetryHistory(), 0.0
@@ -296,7 +296,7 @@ class Attempt:
             # Only prompt log-probabilities are missing. Prefill always samples, so it repeats the last token.
             self._output_ids.pop()
         self._loop = asyncio.get_running_loop()
-        self._run_on_thread = deps.threads.of(request.tenant)
+        self._run_on_thread = deps.threads.for_tenant(request.tenant)
         deadline = math.inf if request.deadline is None else request.deadline
         self._life = Lifecycle(State.QUEUED, self._loop.time(), request_deadline=deadline)
         self._placement: Placement | None = None

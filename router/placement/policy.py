@@ -249,7 +249,7 @@ class Penalty:
         """The sum of the penalties of two workers, and the penalty of their pair; less is better."""
         return self.of_worker(prefill) + self.of_worker(decode), sum((prefill, decode) in each for each in self._pairs)
 
-    def least(self, prefill: str, decodes: Collection[DecodeView], least_decode: int) -> tuple[int, int]:
+    def of_best_pair(self, prefill: str, decodes: Collection[DecodeView], least_decode: int) -> tuple[int, int]:
         """The penalty of the best pair with a prefill worker; `least_decode` is the least penalty among `decodes`."""
         if prefill in self._paired and decodes:
             return min(self.of_pair(prefill, decode.address) for decode in decodes)
@@ -349,11 +349,11 @@ def _least_penalty(
     found: list[tuple[PrefillView, list[DecodeView]]], penalty: Penalty
 ) -> list[tuple[PrefillView, list[DecodeView]]]:
     """The prefill workers whose best pair has the least penalty of all."""
-    least_of = {
+    least_decode_of = {
         id(decodes): min((penalty.of_worker(each.address) for each in decodes), default=0)
         for decodes in {id(decodes): decodes for _, decodes in found}.values()
     }
-    penalties = [penalty.least(view.address, decodes, least_of[id(decodes)]) for view, decodes in found]
+    penalties = [penalty.of_best_pair(view.address, decodes, least_decode_of[id(decodes)]) for view, decodes in found]
     least = min(penalties, default=None)
     return [each for each, theirs in zip(found, penalties, strict=True) if theirs == least]
 

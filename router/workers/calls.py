@@ -127,8 +127,8 @@ class DecodeCall:
         return self._key
 
     @property
-    def asked(self) -> bool:
-        """Whether the worker was asked for pages and has not refused or freed them, as far as is known."""
+    def may_hold_pages(self) -> bool:
+        """Whether the worker may hold pages of the attempt: it was asked, and no refusal or end is known."""
         return self._unanswered or self.granted
 
     @property
@@ -289,7 +289,7 @@ class DecodeSession:
     @property
     def requests_without_token(self) -> int:
         """Number of attempts for which the worker was asked for pages, but has sent no token yet."""
-        return sum(attempt.asked and not attempt.has_output for attempt in self._attempts.values())
+        return sum(attempt.may_hold_pages and not attempt.has_output for attempt in self._attempts.values())
 
     def begin_call(self, request_id: str, number: int, deliver: Deliver) -> DecodeCall:
         """Begin the call of an attempt, whose events go to `deliver`. Raises Unavailable if the session has ended."""
@@ -365,7 +365,7 @@ class DecodeSession:
                 async with asyncio.timeout_at(beat):
                     message = await self._up.get()
             except TimeoutError:
-                live = [attempt.key for attempt in self._attempts.values() if attempt.asked]
+                live = [attempt.key for attempt in self._attempts.values() if attempt.may_hold_pages]
                 message = decode_pb2.SessionUp(heartbeat=decode_pb2.Heartbeat(live=live))
                 beat = now() + HEARTBEAT_S
             await call.write(message)
