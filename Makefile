@@ -9,7 +9,7 @@ WORKER := $(VENV)/.installed-worker
 INSTALLED := $(VENV)/.installed
 NATIVE := baton/native/_baton_native.so
 
-.PHONY: demo test check lint types walls protos native emulate sanitize sanitize-address sanitize-thread chaos soak fuzz proto bench bench-gpu bench-gpu-long bench-peers clean
+.PHONY: demo test check lint types imports protos native emulate sanitize sanitize-address sanitize-thread chaos soak fuzz proto bench bench-gpu bench-gpu-long bench-peers clean
 .DEFAULT_GOAL := test
 # Both installations are into one folder.
 .NOTPARALLEL:
@@ -89,7 +89,7 @@ sanitize-thread: $(INSTALLED)
 	BATON_NATIVE_LIBRARY=build/sanitize/thread.so TSAN_OPTIONS=die_after_fork=0 OMP_NUM_THREADS=1 \
 		LD_PRELOAD="$$(g++ -print-file-name=libtsan.so)" $(SANITIZED)
 
-check: lint types walls protos ## lint, types, import walls, protos, generated stubs
+check: lint types imports protos ## lint, types, import rules, protos, generated stubs
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -98,7 +98,7 @@ lint: $(INSTALLED)
 types: $(INSTALLED)
 	$(BIN)/mypy
 
-walls: $(INSTALLED)
+imports: $(INSTALLED)
 	$(BIN)/python -m pytest tests/unit/test_imports.py
 
 protos: $(INSTALLED)

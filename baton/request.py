@@ -293,7 +293,7 @@ class Prefilled:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptReport:
+class PromptLogprobs:
     """Log-probabilities of the tokens of a prompt from position `start` on; the first token of a prompt has none."""
 
     start: int

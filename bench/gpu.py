@@ -195,7 +195,7 @@ class Bench:
         self._model = random_model(ModelConfig.from_dict(raw), device)
 
     def measure(self, saved: Callable[[dict[str, Any]], object] = lambda _: None) -> dict[str, Any]:
-        """All figures; `saved` is called with those known so far."""
+        """Measure all figures; calls `saved` with the figures so far after each."""
         results = self._whole()
         for name, (steps_ahead, graphs) in VARIANTS.items():
             saved(results)

@@ -197,7 +197,7 @@ class LongBench:
         return engine_of(model, tokens, page, max_model_len=tokens, kv_home=home, segment_tokens=segment)
 
     def prefill(self, engine: EngineCore, tokens: int, chunk: int, copies: Copies | None = None) -> PrefillRun:
-        """Compute a prompt until the minutes are over, at least a chunk; `chunk` 0: as prefill workers choose."""
+        """Compute a prompt until the minutes are over, in chunks of `chunk` tokens (0: as workers choose)."""
         drawn = random.Random(tokens)
         ids = drawn.choices(range(engine.spec.vocab_size), k=tokens)
         prompt, handle, start, rate = PrefillRun(tokens, []), engine.reserve("long", tokens), 0, 0.0

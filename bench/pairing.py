@@ -42,7 +42,7 @@ def median(entries: Sequence[Entry], name: str) -> float | None:
 
 
 def ratio(ours: Sequence[Entry], theirs: Sequence[Entry], name: str) -> dict[str, Any] | None:
-    """A figure of ours divided by theirs, for each turn that has both; None if there is none."""
+    """Our figure divided by theirs, for each turn that has both; None if no turn has both."""
     return spread([mine / other for mine, other in _both(ours, theirs, name)])
 
 

@@ -60,7 +60,7 @@ class Services:
         return Worker(where["control"], where["ops"])
 
     def router(self, prefill: Sequence[Worker], decode: Sequence[Worker], **settings: Any) -> str:
-        """Address of a router over these workers, which serves."""
+        """Start a router for these workers and wait until it serves; returns its address."""
         workers = {role: [each.control for each in them] for role, them in (("prefill", prefill), ("decode", decode))}
         places = {role: ",".join(addresses) for role, addresses in workers.items()}
         flags = _flags({"model": self._model, **places, **settings})

@@ -87,8 +87,8 @@ class Requests:
         """The prompt before, with four choices."""
         await self._ask(self._last, n=4)
 
-    async def report(self) -> None:
-        """The prompt before, with the log-probabilities of its tokens."""
+    async def prompt_logprobs(self) -> None:
+        """Send the previous prompt again, with log-probabilities of its tokens."""
         await self._ask(self._last[: self._tokens], prompt_logprobs=1)
 
     async def cancelled(self) -> None:
@@ -134,7 +134,7 @@ KINDS: dict[str, Callable[[Requests], Awaitable[None]]] = {
         Requests.new,
         Requests.cached,
         Requests.choices,
-        Requests.report,
+        Requests.prompt_logprobs,
         Requests.cancelled,
         Requests.text,
         Requests.chat,

@@ -339,7 +339,7 @@ class Attempts:
 
     def needs_digests(self, attempt: DecodeAttempt) -> bool:
         """Whether the commit needs the digests of the context's blocks, to publish them or to check the pinned ones."""
-        return self.may_publish(attempt) or attempt.handle.cached > 0
+        return self.may_publish(attempt) or attempt.handle.cached_tokens > 0
 
     def may_publish(self, attempt: DecodeAttempt) -> bool:
         """Whether other requests may use the KV that the attempt computes and fetches."""
@@ -348,11 +348,11 @@ class Attempts:
     def check_handoff(self, attempt: DecodeAttempt, handoff: Handoff, digests: abc.Sequence[bytes]) -> None:
         """Raise IncompleteTransfer or InvalidRequest if the handoff does not belong to the reservation."""
         check_handoff(self._engine.spec, attempt.request, handoff)
-        pinned = attempt.handle.cached // self._engine.spec.kv_format.block_size
+        pinned = attempt.handle.cached_tokens // self._engine.spec.kv_format.block_size
         # The last digest of a chain names all blocks before it too.
         if pinned and digests[pinned - 1 : pinned] != pinnable_digests(attempt.request)[pinned - 1 : pinned]:
             raise IncompleteTransfer(
-                f"{attempt.key}: the {attempt.handle.cached} tokens that were pinned are not those of the handoff"
+                f"{attempt.key}: the {attempt.handle.cached_tokens} pinned tokens are not those of the handoff"
             )
 
     def commit(

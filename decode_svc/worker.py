@@ -179,7 +179,7 @@ class DecodeWorker:
             return ReserveResult(False, str(error), retry_after_s=error.retry_after or forecast.retry_after(now))
         self.idle.clear()
         self.schedule()
-        cached = attempt.handle.cached
+        cached = attempt.handle.cached_tokens
         found = cached // self._engine.spec.kv_format.block_size
         self._cache_tiers.record_lookup(found, len(pinnable_digests(request)))
         return ReserveResult(True, cached_tokens=cached)
@@ -206,7 +206,7 @@ class DecodeWorker:
         The pinned tokens are final, so the export is committed at once, without a handoff. The pages belong to the
         attempt, so the export ends before the attempt's handle is freed.
         """
-        tokens = attempt.handle.cached
+        tokens = attempt.handle.cached_tokens
         if not tokens:
             # A fetch that waits for this export, or will come, must not wait for something that never comes.
             self._exports.release(transfer_id, self._exports.incarnation, "has nothing to export")
@@ -228,7 +228,7 @@ class DecodeWorker:
         """Fetch an attempt's KV, except the pinned blocks, and commit it. A failure ends the attempt."""
         started, tokens = self._loop.time(), attempt.request.context_tokens
         try:
-            handoff = await self._fetch(source, attempt.handle, tokens=tokens, first=attempt.handle.cached)
+            handoff = await self._fetch(source, attempt.handle, tokens=tokens, first=attempt.handle.cached_tokens)
             digests = None
             if self.attempts.needs_digests(attempt):
                 digests = await self._blocks.hash_blocks(context_ids(handoff), attempt.request.cache_salt)
@@ -255,7 +255,7 @@ class DecodeWorker:
         now = self._loop.time()
         self._end_prefix_export(attempt)
         sequence = self.attempts.commit(attempt, handoff, fetch_ms, now, digests)
-        metrics.REUSED_TOKENS.inc(attempt.handle.cached)
+        metrics.REUSED_TOKENS.inc(attempt.handle.cached_tokens)
         if self._config.convert_kv:
             metrics.UNSHARED_TOKENS.inc(attempt.request.context_tokens)
         if sequence is None:

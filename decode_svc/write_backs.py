@@ -120,7 +120,7 @@ class WriteBacks:
         return None
 
     def _count_pinned(self, handle: KvHandle) -> int:
-        return handle.cached // self._engine.spec.kv_format.block_size
+        return handle.cached_tokens // self._engine.spec.kv_format.block_size
 
     async def _copy(self, published: PublishedBlocks, handle: KvHandle) -> None:
         digests, first = published.digests[: self._count_pinned(handle)], published.context_blocks

@@ -28,7 +28,7 @@ from baton.request import (
     Prefilled,
     PrefillProgress,
     PrefixSource,
-    PromptReport,
+    PromptLogprobs,
     SamplingParams,
     SequenceState,
     TokenInfo,
@@ -237,7 +237,7 @@ class PrefillJob:
         self._outcome = outcome
         self._changed.set()
 
-    async def events(self) -> AsyncIterator[Prefilled | PrefillProgress | PromptReport | None]:
+    async def events(self) -> AsyncIterator[Prefilled | PrefillProgress | PromptLogprobs | None]:
         """Yield the events of the job: progress, parts of the report, and `Prefilled` as soon as it is known.
 
         Parts of the report may follow `Prefilled`. After HEARTBEAT_S seconds without an event, None is yielded. Raises
@@ -261,14 +261,14 @@ class PrefillJob:
             else:
                 yield self._take_report() if self._report else None
 
-    def _take_report(self) -> PromptReport:
+    def _take_report(self) -> PromptLogprobs:
         """The next part, small enough to become a message without holding the event loop."""
         start, entries, tokens = self._reported, 0, list[TokenInfo]()
         while self._report and entries < _REPORT_ENTRIES:
             tokens.append(self._report.popleft())
             entries += 1 + len(tokens[-1].top)
         self._reported += len(tokens)
-        return PromptReport(start, tokens)
+        return PromptLogprobs(start, tokens)
 
 
 def count_by_tier(sources: Sequence[tuple[str, int]], limit: int) -> dict[str, int]:

@@ -125,7 +125,7 @@ class PrefixLoader:
         """Count the blocks that came with the job's pages, and decide which of the hits to load."""
         if not job.task.reads:
             return
-        tokens = job.pages.cached
+        tokens = job.pages.cached_tokens
         if tokens:
             job.prefix.sources.append((POOL, tokens))
         blocks = -(-tokens // self._block)

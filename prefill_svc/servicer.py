@@ -18,7 +18,7 @@ from baton.request import (
     MAX_CHOICES,
     Prefilled,
     PrefillProgress,
-    PromptReport,
+    PromptLogprobs,
     SamplingParams,
     check_count,
     check_id,
@@ -116,13 +116,13 @@ def task_from_proto(request: prefill_pb2.PrefillRequest, spec: EngineSpec, deadl
     )
 
 
-def event_to_proto(event: Prefilled | PrefillProgress | PromptReport | None) -> prefill_pb2.PrefillEvent:
+def event_to_proto(event: Prefilled | PrefillProgress | PromptLogprobs | None) -> prefill_pb2.PrefillEvent:
     """One message of the stream; None is a heartbeat."""
     if event is None:
         return prefill_pb2.PrefillEvent()
-    if isinstance(event, PromptReport):
+    if isinstance(event, PromptLogprobs):
         tokens = [token_to_proto(token) for token in event.tokens]
-        return prefill_pb2.PrefillEvent(report=prefill_pb2.PromptReport(start=event.start, tokens=tokens))
+        return prefill_pb2.PrefillEvent(prompt_logprobs=prefill_pb2.PromptLogprobs(start=event.start, tokens=tokens))
     if isinstance(event, PrefillProgress):
         return prefill_pb2.PrefillEvent(prefill_progress=progress_to_proto(event))
     return prefill_pb2.PrefillEvent(

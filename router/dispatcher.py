@@ -1,14 +1,14 @@
 """Placement of attempts: an assignment at a prefill worker, and pages at a decode worker.
 
-    method          result             event
-    place           Waiter             the request enters the queue (`PlacementScheduler.push`)
-    _give_turns     Turn               a prefill worker has room, and workers are selected (`next_turn`)
-    _wait_for_turn  PrefillAssignment  the prompt counts at the selected prefill worker
-    _reserve        Placement          a selected decode worker has granted pages (`grant`)
-                    Refusal            all have refused, and the Waiter is in the queue again (`refuse`)
+1. `place` makes a `Waiter` of the request, and `PlacementScheduler.push` adds it to the queue.
+2. `_give_turns` takes a `Selected` from `next_turn`, which selects workers for the first waiter that finds room, and
+   makes a `PrefillAssignment`: the prompt counts at the prefill worker.
+3. `_wait_for_turn` receives the assignment in the task of the request.
+4. `_reserve` asks the selected decode workers for pages. If one grants them, the result is a `Placement` (`grant`).
+5. If all refuse, the waiter is in the queue again, with a `Refusal` (`refuse`), and step 2 follows.
 
 `placement/scheduler.py` decides which request is placed and where; this module waits, and asks the workers. Changes
-of workers, released assignments and timers wake it.
+of workers, released assignments and timers cause step 2.
 
 Requests also wait in the queue while a role has no workers, each for `worker_wait_s` seconds.
 
@@ -58,8 +58,8 @@ class Dispatcher:
             prefill_limit=config.prefill_limit,
             max_wait_s=config.queue_wait_s,
         )
-        self._turns: dict[Waiter, asyncio.Future[tuple[PrefillAssignment, Selection]]] = {}
-        """A future for each waiter, whose result is its turn."""
+        self._selected: dict[Waiter, asyncio.Future[tuple[PrefillAssignment, Selection]]] = {}
+        """A future for each waiter; its result are the assignment and the selected workers."""
         self._tenants: dict[PrefillAssignment, str] = {}
         """Tenant of each assignment at a prefill worker that came from the queue."""
         self._breakers = Breakers(self._loop.time)
@@ -71,7 +71,7 @@ class Dispatcher:
             pool,
             self._breakers,
             self._changed,
-            lambda: self.scheduler.updates,
+            lambda: self.scheduler.ask_rounds,
             wait_s=config.isolation_wait_s,
             worker_wait_s=config.worker_wait_s,
         )
@@ -160,7 +160,7 @@ class Dispatcher:
         if not request.is_retry:
             self.check(request.tenant, decodes=request.decodes)
         self.scheduler.push(waiter, self._pool.fleet, now)
-        self._turns[waiter] = self._loop.create_future()
+        self._selected[waiter] = self._loop.create_future()
         self._give_turns()
         try:
             while True:
@@ -174,17 +174,17 @@ class Dispatcher:
         finally:
             # A waiter in the queue must have a future for its turn, also after an error.
             self.scheduler.leave_queue(waiter)
-            del self._turns[waiter]
+            del self._selected[waiter]
             self.scheduler.forget(waiter)
 
     async def _wait_for_turn(self, waiter: Waiter) -> tuple[PrefillAssignment, Selection]:
         """Wait for a turn. Raises _TooLarge if no decode worker can ever hold the request."""
-        turn = self._turns[waiter]
+        selected = self._selected[waiter]
         try:
-            return await turn
+            return await selected
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled() and turn.exception() is None:
-                self._end_turn(waiter, turn.result()[0])
+            if selected.done() and not selected.cancelled() and selected.exception() is None:
+                self._end_turn(waiter, selected.result()[0])
             raise
         finally:
             if self.scheduler.leave_queue(waiter):
@@ -201,7 +201,7 @@ class Dispatcher:
             if isinstance(answer, Placement):
                 self.scheduler.grant(waiter, self._loop.time())
                 return answer
-            self._turns[waiter] = self._loop.create_future()
+            self._selected[waiter] = self._loop.create_future()
             retry_s = self.scheduler.refuse(waiter, answer, self._loop.time())
             if self._retry_timer is None:
                 self._retry_timer = self._loop.call_later(retry_s, self._retry_refused)
@@ -234,16 +234,17 @@ class Dispatcher:
                 while self.scheduler.is_too_large(waiter, self._pool.fleet):
                     self._changed.clear()
                     await self._changed.wait()
+                    self.scheduler.forget_departed(waiter, self._pool.fleet)
         except TimeoutError:
             waited = f"after a wait of {self._config.worker_wait_s:g} s"
             message = f"no decode worker is left that could hold the request, {waited}: {problem}"
             raise Unavailable(message) from None
-        self._turns[waiter] = self._loop.create_future()
+        self._selected[waiter] = self._loop.create_future()
         self.scheduler.push_again(waiter, self._loop.time(), first=True)
         self._give_turns()
 
     def _on_update(self) -> None:
-        self.scheduler.record_update()
+        self.scheduler.begin_ask_round()
         self._breakers.retain(self._pool.fleet)
         workers, pairs = self._breakers.count_open()
         BREAKERS_OPEN.labels("worker").set(workers)
@@ -258,20 +259,20 @@ class Dispatcher:
     def _give_turns(self) -> None:
         """Give turns in the order of the queue while prefill workers have room."""
         self._changed.set()
-        without_room: set[Waiter] = set()
-        while self._give_turn(without_room):
+        skipped: set[Waiter] = set()
+        while self._give_turn(skipped):
             pass
         QUEUE_LENGTH.set(len(self.scheduler))
         self._watch_fleet()
 
-    def _give_turn(self, without_room: set[Waiter]) -> bool:
+    def _give_turn(self, skipped: set[Waiter]) -> bool:
         """Give the next waiter its turn; False if no waiter can use one."""
-        excluded = self._breakers.excluded()
-        next_ = self.scheduler.next_turn(self._pool.fleet, excluded, self._loop.time(), without_room)
+        breakers = self._breakers.open_breakers()
+        next_ = self.scheduler.next_turn(self._pool.fleet, breakers, self._loop.time(), skipped)
         if next_ is None:
             return False
-        waiter, turn = next_.waiter, self._turns[next_.waiter]
-        if turn.done():
+        waiter, selected = next_.waiter, self._selected[next_.waiter]
+        if selected.done():
             # The waiter was cancelled, but its task has not run since.
             self.scheduler.leave_queue(waiter)
         elif next_.selection is None:
@@ -280,12 +281,13 @@ class Dispatcher:
             assignment = self._reserver.assign(next_.selection, next_.query)
             self.scheduler.begin_turn(waiter)
             self._tenants[assignment] = waiter.request.tenant
-            turn.set_result((assignment, next_.selection))
+            selected.set_result((assignment, next_.selection))
         return True
 
     def _watch_fleet(self) -> None:
         """Start the timer for waiters while no workers can serve; stop it when some can."""
-        missing = self.scheduler.lacks_fleet(self._pool.fleet, self._loop.time())
+        self.scheduler.record_fleet(self._pool.fleet, self._loop.time())
+        missing = self.scheduler.lacks_workers
         if missing and self._give_up_timer is None:
             self._give_up_timer = self._loop.call_later(self._config.worker_wait_s, self._give_up)
         elif not missing and self._give_up_timer is not None:
@@ -295,6 +297,7 @@ class Dispatcher:
     def _give_up(self) -> None:
         """Fail waiters that have waited `worker_wait_s` seconds for a worker."""
         self._give_up_timer, wait_s = None, self._config.worker_wait_s
+        self.scheduler.record_fleet(self._pool.fleet, self._loop.time())
         late, next_at = self.scheduler.overdue(self._pool.fleet, self._loop.time(), wait_s)
         for waiter in late:
             self._dismiss(waiter, Unavailable(self._pool.describe_missing(wait_s)))
@@ -303,8 +306,8 @@ class Dispatcher:
 
     def _dismiss(self, waiter: Waiter, error: Exception) -> None:
         self.scheduler.leave_queue(waiter)
-        if not (turn := self._turns[waiter]).done():
-            turn.set_exception(error)
+        if not (selected := self._selected[waiter]).done():
+            selected.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +336,7 @@ class Placement:
     pinned_tokens: int = 0
     peer: Peer | None = None
     isolation: IsolationGrant | None = None
-    """The grant of a request that has workers for itself."""
+    """The grant of the attempt, if its request runs alone."""
 
     def describe(self) -> str:
         """The workers, for the ledger's reader."""

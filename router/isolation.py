@@ -31,13 +31,13 @@ from router.workers.pool import Pool
 
 P = TypeVar("P")
 ReserveAt: TypeAlias = Callable[[PlacementQuery, Selection, Mapping[str, str]], Awaitable[P | Refusal]]
-"""A function that reserves at the selected workers; the mapping has the reason of each worker that is too small."""
+"""A function that reserves at the selected workers; the mapping has, by address, why a worker is too small."""
 
 
 class Isolation:
     """Places requests on workers that serve no other request; `Pool.isolate` keeps new requests away from them.
 
-    `changed` is set at each change of a worker or of the queue. `updates` returns the number of changes of workers.
+    `changed` is set at each change of a worker or of the queue. `ask_rounds` is that of `RefusalGate`.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Isolation:
         pool: Pool,
         breakers: Breakers,
         changed: asyncio.Event,
-        updates: Callable[[], int],
+        ask_rounds: Callable[[], int],
         *,
         wait_s: float,
         worker_wait_s: float,
@@ -53,7 +53,7 @@ class Isolation:
         self._pool = pool
         self._breakers = breakers
         self._changed = changed
-        self._updates = updates
+        self._ask_rounds = ask_rounds
         self._wait_s = wait_s
         self._worker_wait_s = worker_wait_s
         self._attempts: dict[str, int] = {}
@@ -128,8 +128,8 @@ class Isolation:
                 own = frozenset((selection.prefill, *(selection.decode if of_pair else ())))
                 self._pool.isolate(self._own.union(own, selection.decode if refused else ()))
                 until = self._empty_by = self._empty_by or now + self._wait_s
-                if empty and refused != (selection, self._updates()):
-                    refused = selection, self._updates()
+                if empty and refused != (selection, self._ask_rounds()):
+                    refused = selection, self._ask_rounds()
                     answer = await reserve(query, selection, too_small)
                     if not isinstance(answer, Refusal):
                         self._pair, self._own = selection, self._own | own
@@ -154,11 +154,11 @@ class Isolation:
         has_own = not of_pair or (pair is not None and self._own.issuperset(pair.decode))
         if pair is not None and has_own and all(address in fleet for address in (pair.prefill, *pair.decode)):
             return pair, True
-        return least_loaded_pair(fleet, query, self._breakers.excluded(), of_pair=of_pair)
+        return least_loaded_pair(fleet, query, self._breakers.open_breakers(), of_pair=of_pair)
 
 
 class IsolationGrant:
-    """The right of an attempt to a prefill worker for itself until `release`; if `of_pair`, also to a decode worker."""
+    """The right of an attempt to a prefill worker without other requests; if `of_pair`, also to a decode worker."""
 
     def __init__(self, on_release: Callable[[], None], *, of_pair: bool) -> None:
         self._on_release = on_release
@@ -166,7 +166,7 @@ class IsolationGrant:
         self.released = False
 
     def release(self) -> None:
-        """Let other requests use the workers; idempotent."""
+        """End the right; others may use the workers when all attempts of the request have released it. Idempotent."""
         if not self.released:
             self.released = True
             self._on_release()

@@ -165,8 +165,8 @@ class OutputProcessor:
         return tuple(index for index in choices if self._choices[index].finish is None)
 
     def unserved(self, choices: Sequence[int]) -> tuple[int, ...]:
-        """The indexes that an attempt must serve: unfinished ones, or one if only the prompt's report is missing."""
-        return self.unfinished(choices) or (() if self.report_complete else tuple(choices[:1]))
+        """The indexes that an attempt must serve: unfinished ones, or one for missing prompt log-probabilities."""
+        return self.unfinished(choices) or (() if self.prompt_logprobs_complete else tuple(choices[:1]))
 
     def output_ids(self, choice: int) -> list[int]:
         """The emitted token ids of a choice."""
@@ -187,13 +187,13 @@ class OutputProcessor:
             self.queue.report_progress(progress)
 
     @property
-    def report_complete(self) -> bool:
+    def prompt_logprobs_complete(self) -> bool:
         """Whether all requested log-probabilities of the prompt were added."""
-        return self.queue.report_left == 0
+        return self.queue.logprobs_left == 0
 
-    def add_report(self, start: int, tokens: Sequence[TokenInfo]) -> None:
+    def add_prompt_logprobs(self, start: int, tokens: Sequence[TokenInfo]) -> None:
         """Emit log-probabilities of the prompt from position `start` on; repeated ones are dropped."""
-        self.queue.report(tokens[max(self.queue.reported - start, 0) :][: self.queue.report_left])
+        self.queue.add_prompt_logprobs(tokens[max(self.queue.logprobs_added - start, 0) :][: self.queue.logprobs_left])
 
     def add_first_tokens(self, event: Prefilled) -> None:
         """Emit the tokens that prefill sampled, each as the next token of its choice."""
@@ -277,15 +277,15 @@ class Update:
 class OutputQueue:
     """New output that waits to be taken, for one producer and one consumer.
 
-    The report on the prompt, log-probabilities of `report_tokens` tokens, is taken before all output.
+    Log-probabilities of the first `logprob_count` prompt tokens are taken before all output.
     """
 
-    def __init__(self, report_tokens: int = 0) -> None:
-        self.reported, self.report_left = 0, report_tokens
-        """Number of tokens of the report that were added, and number still missing."""
+    def __init__(self, logprob_count: int = 0) -> None:
+        self.logprobs_added, self.logprobs_left = 0, logprob_count
+        """Number of prompt log-probabilities that were added, and number still missing."""
         self._waiting: deque[Update] = deque()
         self._progress: PrefillProgress | None = None
-        self._report: deque[TokenInfo] = deque()
+        self._prompt_logprobs: deque[TokenInfo] = deque()
         self._taker: asyncio.Future[None] | None = None
         self._closed = False
         self._error: BaseException | None = None
@@ -313,11 +313,11 @@ class OutputQueue:
         if finish is not None:
             delta.finish, delta.stop_string, delta.stop_token_id = finish, stop_string, stop_token_id
 
-    def report(self, prompt_tokens: Sequence[TokenInfo]) -> None:
+    def add_prompt_logprobs(self, prompt_tokens: Sequence[TokenInfo]) -> None:
         """Add log-probabilities of the next tokens of the prompt."""
-        self._report.extend(prompt_tokens)
-        self.reported += len(prompt_tokens)
-        self.report_left -= len(prompt_tokens)
+        self._prompt_logprobs.extend(prompt_tokens)
+        self.logprobs_added += len(prompt_tokens)
+        self.logprobs_left -= len(prompt_tokens)
         self._wake()
 
     def report_progress(self, progress: PrefillProgress) -> None:
@@ -333,7 +333,7 @@ class OutputQueue:
 
     def fail(self, error: BaseException) -> None:
         """End the queue with an error, which `take` raises after the waiting output."""
-        self._error, self.report_left = error, 0
+        self._error, self.logprobs_left = error, 0
         self._wake()
 
     async def take(self) -> Update:
@@ -341,7 +341,7 @@ class OutputQueue:
 
         When nothing is left, raises the error given to `fail`, or StopAsyncIteration after `close`.
         """
-        while not (self._report or self._progress or (self._waiting and not self.report_left)):
+        while not (self._prompt_logprobs or self._progress or (self._waiting and not self.logprobs_left)):
             if self._closed:
                 raise StopAsyncIteration
             if self._error is not None:
@@ -351,16 +351,16 @@ class OutputQueue:
         if (progress := self._progress) is not None:
             self._progress = None
             return Update(progress=progress)
-        return self._take_report() if self._report else self._waiting.popleft()
+        return self._take_prompt_logprobs() if self._prompt_logprobs else self._waiting.popleft()
 
-    def _take_report(self) -> Update:
-        """The next message with a part of the report; the last part may share a message with output."""
-        tokens, size = [self._report.popleft()], 0
+    def _take_prompt_logprobs(self) -> Update:
+        """The next message with prompt log-probabilities; the last part may share a message with output."""
+        tokens, size = [self._prompt_logprobs.popleft()], 0
         size = _size(tokens[0])
-        while self._report and size + _size(self._report[0]) <= _MAX_CONTENT_BYTES:
-            size += _size(self._report[0])
-            tokens.append(self._report.popleft())
-        last = not self._report and not self.report_left
+        while self._prompt_logprobs and size + _size(self._prompt_logprobs[0]) <= _MAX_CONTENT_BYTES:
+            size += _size(self._prompt_logprobs[0])
+            tokens.append(self._prompt_logprobs.popleft())
+        last = not self._prompt_logprobs and not self.logprobs_left
         fits = last and bool(self._waiting) and self._waiting[0].size + size <= _MAX_CONTENT_BYTES
         update = self._waiting.popleft() if fits else Update()
         update.prompt_tokens = tokens

@@ -56,10 +56,10 @@ class RouterProcesses:
 
 @contextlib.asynccontextmanager
 async def run_router_processes(config: RouterConfig) -> AsyncIterator[RouterProcesses]:
-    """Start `config.processes` routers on one port; the end of the block ends them.
+    """Run `config.processes` routers on one port until the block ends.
 
-    Raises ConfigError if an address is refused or taken, or if too few ports follow that of --ops, and Unavailable if a
-    router does not start.
+    Raises ConfigError if an address is not allowed or in use, or if too few ports follow that of --ops. Raises
+    Unavailable if a router does not start.
     """
     keys = {"api_keys": config.api_keys}
     check_reach(config.grpc, insecure=config.insecure, tls=bool(config.tls_cert), keys=keys, field="grpc")

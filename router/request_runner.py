@@ -11,8 +11,8 @@ the first token one attempt serves all choices; a retry after it makes one attem
                                     prefill call and Start at once       tokens may come before the first token
 
 Events come from the prefill call and from the decode session. Each is handled where it arrives, and does not wake the
-attempt's task, which waits only for the end. However an attempt ends (served, failed, cancelled, too late), three
-`finally` blocks release all that it holds: `_serve_placed` the prefill call and the export that was not fetched,
+attempt's task, which waits only for the end. However an attempt ends, `finally` blocks release what it holds at that
+time. After its placement these are: `_serve_placed` the prefill call and the export that was not fetched,
 `Dispatcher.place` the assignment and the decode worker's pages, `Attempt.run` the attempt's state. The rules for
 retries are in `workers/failures.py`.
 """
@@ -42,7 +42,7 @@ from baton.errors import (
 )
 from baton.ledger import Ledger, LedgerEntry
 from baton.lifecycle import Lifecycle, State
-from baton.request import Output, Prefilled, PrefillProgress, PrefixSource, PromptReport, RemoteExport
+from baton.request import Output, Prefilled, PrefillProgress, PrefixSource, PromptLogprobs, RemoteExport
 from baton.telemetry.metrics import ATTEMPTS_FAILED, PLACED_TOKENS, REPLAYS, RETRIES_REFUSED, WASTED_PREFILL_TOKENS
 from baton.transfer.tickets import TicketSigner
 from router.dispatcher import Dispatcher, Placement
@@ -117,7 +117,7 @@ class RequestRunner:
             if self._stopped:
                 # `stop` ran while the request was tokenized.
                 raise Unavailable(_STOPPED)
-            run = self._deps.threads.of(request.tenant)
+            run = self._deps.threads.for_tenant(request.tenant)
             hasher = BlockHasher(request.prompt_ids, request.salt, run) if request.reads_cache else None
             await self._serve_choices(
                 RequestState(request, output, hasher), range(request.params.n), RetryHistory(), 0.0
@@ -243,7 +243,7 @@ async def _run_all(parts: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 
 _FINAL = (InvalidRequest, NotFound, DeadlineExceeded)
-"""Errors that another attempt would only repeat."""
+"""Errors after which no other attempt is made, because it would fail in the same way."""
 
 
 class AttemptFailed(Exception):
@@ -293,10 +293,10 @@ class Attempt:
         self._number = next(history.numbers)
         self._output_ids = list(state.output.output_ids(choices[0]))
         if not state.output.unfinished(choices):
-            # Only the report on the prompt is missing. Prefill always samples, so it repeats the last token.
+            # Only prompt log-probabilities are missing. Prefill always samples, so it repeats the last token.
             self._output_ids.pop()
         self._loop = asyncio.get_running_loop()
-        self._run_on_thread = deps.threads.of(request.tenant)
+        self._run_on_thread = deps.threads.for_tenant(request.tenant)
         deadline = math.inf if request.deadline is None else request.deadline
         self._life = Lifecycle(State.QUEUED, self._loop.time(), request_deadline=deadline)
         self._placement: Placement | None = None
@@ -495,8 +495,8 @@ class Attempt:
                     self._on_prefilled(placement, event)
                 case PrefillProgress():
                     self._output.report_progress(event)
-                case PromptReport() if placement is not None:
-                    self._output.add_report(event.start, event.tokens)
+                case PromptLogprobs() if placement is not None:
+                    self._output.add_prompt_logprobs(event.start, event.tokens)
                     self._check_end(placement)
                 case DecodeEnded() if placement is not None:
                     self._finished.update(self._choices)
@@ -549,7 +549,7 @@ class Attempt:
         """
         unfinished = self._output.unfinished(self._choices)
         if not unfinished:
-            if self._output.report_complete:
+            if self._output.prompt_logprobs_complete:
                 self._end(None)
         elif self._prefilled and self._finished.intersection(unfinished):
             error = EngineError("the workers ended the request without all of its tokens")

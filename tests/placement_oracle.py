@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from router.placement.policy import (
     ASKED_OF_MORE,
     MAX_ALL_ASKED,
-    NOTHING_EXCLUDED,
+    NO_OPEN_BREAKERS,
     DecodeView,
-    Excluded,
+    OpenBreakers,
     Penalty,
     PlacementQuery,
     PrefillView,
@@ -24,13 +24,13 @@ def select(
     *,
     prefill_limit: int,
     mean_rate: float,
-    excluded: Excluded = NOTHING_EXCLUDED,
+    open_breakers: OpenBreakers = NO_OPEN_BREAKERS,
     isolated: frozenset[str] = frozenset(),
 ) -> Selection | None:
     matched = pairs(prefills, decodes, query, isolated | query.too_small)
     if not matched:
         return None
-    penalty = Penalty(query, excluded)
+    penalty = Penalty(query, open_breakers)
     faults = {prefill.address: _fault(prefill, follow, penalty) for prefill, follow in matched}
     least = min(faults.values())
     free = [

@@ -105,7 +105,7 @@ class Client:
 
     async def done(self, *args: Any, **kwargs: Any) -> prefill_pb2.PrefillDone:
         async with asyncio.timeout(WAIT_S):
-            events = [event async for event in self.call(*args, **kwargs) if not event.HasField("report")]
+            events = [event async for event in self.call(*args, **kwargs) if not event.HasField("prompt_logprobs")]
         assert [event.HasField("done") for event in events] == [False] * (len(events) - 1) + [True]
         return events[-1].done
 
@@ -114,8 +114,8 @@ class Client:
         joined: list[inference_pb2.TokenInfo] = []
         async with asyncio.timeout(WAIT_S):
             async for event in self.call(*args, **kwargs):
-                assert not event.HasField("report") or event.report.start == len(joined)
-                joined += event.report.tokens
+                assert not event.HasField("prompt_logprobs") or event.prompt_logprobs.start == len(joined)
+                joined += event.prompt_logprobs.tokens
         return joined
 
     async def fetch(self, engine: FakeEngine, handle: Any, transfer_id: str, tokens: int) -> Handoff:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import takewhile
 
-from baton.kv.prefix.contract import CacheTier, Hits, NullPrefixCache, Payload, PrefixesChanged
+from baton.kv.prefix.contract import BlocksChanged, CacheTier, Hits, NullPrefixCache, Payload
 from baton.kv.prefix.host import TIER
 
 
@@ -13,7 +13,7 @@ class MemoryPrefixCache(NullPrefixCache):
     def __init__(self) -> None:
         self.blocks: dict[bytes, Payload] = {}
         self._hits = self._misses = 0
-        self._changed: PrefixesChanged | None = None
+        self._changed: BlocksChanged | None = None
 
     @property
     def enabled(self) -> bool:
@@ -49,7 +49,7 @@ class MemoryPrefixCache(NullPrefixCache):
         if dropped and self._changed is not None:
             self._changed((), dropped)
 
-    def watch(self, changed: PrefixesChanged | None) -> None:
+    def watch(self, changed: BlocksChanged | None) -> None:
         self._changed = changed
         if changed is not None and self.blocks:
             changed(tuple(self.blocks), ())

@@ -62,7 +62,7 @@ class AddressList(click.ParamType[list[str]]):
     name = "HOST:PORT[,HOST:PORT...]"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[str]:
-        """The addresses, at least one."""
+        """The addresses, at least one; raises click.BadParameter."""
         one = Address()
         return [one.convert(text.strip(), param, ctx) for text in str(value).split(",")]
 
@@ -73,7 +73,7 @@ class Seconds(click.ParamType[float]):
     name = "SECONDS"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """The number, above 0 and at most MAX_TIMEOUT_S."""
+        """The number, above 0 and at most MAX_TIMEOUT_S; raises click.BadParameter."""
         try:
             seconds = float(value)
         except ValueError:

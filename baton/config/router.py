@@ -34,7 +34,7 @@ class RouterConfig(Settings):
     queue_capacity: int = option(1024, help="Requests that may wait for a worker.", minimum=1)
     queue_wait_s: float = option(
         0.0,
-        help="Refuse a request that will probably wait longer than this in the queue, in seconds; 0: refuse none.",
+        help="Longest expected wait in the queue, in seconds; a request with a longer one is refused. 0: no limit.",
         minimum=0,
     )
     prefill_limit: int = option(

@@ -37,8 +37,8 @@ class WorkerConfig(Settings):
     )
     packed_weights: str = option(
         "",
-        help="File in memory with the weights of native kernels, shared by the workers of a host; the first worker "
-        "fills it. Empty: each worker has its own weights.",
+        help="File in memory in which the workers of a host share the weights of native kernels; the first worker "
+        "writes it. Empty: each worker has its own weights.",
     )
     max_model_len: int = option(
         0, help="Largest number of tokens of prompt and output together; 0: the limit of the model.", minimum=0
@@ -52,9 +52,9 @@ class WorkerConfig(Settings):
     )
     host_memory: int = option(
         0,
-        help="Host memory in addition to --kv-memory: for pages with --kv-home auto, otherwise for the cached prefixes "
-        "of a prefill worker. 0: none, but on CUDA with --kv-home auto, pages for one sequence of --max-model-len if "
-        "the device has too few.",
+        help="Host memory beside --kv-memory: with --kv-home auto for pages, else for the cached prefixes of a prefill "
+        "worker. 0: none; but on CUDA with --kv-home auto, if the device has too few pages for a sequence of "
+        "--max-model-len, pages for one.",
         unit="bytes",
     )
     segment_tokens: int = option(

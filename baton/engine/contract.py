@@ -32,7 +32,7 @@ from baton.request import SequenceState, TokenInfo
 
 if TYPE_CHECKING:
     # Routers load this module, and have no numpy.
-    from baton.kv.cached_blocks import PrefixesChanged
+    from baton.kv.cached_blocks import PoolBlocksChanged
     from baton.kv.pool import PoolStats
 
 
@@ -84,7 +84,7 @@ class KvHandle(Protocol):
         """False from the moment `free` is called."""
 
     @property
-    def cached(self) -> int:
+    def cached_tokens(self) -> int:
         """Leading tokens whose KV was cached when the pages were reserved."""
 
     @property
@@ -206,7 +206,7 @@ class Engine(Protocol):
         """Allocate pages for `tokens` tokens; raises OutOfPages, and then allocates nothing.
 
         `prefix` are digests of leading full blocks (`baton.kv.hashing`). The new handle contains the longest run of
-        them that is cached, up to `max_cached_tokens` (all by default); `handle.cached` is the number of its tokens.
+        them that is cached, up to `max_cached_tokens` (all by default); `handle.cached_tokens` is its length.
         Full units of pages are shared and can't be written. A last unit that is needed in part is copied, so that the
         tokens after the cached ones can be written.
         """
@@ -229,7 +229,7 @@ class Engine(Protocol):
     def match_prefix(self, digests: abc.Sequence[bytes]) -> int:
         """Tokens of the leading blocks that are cached now."""
 
-    def watch_prefixes(self, changed: PrefixesChanged | None) -> None:
+    def watch_prefixes(self, changed: PoolBlocksChanged | None) -> None:
         """Call `changed(stored, dropped)` with the digests of blocks that are cached from now on, or no longer.
 
         `dropped` is None if all are. Calls come in the order of events, from any thread, with the pool's lock held:

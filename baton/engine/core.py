@@ -33,7 +33,7 @@ from baton.engine.contract import ChunkResult, EngineSpec, KvHandle, OnLayer, Pa
 from baton.engine.executor import Executor, PassEnded
 from baton.engine.plan import ForwardPlan, Growth, Join, PlanResult, PromptInput, Row, RowResult
 from baton.errors import BatonError, CorruptFrame, EngineError, InvalidRequest, JoinFailed, NoToken, Overloaded
-from baton.kv.cached_blocks import PrefixesChanged
+from baton.kv.cached_blocks import PoolBlocksChanged
 from baton.kv.format import DTYPE_BYTES, KvFormat, PartData
 from baton.kv.pool import PageCopy, PageHandle, PagePool, PoolStats
 from baton.request import TokenInfo, check_token_ids
@@ -77,7 +77,7 @@ class EngineCore:
     def match_prefix(self, digests: abc.Sequence[bytes]) -> int:
         return self._kv.pool.match_prefix(digests)
 
-    def watch_prefixes(self, changed: PrefixesChanged | None) -> None:
+    def watch_prefixes(self, changed: PoolBlocksChanged | None) -> None:
         self._kv.pool.watch_prefixes(changed)
 
     def drop_cached(self) -> int:

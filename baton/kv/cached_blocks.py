@@ -36,8 +36,8 @@ from numpy.typing import NDArray
 
 from baton.kv.hashing import DIGEST_BYTES, PackedDigests
 
-PrefixesChanged: TypeAlias = Callable[[Sequence[bytes], Sequence[bytes] | None], object]
-"""Called with the digests of added blocks and of removed blocks; None instead of these if all were removed."""
+PoolBlocksChanged: TypeAlias = Callable[[Sequence[bytes], Sequence[bytes] | None], object]
+"""Called with the digests of added blocks and of removed blocks; the latter are None if all were removed."""
 
 Pages: TypeAlias = NDArray[np.int64]
 Counts: TypeAlias = NDArray[np.int32]
@@ -107,9 +107,9 @@ class CachedBlockIndex:
         # Nodes by each block of their first run.
         self._named: list[dict[bytes, int]] = [{} for _ in range(_SHARDS)]
         self._others: dict[bytes, dict[int, None]] = {}
-        """The other nodes whose first run has the block, if there are several."""
+        """Further nodes by a block of their first run that another node has too."""
         self._stored, self._dropped = bytearray(), bytearray()
-        self._changed: PrefixesChanged | None = None
+        self._changed: PoolBlocksChanged | None = None
 
     @property
     def idle_pages(self) -> int:
@@ -242,7 +242,7 @@ class CachedBlockIndex:
             index._changed([], None)
         return index
 
-    def watch(self, changed: PrefixesChanged | None) -> None:
+    def watch(self, changed: PoolBlocksChanged | None) -> None:
         self.notify()
         self._changed = changed
         if changed is not None and (blocks := dict.fromkeys(PackedDigests(b"".join(self._blocks)))):
@@ -423,7 +423,7 @@ class CachedBlockIndex:
         return upper
 
     def _join(self, node: int) -> None:
-        """Make a node one with its parent, and with those before, as far as each has no other child."""
+        """Merge a node with the nodes before it, up to one that has another child or lies in another memory."""
         nodes = [node]
         # An uncached node may begin with the same blocks, which must stay named.
         if self._is_whole(node) and not self._child[_UNCACHED]:

@@ -35,7 +35,7 @@ from baton.kv.cached_blocks import (
     CachedBlockIndex,
     Counts,
     Pages,
-    PrefixesChanged,
+    PoolBlocksChanged,
     PrefixPages,
 )
 
@@ -71,13 +71,13 @@ class _Allocation:
 class PageHandle:
     """The right to the pages of one sequence; see `baton.engine.contract.KvHandle`."""
 
-    __slots__ = ("_allocation", "_device_pages", "_page_size", "cached")
+    __slots__ = ("_allocation", "_device_pages", "_page_size", "cached_tokens")
 
-    def __init__(self, allocation: _Allocation, page_size: int, device_pages: int, cached: int = 0) -> None:
+    def __init__(self, allocation: _Allocation, page_size: int, device_pages: int, cached_tokens: int = 0) -> None:
         self._allocation = allocation
         self._page_size = page_size
         self._device_pages = device_pages
-        self.cached = cached
+        self.cached_tokens = cached_tokens
         """Leading tokens whose KV was there when its pages were reserved."""
 
     @property
@@ -182,7 +182,7 @@ class PageAllocator:
         return sum(self._free)
 
     def available(self, *shared: Pages) -> int:
-        """Pages that can be allocated if the cached ones among `shared` must stay."""
+        """Number of free pages, and of cached pages without owner that are not in `shared`."""
         idle = sum(len(pages) - np.count_nonzero(self._owners[pages]) for pages in shared)
         return self.free + self.block_index.idle_pages - int(idle)
 
@@ -392,7 +392,7 @@ class PagePool:
                 freed, left = self._block_index.remove_uncached()
                 self._allocator.add_free(freed)
 
-    def watch_prefixes(self, changed: PrefixesChanged | None) -> None:
+    def watch_prefixes(self, changed: PoolBlocksChanged | None) -> None:
         with self._lock:
             self._block_index.watch(changed)
 

@@ -56,7 +56,7 @@ class AbandonResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class PromptReport(_message.Message):
+class PromptLogprobs(_message.Message):
     __slots__ = ("start", "tokens")
     START_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -75,11 +75,11 @@ class PrefillDone(_message.Message):
     def __init__(self, first_tokens: _Optional[_Iterable[_Union[_kv_pb2.FirstToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., cached: _Optional[_Union[_inference_pb2.CachedTokens, _Mapping]] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
-    __slots__ = ("done", "prefill_progress", "report")
+    __slots__ = ("done", "prefill_progress", "prompt_logprobs")
     DONE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_PROGRESS_FIELD_NUMBER: _ClassVar[int]
-    REPORT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     done: PrefillDone
     prefill_progress: _inference_pb2.PrefillProgress
-    report: PromptReport
-    def __init__(self, done: _Optional[_Union[PrefillDone, _Mapping]] = ..., prefill_progress: _Optional[_Union[_inference_pb2.PrefillProgress, _Mapping]] = ..., report: _Optional[_Union[PromptReport, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: PromptLogprobs
+    def __init__(self, done: _Optional[_Union[PrefillDone, _Mapping]] = ..., prefill_progress: _Optional[_Union[_inference_pb2.PrefillProgress, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...

@@ -6,7 +6,7 @@
     EngineThread                 a worker's forward passes, one after the other
 
 A test finds calls that would use the default executor. Services that need a share of threads have executors of their
-own (`router.serving.validator`).
+own (`router.serving.threads`).
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class SupervisorTimes(NamedTuple):
     """Pause from the second early end in a row to the next start; doubles with each further early end."""
     max_pause_s: float = 30.0
     steady_s: float = 5.0
-    """If a child has been ready for this long, its end is not early."""
+    """Seconds after ready from which a child's end does not count as early."""
     start_stall_s: float = 60.0
     """A successor that uses no processor time for this long before it is ready hangs, and is replaced."""
 
@@ -89,9 +89,7 @@ class SupervisedProcess:
         self._last_lines = ["", ""]
 
     def restart_on_death(self, command: Sequence[str] | None = None) -> None:
-        """From now on, whenever the process ends, start a successor with `command`, or with the same command as
-        before.
-        """
+        """Start a successor at each end of the process from now on, with `command` if given, else as before."""
         self._command = command or self._command
         self.restarts = True
 

@@ -177,22 +177,22 @@ def _plain_token(token_id: int) -> TokenInfo:
 
 
 def finish_to_proto(reason: FinishReason | None) -> inference_pb2.FinishReason:
-    """The message of a finish reason; None while the choice runs."""
+    """The enum value of a finish reason, which is None while the choice runs."""
     return _FINISH_TO_PROTO[reason]
 
 
 def finish_from_proto(value: inference_pb2.FinishReason) -> FinishReason | None:
-    """The finish reason in a message; None while the choice runs, and for a value of a later version."""
+    """The finish reason of an enum value; None while the choice runs, and for a value of a later version."""
     return _FINISH_FROM_PROTO.get(value)
 
 
 def cache_policy_to_proto(policy: CachePolicy) -> inference_pb2.CachePolicy:
-    """The message of a cache policy."""
+    """The enum value of a cache policy."""
     return _CACHE_TO_PROTO[policy]
 
 
 def cache_policy_from_proto(value: int) -> CachePolicy:
-    """The cache policy in a message; raises InvalidRequest for an unknown value."""
+    """The cache policy of an enum value; raises InvalidRequest for an unknown one."""
     if (policy := _CACHE_FROM_PROTO.get(value)) is None:
         raise InvalidRequest("cache", f"must be one of {', '.join(each.value for each in CachePolicy)}", value)
     return policy

@@ -344,7 +344,7 @@ def _find_invalid_utf8(path: str, value: bytes) -> InvalidRequest | None:
 
 
 def explain(descriptor: Descriptor, data: bytes) -> InvalidRequest:
-    """Why `data` is not a valid message: the first string that is not UTF-8, or another reason.
+    """The reason why `data` is not a valid message, such as the first string that is not UTF-8.
 
     Large messages are not searched, because parsing them once more would hold up the event loop.
     """

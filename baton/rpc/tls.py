@@ -102,7 +102,7 @@ class Tls:
 
     @property
     def generation(self) -> int:
-        """Grows when the files' contents change; credentials of an older one must not be used to dial."""
+        """Number that grows when the files' contents change. Only credentials of the latest one may be used to dial."""
         return self.identity()[0]
 
     def identity(self) -> tuple[int, Identity]:

@@ -349,7 +349,7 @@ def _parts(described: Iterable[memoryview], payload: memoryview, outer: tuple[in
                 data = payload[offset : offset + length]
                 part = PartData(_text(name), _text(dtype), tuple(_varints(dims)), data)
             case _:
-                raise CorruptFrame(f"a part is described by fields {list(fields)}")
+                raise CorruptFrame(f"the description of a part has wrong fields or types: {list(fields)}")
         if more or part.shape[:2] != outer:
             raise CorruptFrame(f"part {preview(part.name)} has shape {part.shape}, the header says {outer}")
         if part.dtype not in DTYPE_BYTES:

@@ -81,7 +81,7 @@ class WorkerIdentity:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """Facts that change all the time; `tokens_per_second` is 0 while unknown."""
+    """The load of a worker; `tokens_per_second` is 0 while unknown."""
 
     pending_tokens: int = 0
     pages_used: int = 0

@@ -77,7 +77,7 @@ def figures(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def predict(engine: Asked, concurrency: int, steps: int) -> dict[str, Any]:
-    """Prediction from the engine alone, now, and the machine's state beside it."""
+    """The rate of a fleet as predicted from times of the engine alone, and the state of the machine."""
     prefill = engine.ask("prefill", tokens=IN_TOKENS)["seconds"]
     took = engine.ask("decode", batch=concurrency, context=IN_TOKENS + OUT_TOKENS // 2, steps=steps)["seconds"] / steps
     rate = prediction(prefill, took, concurrency)

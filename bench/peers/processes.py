@@ -75,7 +75,7 @@ class Absent:
         self._words = words
 
     def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
-        """Raises ChildFailed with the message of its start."""
+        """Raise ChildFailed with the error of the start."""
         raise ChildFailed(self._words)
 
 

@@ -1,11 +1,11 @@
 """Placement policy: selects the prefill and decode workers of a request from the router's view of the fleet. Pure.
 
-The prefill worker is the one that will finish the prompt first: the tokens waiting there plus the uncached tokens of
-the prompt, divided by the measured rate. Decode workers are ordered by room: a free slot first, then free pages and
-cached tokens of the prompt. Draining workers, and pairs whose KV formats do not match, are left out. A worker or pair
-that failed the request before, or has an open breaker, gets a penalty, and only those with the least penalty are used.
-A request that must run alone gets the pair with the fewest requests of this router; while it waits for that pair and
-runs there, no other request is placed there.
+The prefill worker is the one with the least (waiting tokens + a fraction of the recently computed ones + uncached
+tokens of the prompt) / measured rate: it will finish the prompt first. Decode workers are ordered by room: a free slot
+first, then free pages and cached tokens of the prompt. Draining workers, and pairs whose KV formats do not match, are
+left out. A worker or pair that failed the request before, or has an open breaker, gets a penalty, and only those with
+the least penalty are used. A request that must run alone gets the pair with the fewest requests of this router; while
+it waits for that pair and runs there, no other request is placed there.
 
 A view is the state of one worker as the router knows it, and each new view replaces the last one. Workers with the same
 KV format form a group, so that formats are compared for each pair of groups, and not for each pair of workers. Draining
@@ -212,14 +212,14 @@ class PlacementQuery:
 
 
 @dataclass(frozen=True, slots=True)
-class Excluded:
-    """Addresses of workers, and (prefill, decode) pairs of addresses, with an open breaker."""
+class OpenBreakers:
+    """Addresses of workers, and (prefill, decode) pairs of addresses, with an open breaker; they are used last."""
 
     workers: frozenset[str] = frozenset()
     pairs: frozenset[tuple[str, str]] = frozenset()
 
 
-NOTHING_EXCLUDED = Excluded()
+NO_OPEN_BREAKERS = OpenBreakers()
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,9 +233,9 @@ class Selection:
 class Penalty:
     """Penalties of workers and pairs, from earlier attempts of the request and from breakers."""
 
-    def __init__(self, query: PlacementQuery, excluded: Excluded) -> None:
-        self._workers = (query.avoid, excluded.workers)
-        self._pairs = (query.avoid_pairs, excluded.pairs)
+    def __init__(self, query: PlacementQuery, open_breakers: OpenBreakers) -> None:
+        self._workers = (query.avoid, open_breakers.workers)
+        self._pairs = (query.avoid_pairs, open_breakers.pairs)
         self._paired = {prefill for prefill, _ in chain(*self._pairs)}
 
     def __bool__(self) -> bool:
@@ -249,7 +249,7 @@ class Penalty:
         """The sum of the penalties of two workers, and the penalty of their pair; less is better."""
         return self.of_worker(prefill) + self.of_worker(decode), sum((prefill, decode) in each for each in self._pairs)
 
-    def least(self, prefill: str, decodes: Collection[DecodeView], least_decode: int) -> tuple[int, int]:
+    def of_best_pair(self, prefill: str, decodes: Collection[DecodeView], least_decode: int) -> tuple[int, int]:
         """The penalty of the best pair with a prefill worker; `least_decode` is the least penalty among `decodes`."""
         if prefill in self._paired and decodes:
             return min(self.of_pair(prefill, decode.address) for decode in decodes)
@@ -267,14 +267,14 @@ def matching_decodes(fleet: FleetView) -> frozenset[str]:
 
 
 def select_workers(
-    fleet: FleetView, query: PlacementQuery, *, prefill_limit: int, excluded: Excluded = NOTHING_EXCLUDED
+    fleet: FleetView, query: PlacementQuery, *, prefill_limit: int, open_breakers: OpenBreakers = NO_OPEN_BREAKERS
 ) -> Selection | None:
     """The best workers for a request.
 
     None if no prefill worker of the least penalty has fewer than `prefill_limit` requests of this router: a request
     waits rather than use a worker with a higher penalty.
     """
-    penalty = Penalty(query, excluded)
+    penalty = Penalty(query, open_breakers)
     found = [
         (view, decodes)
         for prefills, decodes in _usable_groups(fleet, query, fleet.isolated | query.too_small)
@@ -298,13 +298,13 @@ def select_workers(
 
 
 def least_loaded_pair(
-    fleet: FleetView, query: PlacementQuery, excluded: Excluded = NOTHING_EXCLUDED, *, of_pair: bool = True
+    fleet: FleetView, query: PlacementQuery, open_breakers: OpenBreakers = NO_OPEN_BREAKERS, *, of_pair: bool = True
 ) -> tuple[Selection, bool] | None:
     """The pair for a request that runs alone, and whether it serves no request of this router now.
 
     Without `of_pair`, only the prefill worker must be empty. None if there is no pair.
     """
-    penalty = Penalty(query, excluded)
+    penalty = Penalty(query, open_breakers)
 
     def busy(view: PrefillView | DecodeView) -> tuple[int, int, str]:
         return penalty.of_worker(view.address), view.own_requests, view.address
@@ -349,11 +349,11 @@ def _least_penalty(
     found: list[tuple[PrefillView, list[DecodeView]]], penalty: Penalty
 ) -> list[tuple[PrefillView, list[DecodeView]]]:
     """The prefill workers whose best pair has the least penalty of all."""
-    least_of = {
+    least_decode_of = {
         id(decodes): min((penalty.of_worker(each.address) for each in decodes), default=0)
         for decodes in {id(decodes): decodes for _, decodes in found}.values()
     }
-    penalties = [penalty.least(view.address, decodes, least_of[id(decodes)]) for view, decodes in found]
+    penalties = [penalty.of_best_pair(view.address, decodes, least_decode_of[id(decodes)]) for view, decodes in found]
     least = min(penalties, default=None)
     return [each for each, theirs in zip(found, penalties, strict=True) if theirs == least]
 

@@ -134,7 +134,7 @@ class PrefixMatch:
 
     @cached_property
     def by_worker(self) -> dict[str, int]:
-        """Number of leading tokens that each worker holds, by address; workers that hold none are left out."""
+        """Least number of leading tokens that each worker holds, by address; workers in no level are left out."""
         tokens: dict[str, int] = {}
         for count, holders in reversed(self.levels):
             tokens.update(dict.fromkeys(holders, count))

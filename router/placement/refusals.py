@@ -34,28 +34,28 @@ class RefusalGate:
     """The decision whether a waiter may ask decode workers; times are seconds on the caller's clock."""
 
     def __init__(self) -> None:
-        self.updates = 0
-        """Number of changes of workers so far."""
+        self.ask_rounds = 0
+        """Number of times that refused waiters might ask again: at changes of workers, ends of placements, timers."""
         self.restricted: Waiter | None = None
         """The restricted waiter that was refused first."""
         self._refused_at: int | None = None
-        """The value of `updates` when all workers refused the head; None in the state "no refusal"."""
+        """The value of `ask_rounds` when all workers refused the head; None in the state "no refusal"."""
         self._room = 0
         """The largest context, in tokens, that can be reserved since that refusal."""
         self._asking: Waiter | None = None
         """The only waiter that asks since that refusal."""
         self._blocked: set[Waiter] = set()
-        """Waiters that may not ask until the next update, because they are restricted or have several choices."""
+        """Waiters that may not ask until the next round, because they are restricted or have several choices."""
         self._choices_blocked = False
         self._restricted_asks = False
         self._restricted_refusal: tuple[int, frozenset[str], int] = -1, frozenset(), 0
-        """The latest refusal of a restricted waiter: `updates`, addresses that it could not ask, room in tokens."""
+        """The latest refusal of a restricted waiter: `ask_rounds`, addresses that it could not ask, room in tokens."""
         self._first_since: dict[Waiter, float] = {}
         """Times at which waiters became the head, or the first restricted waiter."""
 
-    def count_update(self) -> None:
-        """A worker has changed: waiters that were refused may ask again."""
-        self.updates += 1
+    def begin_ask_round(self) -> None:
+        """Let refused waiters ask again."""
+        self.ask_rounds += 1
         self._blocked.clear()
         self._choices_blocked = False
 
@@ -87,7 +87,7 @@ class RefusalGate:
         if self._refused_at is not None:
             self._asking = waiter
         self._restricted_asks = self._restricted_asks or waiter is self.restricted
-        waiter.asked_at, waiter.overtook_head = self.updates, self._refused_at == self.updates
+        waiter.asked_at, waiter.overtook_head = self.ask_rounds, self._refused_at == self.ask_rounds
 
     def end_asking(self, waiter: Waiter) -> None:
         """The waiter has its answer, or has given up."""
@@ -113,7 +113,7 @@ class RefusalGate:
         """All workers that could be asked have refused the waiter, for the reasons in `waiter.refusal`."""
         refusal, room = waiter.refusal, waiter.refusal.reservable_tokens
         if refusal.for_choices or refusal.unusable:
-            if waiter.asked_at == self.updates:
+            if waiter.asked_at == self.ask_rounds:
                 self._blocked.add(waiter)
                 self._choices_blocked = self._choices_blocked or refusal.for_choices
             if not refusal.for_choices:
@@ -137,13 +137,13 @@ class RefusalGate:
             return True
         if self._asking is not None:
             return False
-        if head in (None, waiter) and self._refused_at != self.updates:
+        if head in (None, waiter) and self._refused_at != self.ask_rounds:
             return True
         return waiter is not head and waiter.request.context_tokens <= self._room
 
     def _would_be_refused(self, waiter: Waiter, isolated: frozenset[str]) -> bool:
-        """Whether all workers that the waiter can ask have refused a restricted waiter, or are being asked by it."""
-        updates, unusable, room = self._restricted_refusal
-        holds = self._restricted_asks or updates == self.updates
+        """Whether the latest refusal of a restricted waiter shows that no worker that this waiter can ask has room."""
+        ask_round, unusable, room = self._restricted_refusal
+        holds = self._restricted_asks or ask_round == self.ask_rounds
         too_large = waiter.request.context_tokens > room
         return holds and too_large and unusable <= isolated.union(waiter.refusal.too_small)

@@ -1,6 +1,6 @@
 """The queue of requests for workers: the order in which they are placed, and on which workers. Pure.
 
-    PlacementRequest ── push ──▶ Waiter ── next_turn ──▶ Turn ── decode workers are asked ──▶ grant
+    PlacementRequest ── push ──▶ Waiter ── next_turn ──▶ Selected ── decode workers are asked ──▶ grant
                                     ▲                               │
                                     └───── refuse: Refusal ◀────────┘
 
@@ -28,8 +28,8 @@ from typing import Generic, TypeVar
 from baton.errors import DeadlineExceeded, Overloaded
 from baton.rates import DecayingSum
 from router.placement.policy import (
-    Excluded,
     FleetView,
+    OpenBreakers,
     PlacementQuery,
     Selection,
     can_serve,
@@ -55,7 +55,7 @@ _MAX_SKIPPED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class Selected:
     """A waiter and the workers to ask for it; `selection` is None if it is too large for every decode worker."""
 
     waiter: Waiter
@@ -100,9 +100,9 @@ class PlacementScheduler:
         self._gone_since: float | None = None
 
     @property
-    def updates(self) -> int:
-        """Number of changes of workers so far."""
-        return self._gate.updates
+    def ask_rounds(self) -> int:
+        """Number of times that refused waiters might ask again."""
+        return self._gate.ask_rounds
 
     def __len__(self) -> int:
         """Number of requests in the queue."""
@@ -129,26 +129,28 @@ class PlacementScheduler:
             self._check_wait(request, now)
         self._queue.push(waiter, tenant=request.tenant, deadline=request.deadline, now=now)
 
-    def next_turn(self, fleet: FleetView, excluded: Excluded, now: float, without_room: set[Waiter]) -> Turn | None:
+    def next_turn(self, fleet: FleetView, breakers: OpenBreakers, now: float, skipped: set[Waiter]) -> Selected | None:
         """The next turn; None if no waiter can use one.
 
         The caller must call `begin_turn` or `leave_queue` with its waiter. Waiters for which no prefill worker has room
-        are added to `without_room` and skipped. The cost is linear in the number of tenants with waiters.
+        are added to `skipped`, and left out. One call sorts the tenants, and looks at one waiter for each and
+        `_MAX_SCANNED` more, at most.
         """
         tenants = len(self._in_flight.keys() | self._queue.tenants)
         for waiter in self._candidates(fleet, now, tenants + _MAX_SCANNED):
-            if waiter in without_room:
+            if waiter in skipped:
                 continue
+            self.forget_departed(waiter, fleet)
             if self.is_too_large(waiter, fleet):
-                return Turn(waiter, self._query(waiter, fleet))
+                return Selected(waiter, self._query(waiter, fleet))
             if fleet.has_capacity(limit := self._limit(waiter.request.tenant, tenants, fleet)):
                 query = self._query(waiter, fleet)
-                selection = select_workers(fleet, query, prefill_limit=limit, excluded=excluded)
+                selection = select_workers(fleet, query, prefill_limit=limit, open_breakers=breakers)
                 if selection is not None:
-                    return Turn(waiter, query, selection)
+                    return Selected(waiter, query, selection)
             # Waiters behind it may still find a prefill worker that it can't use.
-            without_room.add(waiter)
-            if len(without_room) > _MAX_SKIPPED:
+            skipped.add(waiter)
+            if len(skipped) > _MAX_SKIPPED:
                 return None
         return None
 
@@ -203,27 +205,33 @@ class PlacementScheduler:
         """Delete all that is known of a waiter that will not return to the queue."""
         self._gate.drop(waiter)
 
-    def record_update(self) -> None:
-        """A worker has changed: refused waiters may ask again."""
-        self._gate.count_update()
+    def begin_ask_round(self) -> None:
+        """Let refused waiters ask again."""
+        self._gate.begin_ask_round()
 
     def is_too_large(self, waiter: Waiter, fleet: FleetView) -> bool:
         """Whether the request is too large for every decode worker that is there."""
-        if not waiter.refusal.too_small:
-            return False
-        matching = matching_decodes(fleet)
-        # A worker that comes back at an address may be larger than the one that left.
-        too_small = {name: reason for name, reason in waiter.refusal.too_small.items() if name in matching}
-        waiter.refusal = replace(waiter.refusal, too_small=too_small)
-        return bool(too_small) and too_small.keys() >= matching
+        too_small = waiter.refusal.too_small
+        return bool(too_small) and bool(matching := matching_decodes(fleet)) and too_small.keys() >= matching
 
-    def lacks_fleet(self, fleet: FleetView, now: float) -> bool:
-        """Whether requests wait while no pair of workers can serve."""
+    def forget_departed(self, waiter: Waiter, fleet: FleetView) -> None:
+        """Delete the answers of decode workers that have left: a larger one may come at the address."""
+        if waiter.refusal.too_small:
+            matching = matching_decodes(fleet)
+            too_small = {name: reason for name, reason in waiter.refusal.too_small.items() if name in matching}
+            waiter.refusal = replace(waiter.refusal, too_small=too_small)
+
+    @property
+    def lacks_workers(self) -> bool:
+        """Whether requests wait while no pair of workers can serve, as of the last `record_fleet`."""
+        return self._gone_since is not None
+
+    def record_fleet(self, fleet: FleetView, now: float) -> None:
+        """Record since when requests wait while no pair of workers can serve."""
         if not len(self._queue) or can_serve(fleet, decodes=True):
             self._gone_since = None
         elif self._gone_since is None:
             self._gone_since = now
-        return self._gone_since is not None
 
     def overdue(self, fleet: FleetView, now: float, worker_wait_s: float) -> tuple[list[Waiter], float]:
         """Waiters that have waited `worker_wait_s` seconds while no workers can serve them.
@@ -231,7 +239,7 @@ class PlacementScheduler:
         Also returns the time when the next waiter will have waited so long; infinite if there is none.
         """
         late, next_at = [], math.inf
-        if self.lacks_fleet(fleet, now) and self._gone_since is not None:
+        if self._gone_since is not None:
             for waiter in self._queue:
                 until = max(self._gone_since, waiter.since) + worker_wait_s
                 if until > now:
@@ -309,7 +317,7 @@ class RequestQueue(Generic[T]):
         self._head: tuple[T, str] | None = None
         self._busy_s, self._departures = DecayingSum(_SPAN_S), DecayingSum(_SPAN_S)
         self._busy_clock = 0.0
-        """Sum of the seconds of all busy periods; the two decaying sums use it as their clock."""
+        """Seconds of all busy periods together: the clock of the two decaying sums."""
         self._counted = 0
         self.hint_s = 0.0
         """Least seconds until a client should retry, as told by the workers; 0 if they told none."""
@@ -423,7 +431,7 @@ class RequestQueue(Generic[T]):
         return self._busy_s.value(now) / self._departures.value(now) if self._counted else 0.0
 
     def retry_after(self) -> float:
-        """Seconds until the queue would be empty at its recent pace, within limits; for the client's retry."""
+        """Seconds until a client should retry: those until the queue is empty at its recent pace, within limits."""
         estimate = len(self) * self._interval if self._interval else _FIRST_GUESS_S
         return min(max(estimate, self.hint_s, _MIN_RETRY_S), _MAX_RETRY_S)
 
@@ -517,7 +525,7 @@ class FairQueue(Generic[T]):
         """The first item of each tenant, then the second of each, and so on; the queue must not change meanwhile.
 
         Tenants with a lower `rank` come first; tenants of equal rank stay in order. Items that don't pass `fits` are
-        left out. The cost is linear in the number of tenants and of items that the caller takes.
+        left out. The tenants are sorted once; an item costs the same however many there are.
         """
         queues = [iter(self._queues[tenant]) for tenant in sorted(self._queues, key=rank)]
         while queues:

@@ -72,6 +72,6 @@ class Waiter:
     refusal: Refusal = field(default_factory=Refusal)
     """The latest refusal."""
     asked_at: int = 0
-    """The value of `RefusalGate.updates` when its latest turn began."""
+    """The value of `RefusalGate.ask_rounds` when its latest turn began."""
     overtook_head: bool = False
     """Whether its latest turn began while the head of the queue had to wait for a change of a worker."""

@@ -37,7 +37,7 @@ from baton.telemetry.metrics import CLIENTS_STALLED, REQUESTS
 from router.dispatcher import Dispatcher
 from router.output import OutputProcessor, Update
 from router.request_runner import RequestRunner
-from router.serving.validator import ChatPrompt, GenerateRequest, RequestValidator, ServedModel, TextPrompt
+from router.serving.validator import ChatPrompt, RequestValidator, ServedModel, TextPrompt, UncheckedRequest
 from router.workers.pool import Pool
 
 DRAIN_LIMIT_S = 5.0
@@ -129,7 +129,7 @@ def _key(authorization: Sequence[str]) -> str:
 
 
 class ClientStream(Generic[T]):
-    """The items for one client, as an iterator; asking for an item tells that the client has taken the last one.
+    """The items for one client, as an iterator. When an item is asked for, the client has taken the one before.
 
     `take` returns the next item and raises StopAsyncIteration after the last one. `generated` tells whether the request
     has ended, so that all items wait only for the client.
@@ -274,9 +274,9 @@ class FrontDoor:
 
     @contextlib.asynccontextmanager
     async def generate(
-        self, request: GenerateRequest, caller: Caller, deadline: float | None
+        self, request: UncheckedRequest, caller: Caller, deadline: float | None
     ) -> AsyncIterator[tuple[str, ClientStream[Update]]]:
-        """Serve a request until the block ends: its id, and its updates, of which the last one has the usage.
+        """Serve a request until the block ends; yields its id and its updates, of which the last one has the usage.
 
         `deadline` is in seconds on the event loop's clock; None for the router's default.
         """

@@ -42,7 +42,7 @@ from baton.rpc.convert import (
 from baton.rpc.errors import begin, utf8_pieces, write
 from router.output import ChoiceUpdate, Update
 from router.serving.front_door import HEADER, FrontDoor, Tenants
-from router.serving.validator import MAX_CHAT_MESSAGES, ChatPrompt, GenerateRequest, Prompt, TextPrompt, TokenPrompt
+from router.serving.validator import MAX_CHAT_MESSAGES, ChatPrompt, Prompt, TextPrompt, TokenPrompt, UncheckedRequest
 
 M = TypeVar("M", bound=Message)
 
@@ -77,7 +77,7 @@ class Sized(Generic[M]):
 
 
 def sized(kind: type[M]) -> Callable[[bytes], Sized[M]]:
-    """The deserializer of messages of a kind that has a prompt; raises InvalidRequest for too many fields.
+    """A deserializer for a type of message with a prompt; raises InvalidRequest for too many fields.
 
     The generated class would check and copy a long prompt on the event loop, in 5 ms for 5 MB of text. So the fields of
     a message above 256 KiB are looked at first.
@@ -286,7 +286,7 @@ def _refusal(error: BatonError) -> Any:
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-def generate_request(sent: Sized[inference_pb2.GenerateRequest]) -> GenerateRequest:
+def generate_request(sent: Sized[inference_pb2.GenerateRequest]) -> UncheckedRequest:
     """The request in a message; neither a text nor a repeated field is read."""
     message, sampling = sent.message, sent.message.sampling
     prompt: Prompt | None = None
@@ -300,7 +300,7 @@ def generate_request(sent: Sized[inference_pb2.GenerateRequest]) -> GenerateRequ
             if ids and long_ids:
                 raise InvalidRequest("token_ids", "ids and long_ids can't both be set")
             prompt = TokenPrompt(ids or long_ids)
-    return GenerateRequest(
+    return UncheckedRequest(
         prompt=prompt,
         size=sent.size,
         make_params=partial(sampling_from_proto, sampling),

@@ -78,7 +78,7 @@ class TenantThreads:
             problem = f"requests of {waiting} bytes wait to be tokenized, and {size} more exceed {WAITING_BYTES}"
             raise Overloaded(f"waiting_bytes: {problem}; try again later", _RETRY_S)
 
-    def of(self, tenant: str) -> RunOnThread:
+    def for_tenant(self, tenant: str) -> RunOnThread:
         """The function that runs a tenant's work on these threads."""
         return partial(self.run, tenant)
 

@@ -3,7 +3,7 @@
 Cheap checks come before costly ones, and every error names the field and the value seen. The number of elements of a
 field is checked before any of them is read. Small requests are converted and tokenized at once, larger ones on a thread
 (`threads.py`), and long texts in separate processes (`tokenizer_processes.py`). The code does not depend on the
-transport: front ends make a `GenerateRequest`.
+transport: front ends make an `UncheckedRequest`.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateRequest:
+class UncheckedRequest:
     """A client's request from a front end, not checked yet.
 
     `make_params` returns the sampling parameters for a vocabulary of a given size, or raises InvalidRequest.
@@ -185,7 +185,7 @@ class RequestValidator:
             raise NotFound(f"model: {preview(name)} is not served; {self._model.name!r} is")
 
     async def validate(
-        self, request: GenerateRequest, *, arrived: float, deadline: float | None, tenant: str = ""
+        self, request: UncheckedRequest, *, arrived: float, deadline: float | None, tenant: str = ""
     ) -> Request:
         """The checked request, with seed and max_tokens set.
 
@@ -261,7 +261,7 @@ class RequestValidator:
             case TokenPrompt():
                 self._check_fits("token_ids", len(prompt.token_ids))
 
-    async def _params(self, request: GenerateRequest, tenant: str) -> SamplingParams:
+    async def _params(self, request: UncheckedRequest, tenant: str) -> SamplingParams:
         model = self._model
 
         def convert() -> SamplingParams:
@@ -271,7 +271,7 @@ class RequestValidator:
 
         return await self._work(convert, tenant, request.size, inline=request.allowed_tokens <= _INLINE_TOKENS)
 
-    async def _prompt(self, request: GenerateRequest, tenant: str) -> tuple[str, Sequence[int]]:
+    async def _prompt(self, request: UncheckedRequest, tenant: str) -> tuple[str, Sequence[int]]:
         """The field that holds the prompt, and its token ids."""
         prompt_ids: Sequence[int]
         match request.prompt:
@@ -372,11 +372,11 @@ def _messages(chat: ChatPrompt) -> list[dict[str, str]]:
 
 
 def _check_prompt_logprobs(alternatives: int, count: int) -> None:
-    """Raise InvalidRequest if a report on `count` prompt tokens would take too much of the router's memory."""
+    """Raise InvalidRequest if log-probabilities of `count` prompt tokens would take too much of the router's memory."""
     size = count * (_TOKEN_BYTES + alternatives * _LOGPROB_BYTES)
     if size > CONTROL_MESSAGE_BYTES:
         raise InvalidRequest(
             "prompt_logprobs",
-            f"a report on {count} prompt tokens needs up to {size} bytes, at most {CONTROL_MESSAGE_BYTES} are allowed",
+            f"those of {count} prompt tokens need up to {size} bytes, at most {CONTROL_MESSAGE_BYTES} are allowed",
             alternatives,
         )

@@ -49,7 +49,7 @@ from baton.request import (
     Prefilled,
     PrefillProgress,
     PrefixSource,
-    PromptReport,
+    PromptLogprobs,
     RemoteExport,
     ReserveResult,
     SamplingParams,
@@ -94,7 +94,7 @@ class DecodeEnded:
     """The attempt has ended at the decode worker without a fault, and holds nothing there."""
 
 
-Event = PrefillProgress | PromptReport | Prefilled | Output | DecodeEnded | Failed
+Event = PrefillProgress | PromptLogprobs | Prefilled | Output | DecodeEnded | Failed
 Deliver = Callable[[Event], None]
 
 
@@ -127,8 +127,8 @@ class DecodeCall:
         return self._key
 
     @property
-    def asked(self) -> bool:
-        """Whether the worker was asked for pages and has not refused or freed them, as far as is known."""
+    def may_hold_pages(self) -> bool:
+        """Whether the worker may hold pages of the attempt: it was asked, and no refusal or end is known."""
         return self._unanswered or self.granted
 
     @property
@@ -202,7 +202,7 @@ class DecodeCall:
         self._session.send(decode_pb2.SessionUp(cancel=decode_pb2.Cancel(key=self._key)))
 
     def close(self) -> None:
-        """End the attempt, and cancel it at the worker unless all of its choices have ended there; idempotent."""
+        """End the attempt; the worker cancels it unless all of its choices have ended there. Idempotent."""
         if not self._session.forget(self._key):
             return
         if self._unanswered:
@@ -289,7 +289,7 @@ class DecodeSession:
     @property
     def requests_without_token(self) -> int:
         """Number of attempts for which the worker was asked for pages, but has sent no token yet."""
-        return sum(attempt.asked and not attempt.has_output for attempt in self._attempts.values())
+        return sum(attempt.may_hold_pages and not attempt.has_output for attempt in self._attempts.values())
 
     def begin_call(self, request_id: str, number: int, deliver: Deliver) -> DecodeCall:
         """Begin the call of an attempt, whose events go to `deliver`. Raises Unavailable if the session has ended."""
@@ -365,7 +365,7 @@ class DecodeSession:
                 async with asyncio.timeout_at(beat):
                     message = await self._up.get()
             except TimeoutError:
-                live = [attempt.key for attempt in self._attempts.values() if attempt.asked]
+                live = [attempt.key for attempt in self._attempts.values() if attempt.may_hold_pages]
                 message = decode_pb2.SessionUp(heartbeat=decode_pb2.Heartbeat(live=live))
                 beat = now() + HEARTBEAT_S
             await call.write(message)
@@ -419,12 +419,12 @@ _IDS = prefill_pb2.PrefillRequest.DESCRIPTOR.fields_by_name
 class PrefillMessage:
     """A serialized PrefillRequest without the fields that depend on the placement.
 
-    It asks for log-probabilities of the first `reported_tokens` tokens of the prompt. It is serialized here because
+    It asks for log-probabilities of the first `logprob_count` tokens of the prompt. It is serialized here because
     gRPC would serialize it on the event loop.
     """
 
     data: bytes
-    reported_tokens: int
+    logprob_count: int
 
     def complete(self, transfer_id: str, source: PrefixSource | None) -> bytes:
         """The complete message. Protobuf merges messages that are concatenated, so two parts make one request."""
@@ -490,7 +490,7 @@ class PrefillAssignment:
             self.link.attach(self, request_id)
 
     def detach(self) -> None:
-        """Record that the prompt is computed and its KV was fetched, so the request needs nothing more; idempotent."""
+        """Record that the request needs this worker no more: its KV was fetched. Idempotent."""
         self.link.detach(self)
 
     def fail(self, error: BatonError, cause: Cause) -> None:
@@ -575,15 +575,15 @@ async def call_prefill(
 ) -> None:
     """Call the prefill worker and deliver its events; a cancellation frees all that the worker holds for the call.
 
-    Delivers any number of PrefillProgress and PromptReport events, and Prefilled or Failed once. Parts of the report
-    may come after Prefilled, and Failed too if the rest of the report is lost. A call that breaks after all events came
+    Delivers any number of PrefillProgress and PromptLogprobs events, and Prefilled or Failed once. PromptLogprobs may
+    come after Prefilled, and Failed too if the rest of them is lost. A call that breaks after all events came
     does no harm. `transfer_id` is empty if no decode follows. `timeout` is in seconds. Workers send a message every
     second, so `silence_s` seconds without one are a fault.
     """
     link = assignment.link
     method = link.channel.unary_stream(_METHOD, response_deserializer=prefill_pb2.PrefillEvent.FromString)
     call = method(request.complete(transfer_id, source), timeout=timeout)
-    missing = request.reported_tokens
+    missing = request.logprob_count
     done, failed = False, None
     silence = SilenceTimer(silence_s, call.cancel)
     try:
@@ -592,9 +592,10 @@ async def call_prefill(
                 silence.reset()
                 if event.HasField("prefill_progress"):
                     deliver(progress_from_proto(event.prefill_progress))
-                if event.HasField("report"):
-                    missing -= len(event.report.tokens)
-                    deliver(PromptReport(event.report.start, [*map(token_from_proto, event.report.tokens)]))
+                if event.HasField("prompt_logprobs"):
+                    part = event.prompt_logprobs
+                    missing -= len(part.tokens)
+                    deliver(PromptLogprobs(part.start, [*map(token_from_proto, part.tokens)]))
                 if event.HasField("done"):
                     deliver(prefilled_from_proto(event.done))
                     done = True

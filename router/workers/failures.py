@@ -2,7 +2,7 @@
 
 There is a breaker (`baton.breaker`) for each worker and each (prefill, decode) pair, shared by all requests of a
 router. A request avoids workers that failed it before. An open breaker makes all requests avoid a worker that has
-failed several in a row. Both are only preferences: placement uses excluded workers if there are no others. Deaths,
+failed several in a row. Both are only preferences: placement uses such workers if there are no others. Deaths,
 drains and refusals do not count in breakers.
 
     the connection is lost: presumed a death ──┬─ the same incarnation is heard again ──▶ no death, counts for nothing
@@ -37,7 +37,7 @@ from dataclasses import dataclass, field, replace
 
 from baton.breaker import Breaker, Permit
 from baton.errors import BatonError, Overloaded
-from router.placement.policy import DecodeView, Excluded, PrefillView
+from router.placement.policy import DecodeView, OpenBreakers, PrefillView
 
 
 class Blame(enum.Enum):
@@ -53,8 +53,8 @@ class Cause(enum.Enum):
 
     FAULT = "fault"
     LOST = "lost"
-    """The watch or session of the worker broke or fell silent, or the worker reported that it makes no progress. It is
-    seen later whether the worker died."""
+    """The watch or session of the worker broke or fell silent, or the worker reported that it makes no progress. It
+    turns out later whether the worker died."""
     DRAIN = "drain"
     PREEMPTED = "preempted"
     """The worker ran out of memory for the sequence, which is not an error."""
@@ -67,9 +67,9 @@ class Suspicion(enum.IntEnum):
 
     NONE = 0
     PREFILL = 1
-    """A prefill worker: deaths of workers are evidence against the request, but too few are of decode workers."""
+    """A prefill worker. All deaths of workers together are evidence enough; those of decode workers alone are not."""
     DECODE = 2
-    """A prefill and a decode worker: deaths of decode workers alone are evidence enough."""
+    """A prefill and a decode worker. Deaths of decode workers alone are evidence enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class AttemptBreakers:
             self._breakers.record_fault(key, self._trials.pop(key, None))
 
     def end(self) -> None:
-        """End the attempt: another attempt may be the trial of breakers for which this one has no result."""
+        """End the attempt. If it has no result for a breaker that it was to try, another attempt may try that one."""
         for key, permit in self._trials.items():
             self._breakers.release(key, permit)
         self._trials.clear()
@@ -140,10 +140,10 @@ class Breakers:
         self._clock = clock
         self._breakers: dict[Key, Breaker] = {}
 
-    def excluded(self) -> Excluded:
-        """The workers and pairs that placement should avoid now."""
+    def open_breakers(self) -> OpenBreakers:
+        """The workers and pairs that placement should use last now."""
         keys = [key for key, breaker in self._breakers.items() if not breaker.due]
-        return Excluded(
+        return OpenBreakers(
             frozenset(key[0] for key in keys if len(key) == 1),
             frozenset((key[0], key[1]) for key in keys if len(key) == 2),
         )
@@ -173,7 +173,7 @@ class Breakers:
         breaker.record_success()
 
     def record_fault(self, key: Key, trial: Permit | None = None) -> None:
-        """Count a fault of the worker or pair of `key`; `trial` is the caller's permit if it is the trial."""
+        """Count a fault of the worker or pair of `key`; `trial` is the permit of the caller, if it has one."""
         if (breaker := self._breakers.get(key)) is None:
             threshold = WORKER_FAULTS if len(key) == 1 else PAIR_FAULTS
             breaker = Breaker(MIN_PAUSE_S, MAX_PAUSE_S, self._clock, threshold=threshold, same_event_s=SAME_EVENT_S)

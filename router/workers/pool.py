@@ -340,7 +340,7 @@ class Pool:
                 continue
             theirs = other.status.identity
             if theirs.incarnation == identity.incarnation:
-                return f"it is the worker that was dialled at {other.address}"
+                return f"it is the same worker as that at {other.address}"
             pairs.append(("fingerprint", identity.fingerprint, theirs.fingerprint, other.name))
             if theirs.role is not identity.role and not _match(identity, theirs):
                 pairs.append(("KV format", _describe(identity.kv_format), _describe(theirs.kv_format), other.name))
@@ -354,7 +354,7 @@ class Pool:
         if identity.role is not WorkerRole.PREFILL or self.signs_for(identity):
             return None
         if self._signer is None:
-            return "it gives KV for tickets only, and this router has no --ticket-key"
+            return "it requires tickets, and this router has no --ticket-key"
         taken, signs = identity.ticket_key_ids, self._signer.key_id
         return f"it takes tickets of the keys {', '.join(k.hex() for k in taken)}, this router signs with {signs.hex()}"
 

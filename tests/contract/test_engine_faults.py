@@ -109,7 +109,7 @@ def test_what_is_uncached_is_not_found_and_other_prefixes_are(rig: Rig) -> None:
         engine.publish(idle, published)
         engine.free(idle)
     bad, mate = engine.reserve("bad/1", 64, names[:2]), engine.reserve("mate/1", 64, names)
-    assert (bad.cached, mate.cached) == (32, 48)
+    assert (bad.cached_tokens, mate.cached_tokens) == (32, 48)
     engine.uncache(bad)
     engine.uncache(bad)
     assert (engine.match_prefix(names), engine.match_prefix(others)) == (0, 48)

@@ -27,8 +27,8 @@ def compute(engine: Engine, handle: KvHandle, wanted: SequenceState, chunk: int 
     """Prefill what is not cached, and sample with all alternatives' log-probabilities."""
     ids = [*wanted.prompt_ids, *wanted.output_ids]
     result = ChunkResult()
-    for start, end in chunks(len(ids) - handle.cached, chunk):
-        start, end = start + handle.cached, end + handle.cached
+    for start, end in chunks(len(ids) - handle.cached_tokens, chunk):
+        start, end = start + handle.cached_tokens, end + handle.cached_tokens
         sample = [wanted] if end == len(ids) else ()
         result = prefill_chunk(engine, handle, ids, start, end, on_layer=ignore, sample=sample)
     return result
@@ -65,7 +65,7 @@ def test_output_with_a_prefix_equals_the_output_without(rig: Rig, sizes: dict[st
     for most in (0, 1, 15, 40, 64, 77, full - 1, full, 109):
         for one, first, outputs in zip(wanted, exact, expected, strict=True):
             handle = engine.reserve("again", 130, digests(engine, prompt), most)
-            assert handle.cached == min(most, full)
+            assert handle.cached_tokens == min(most, full)
             result = compute(engine, handle, one)
             assert result.tokens[0].token_id == first.tokens[0].token_id
             insert(engine, handle, state(prompt, one.params, [result.tokens[0].token_id]))
@@ -83,8 +83,8 @@ def test_a_prompt_that_goes_on_differently_finds_the_blocks_in_common(rig: Rig, 
     for common in (0, 11, 24, 50, 96):
         prompt = [*first[:common], *[(token + 1) % rig.vocab for token in first[common:]]]
         handle = engine.reserve("other", 120, digests(engine, prompt), 109)
-        assert handle.cached == common - common % sizes["block_size"] or common == 96
-        assert handle.cached <= common
+        assert handle.cached_tokens == common - common % sizes["block_size"] or common == 96
+        assert handle.cached_tokens <= common
         expected = generate(rig.engine(**sizes, pages=96), state(prompt), 4)
         result = compute(engine, handle, state(prompt))
         insert(engine, handle, state(prompt, outputs=[result.tokens[0].token_id]))
@@ -106,7 +106,7 @@ def test_pages_are_shared_with_a_sequence_that_still_runs(rig: Rig) -> None:
     insert(engine, first, state(prompt, outputs=[token]))
     engine.publish(first, digests(engine, prompt))
     second = engine.reserve("b/1", 80, digests(engine, prompt), 69)
-    assert second.cached == 64
+    assert second.cached_tokens == 64
     assert engine.audit() == {"a/1": 5, "b/1": 5}
     assert engine.stats().used == 6
     assert compute(engine, second, state(prompt)).tokens[0].token_id == token
@@ -161,7 +161,7 @@ def test_a_sequence_that_is_freed_leaves_its_published_pages_cached_for_its_repl
     stats = engine.stats()
     assert (stats.used, stats.free, stats.cached) == (0, 6, 4)
     replay = engine.reserve("a/2", 68, names, 65)
-    assert replay.cached == 64
+    assert replay.cached_tokens == 64
     outputs.append(compute(engine, replay, state(prompt, outputs=outputs)).tokens[0].token_id)
     insert(engine, replay, state(prompt, outputs=outputs))
     outputs.append(step(engine)[replay])
@@ -177,7 +177,7 @@ def test_a_fork_of_a_shared_prefix_and_its_spare(rig: Rig) -> None:
     first = compute(engine, parent, state(prompt)).tokens[0].token_id
     child = engine.fork(parent, "a/1/0", 50, 60, spare)
     assert engine.audit() == {"a/1": 4, "a/1/0": 4}
-    assert child.cached == 0
+    assert child.cached_tokens == 0
     with pytest.raises(EngineError, match="in use"):
         engine.fork(parent, "a/1/1", 50, 60, engine.reserve("shared", 16, names))
     expected = generate(rig.engine(), state(prompt), 4)
@@ -220,7 +220,7 @@ def test_the_source_of_a_copy_can_not_be_evicted_under_it(rig: Rig, monkeypatch:
         patch.setattr(engine, "memory", ActsWhileCopying(memory, meanwhile))
         handle = engine.reserve("a/1", 32, names, 15)
     assert seen == [0, {"a/1": 2, "a/1 (draining)": 1}]
-    assert handle.cached == 15
+    assert handle.cached_tokens == 15
     assert whole_kv(engine, handle, 15) == expected
     assert engine.match_prefix(names) == 0
     leave(engine, prompt)
@@ -259,11 +259,11 @@ def test_threads_may_publish_and_reserve_prefixes_while_pages_are_scarce(rig: Ri
                 handle = engine.reserve(f"{worker}/{turn}", 52, names, 51)
             except OutOfPages:
                 continue
-            hits += handle.cached
+            hits += handle.cached_tokens
             for layer in (0, 1):
                 parts = donors[index][layer]
-                cut = [_tail(part, handle.cached) for part in parts]
-                engine.write_kv(handle, layer, handle.cached, 0, cut)
+                cut = [_tail(part, handle.cached_tokens) for part in parts]
+                engine.write_kv(handle, layer, handle.cached_tokens, 0, cut)
                 assert engine.read_kv(handle, layer, range(52), range(engine.spec.kv_format.heads)) == parts
             engine.publish(handle, names)
             engine.free(handle)

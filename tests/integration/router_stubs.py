@@ -178,7 +178,7 @@ class StubPrefill(Stub, prefill_pb2_grpc.PrefillServicer):
         if request.transfer_id:
             self.handoffs.of(request.transfer_id).set_result(request)
         for start, token in enumerate(self.report(request)):
-            yield prefill_pb2.PrefillEvent(report=prefill_pb2.PromptReport(start=start, tokens=[token]))
+            yield prefill_pb2.PrefillEvent(prompt_logprobs=prefill_pb2.PromptLogprobs(start=start, tokens=[token]))
 
     async def Abandon(
         self, request: prefill_pb2.AbandonRequest, context: grpc.aio.ServicerContext

@@ -213,7 +213,7 @@ async def test_a_drain_waits_until_reports_are_sent() -> None:
         reported = 0
         async with asyncio.timeout(WAIT_S):
             async for event in call:
-                reported += len(event.report.tokens)
+                reported += len(event.prompt_logprobs.tokens)
                 if event.HasField("done"):
                     draining = asyncio.create_task(client.app.drain())
                     await client.app.worker.wait_finished()

@@ -125,7 +125,7 @@ async def test_a_router_that_signs_no_tickets_refuses_a_worker_that_wants_some(t
         stub.status.set_ticket_keys(lambda: (b"\1" * 8,))
 
     async with router_rig(tmp_path, change=change, ready=False, worker_wait_s=0) as b:
-        await until(b.app, lambda: "refused: it gives KV for tickets only" in b.app.pool.describe_missing())
+        await until(b.app, lambda: "refused: it requires tickets" in b.app.pool.describe_missing())
         assert "this router has no --ticket-key" in (await refused(b.call(max_tokens=2))).details()
 
 

@@ -159,7 +159,7 @@ def check_pool(engine: Engine, chains: Sequence[tuple[Sequence[int], bytes]]) ->
     for ids, salt in chains:
         names = digests(engine, ids, salt)
         handle = engine.reserve("check", engine.match_prefix(names), names)
-        found = held_payloads(engine, handle, handle.cached // engine.spec.kv_format.block_size)
+        found = held_payloads(engine, handle, handle.cached_tokens // engine.spec.kv_format.block_size)
         engine.free(handle)
         assert found == payloads(engine, ids)[: len(found)]
 

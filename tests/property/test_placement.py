@@ -10,8 +10,8 @@ from baton.kv.format import KvFormat, KvPart
 from router.placement.policy import (
     MAX_ALL_ASKED,
     DecodeView,
-    Excluded,
     FleetView,
+    OpenBreakers,
     PlacementQuery,
     PrefillView,
     can_serve,
@@ -65,7 +65,7 @@ def fleet_of(draw: random.Random, least: int, most: int) -> Views:
     return prefills, decodes
 
 
-def query_of(draw: random.Random, count: int) -> tuple[PlacementQuery, Excluded, frozenset[str]]:
+def query_of(draw: random.Random, count: int) -> tuple[PlacementQuery, OpenBreakers, frozenset[str]]:
     """A query on such a fleet, what breakers say, and who is isolated for another."""
 
     def some(*names: str) -> frozenset[str]:
@@ -82,7 +82,7 @@ def query_of(draw: random.Random, count: int) -> tuple[PlacementQuery, Excluded,
     query = PlacementQuery(
         draw.randint(1, 200), draw.random() < 0.8, some(*prefills, *decodes), pairs(), drawn(), drawn(), some(*decodes)
     )
-    return query, Excluded(some(*prefills, *decodes), pairs()), some(*prefills, *decodes)
+    return query, OpenBreakers(some(*prefills, *decodes), pairs()), some(*prefills, *decodes)
 
 
 @given(st.integers(0, 2**32), st.one_of(st.integers(0, 6), st.just(MAX_ALL_ASKED + 10)))
@@ -90,18 +90,18 @@ def query_of(draw: random.Random, count: int) -> tuple[PlacementQuery, Excluded,
 def test_the_best_of_all_pairs_is_selected(seed: int, most: int) -> None:
     draw = random.Random(seed)
     workers = fleet_of(draw, 0, most)
-    query, excluded, isolated = query_of(draw, max(most, 1))
+    query, open_breakers, isolated = query_of(draw, max(most, 1))
     fleet = FleetView(*workers)
     fleet.isolated = isolated
     plain = placement_oracle.select(
-        *workers, query, prefill_limit=LIMIT, mean_rate=fleet.mean_rate, excluded=excluded, isolated=isolated
+        *workers, query, prefill_limit=LIMIT, mean_rate=fleet.mean_rate, open_breakers=open_breakers, isolated=isolated
     )
-    assert select_workers(fleet, query, prefill_limit=LIMIT, excluded=excluded) == plain
+    assert select_workers(fleet, query, prefill_limit=LIMIT, open_breakers=open_breakers) == plain
     pairs = placement_oracle.pairs(*workers, PlacementQuery(1), frozenset())
     assert can_serve(fleet, decodes=False) is any(not view.draining for view in workers[0])
     assert can_serve(fleet, decodes=True) is bool(pairs)
     assert matching_decodes(fleet) == {decode.address for _, follow in pairs for decode in follow}
-    found = least_loaded_pair(fleet, query, excluded)
+    found = least_loaded_pair(fleet, query, open_breakers)
     pairs = placement_oracle.pairs(*workers, query, query.too_small)
     if most <= MAX_ALL_ASKED:
         assert (found is not None) is bool(pairs)

@@ -104,7 +104,7 @@ class Prompts:
 
 
 def poisson(rate: float, draw: random.Random) -> Iterator[float]:
-    """Times of a Poisson process of `rate` requests per second, without end; the first comes after a gap too."""
+    """Times in seconds of a Poisson process without end: `rate` requests per second on average, the first not at 0."""
     at_s = 0.0
     while True:
         at_s += draw.expovariate(rate)

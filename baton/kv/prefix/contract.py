@@ -27,7 +27,7 @@ from baton.ledger import CacheTier as CacheTier
 Payload: TypeAlias = bytes | memoryview
 """The KV of a block, which nobody changes. A view keeps no more memory alive than the block's stored record."""
 
-PrefixesChanged: TypeAlias = Callable[[Sequence[bytes], Sequence[bytes]], object]
+BlocksChanged: TypeAlias = Callable[[Sequence[bytes], Sequence[bytes]], object]
 """Called with the digests of stored blocks and of dropped blocks."""
 
 
@@ -110,7 +110,7 @@ class PrefixCache(Protocol):
     def fetch_rates(self) -> Mapping[str, FetchRate]:
         """The measured fetch rates by tier, without tiers from which nothing was fetched yet."""
 
-    def watch(self, changed: PrefixesChanged | None) -> None:
+    def watch(self, changed: BlocksChanged | None) -> None:
         """Call `changed(stored, dropped)` for the blocks in this process; None ends this.
 
         Blocks that are cached already are reported at once. `changed` must be quick and must not raise.
@@ -182,7 +182,7 @@ class NullPrefixCache:
         """Empty: nothing is ever fetched."""
         return {}
 
-    def watch(self, changed: PrefixesChanged | None) -> None:
+    def watch(self, changed: BlocksChanged | None) -> None:
         """Do nothing: nothing ever changes."""
 
     async def stats(self) -> list[CacheTier]:

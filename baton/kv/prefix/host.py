@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Generator, Sequence
 from itertools import takewhile
 from typing import TypeVar
 
-from baton.kv.prefix.contract import CacheTier, Hits, NullPrefixCache, Payload, PrefixesChanged
+from baton.kv.prefix.contract import BlocksChanged, CacheTier, Hits, NullPrefixCache, Payload
 from baton.telemetry import metrics
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class HostPrefixCache(NullPrefixCache):
         self._entries = 0
         self._parents: dict[bytes, bytes] = {}
         self._hits = self._misses = 0
-        self._changed: PrefixesChanged | None = None
+        self._changed: BlocksChanged | None = None
 
     @property
     def enabled(self) -> bool:
@@ -107,7 +107,7 @@ class HostPrefixCache(NullPrefixCache):
         return self._payloads.get(digest)
 
     async def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
-        """Blocks that are not cached here and were no hits; marks the chain as used."""
+        """Whether each block is wanted: it is not cached here and was no hit. Marks the chain as used."""
         wanted: list[bool] = []
         async for part in slices(digests):
             wanted += self.select_missing(part, hits - len(wanted))
@@ -172,7 +172,7 @@ class HostPrefixCache(NullPrefixCache):
         _HIT.inc(hits)
         _MISS.inc(misses)
 
-    def watch(self, changed: PrefixesChanged | None) -> None:
+    def watch(self, changed: BlocksChanged | None) -> None:
         """Report each block."""
         self._changed = changed
         self._notify(tuple(self._payloads), ())

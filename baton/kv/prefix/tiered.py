@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from itertools import chain, groupby, islice, repeat
 
-from baton.kv.prefix.contract import CacheTier, FetchRate, Hits, Payload, PrefixCache, PrefixesChanged
+from baton.kv.prefix.contract import BlocksChanged, CacheTier, FetchRate, Hits, Payload, PrefixCache
 from baton.kv.prefix.host import TIER, HostPrefixCache, slices
 
 TOUCH_FRACTION = 1 / 8
@@ -106,7 +106,7 @@ class WriteFilter:
                 self.set(digest, BlockState.AGAIN)
 
     def mark_refused(self, digests: Iterable[bytes]) -> None:
-        """Record that the records of these blocks were read and refused."""
+        """Record that the store has these blocks, but that their contents were refused."""
         for digest in digests:
             self.set(digest, BlockState.REFUSED)
 
@@ -156,7 +156,7 @@ class StoreTier:
         return payloads
 
     async def select_writes(self, digests: Sequence[bytes], host: HostPrefixCache) -> set[bytes]:
-        """The blocks that the store needs and `host` can't supply; those that it can supply are put at once."""
+        """Put the blocks that the store needs and `host` has. Returns those that it needs and `host` does not have."""
         seen, needed, refused = self.write_filter.observe(digests), set[bytes](), False
         async for part in slices(digests):
             states = zip(part, islice(seen, len(part)), strict=True)
@@ -282,7 +282,7 @@ class TieredPrefixCache:
         return payloads
 
     async def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
-        """Computed blocks that are not in host memory, and blocks that a store needs and host memory can't supply."""
+        """Blocks that host memory or a store needs, and that must be read from pages."""
         needed, wanted = set[bytes](), list[bool]()
         for store in self._stores:
             needed |= await store.select_writes(digests, self._host)
@@ -312,14 +312,14 @@ class TieredPrefixCache:
             await store.remove(digests)
 
     def touch(self, digests: Sequence[bytes]) -> None:
-        """Renew the expiry of the blocks in the stores, if the call is one of the sample."""
+        """Renew the expiry of the blocks in the stores; only a sample of the calls does it."""
         self._touch(digests, self._touch_fraction)
 
     def fetch_rates(self) -> Mapping[str, FetchRate]:
         """The fetch rates of the stores; a fetch from host memory takes no time."""
         return {tier: rate for store in self._stores for tier, rate in store.cache.fetch_rates().items()}
 
-    def watch(self, changed: PrefixesChanged | None) -> None:
+    def watch(self, changed: BlocksChanged | None) -> None:
         """Report the blocks in host memory."""
         self._host.watch(changed)
 

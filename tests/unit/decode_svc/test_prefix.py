@@ -41,7 +41,7 @@ class Worker:
     ) -> list[Any]:
         ready = prefill(prompt, params, request_id=attempt.key.request_id, choices=range(params.n))
         self.attempts.start(attempt, 0.0)
-        ready.write(self.engine, attempt.handle, attempt.handle.cached)
+        ready.write(self.engine, attempt.handle, attempt.handle.cached_tokens)
         names = digests(self.engine, prompt, SALT) if self.attempts.needs_digests(attempt) else None
         first = self.attempts.commit(attempt, ready.handoff, 0.0, 0.0, names)
         return (
@@ -70,10 +70,10 @@ class Worker:
 def test_what_a_commit_brought_is_pinned_by_the_next_while_it_runs() -> None:
     worker = Worker()
     first = worker.reserve("a")
-    assert first.handle.cached == 0
+    assert first.handle.cached_tokens == 0
     (sequence,) = worker.commit(first)
     second = worker.reserve("b")
-    assert second.handle.cached == 8
+    assert second.handle.cached_tokens == 8
     assert worker.engine.stats().used == 5 + 3
     worker.commit(second)
     assert worker.engine.stats().used == 5 + 3
@@ -96,7 +96,7 @@ def test_the_end_leaves_what_is_final_and_the_next_turn_finds_its_answer() -> No
     # 18 tokens, of which the last has no KV.
     assert worker.held(ids) == 16
     turn = [*ids, 1, 2, 3]
-    assert worker.reserve("b", turn).handle.cached == 16
+    assert worker.reserve("b", turn).handle.cached_tokens == 16
     worker.attempts.end(next(iter(worker.attempts)), 2.0)
     worker.check()
 
@@ -110,7 +110,7 @@ def test_all_full_blocks_are_found_again_whatever_the_size_of_pages(page_size: i
     worker.attempts.end(attempt, 1.0)
     ids = [*PROMPT, *sequence.output_ids]
     again = worker.reserve("b", ids)
-    assert again.handle.cached == 16
+    assert again.handle.cached_tokens == 16
     (sequence,) = worker.commit(again, ids)
     blocks = len(ids) // 4
     assert held_payloads(worker.engine, sequence.handle, blocks) == payloads(worker.engine, ids)[:blocks]
@@ -126,7 +126,7 @@ def test_choices_share_what_was_pinned_and_write_only_their_own_pages() -> None:
     worker.commit(first)
     worker.attempts.end(first, 0.0)
     attempt = worker.reserve("c", choices=3)
-    assert attempt.handle.cached == 8
+    assert attempt.handle.cached_tokens == 8
     assert worker.engine.stats().used == 2 + 3 + 1
     sequences = worker.commit(attempt, params=params)
     assert worker.engine.stats().used == 2 + 3 * 3
@@ -152,9 +152,9 @@ def test_a_router_that_named_other_blocks_fails_the_attempt_and_publishes_nothin
         worker.commit(first)
     worker.attempts.end(first, 0.0)
     attempt = worker.reserve("b", other, prefix_digests=b"".join(digests(worker.engine, PROMPT, SALT)))
-    assert attempt.handle.cached == (8 if pinned else 0)
+    assert attempt.handle.cached_tokens == (8 if pinned else 0)
     if pinned:
-        with pytest.raises(IncompleteTransfer, match="b/0: the 8 tokens that were pinned are not those of the handoff"):
+        with pytest.raises(IncompleteTransfer, match="b/0: the 8 pinned tokens are not those of the handoff"):
             worker.commit(attempt, other)
     else:
         worker.commit(attempt, other)
@@ -168,7 +168,7 @@ def test_the_salt_of_another_tenant_finds_nothing_and_fails_where_it_is_pinned()
     first = worker.reserve("a")
     worker.commit(first)
     names = b"".join(digests(worker.engine, PROMPT, b"other"))
-    assert worker.reserve("b", cache_salt=b"other", prefix_digests=names).handle.cached == 0
+    assert worker.reserve("b", cache_salt=b"other", prefix_digests=names).handle.cached_tokens == 0
     liar = worker.reserve("c", cache_salt=b"other")
     worker.attempts.start(liar, 0.0)
     ready = prefill(PROMPT, greedy(8), request_id="c")
@@ -185,7 +185,7 @@ def test_a_policy_says_who_reads_and_who_writes(policy: CachePolicy, first: int,
     attempt = worker.reserve("a", cache=policy)
     (sequence,) = worker.commit(attempt)
     assert worker.held(PROMPT) == first
-    assert worker.reserve("b", cache=policy).handle.cached == second
+    assert worker.reserve("b", cache=policy).handle.cached_tokens == second
     assert (sequence.hasher is not None) is policy.writes
     worker.attempts.end(attempt, 1.0)
     assert bool(worker.attempts.take_published()) is policy.writes
@@ -211,7 +211,7 @@ def test_a_replay_finds_prompt_and_outputs() -> None:
     worker.attempts.end(attempt, 1.0)
     context = [*PROMPT, *outputs]
     again = worker.reserve("a", context, key=AttemptKey("a", 1), max_new_tokens=2)
-    assert again.handle.cached == 12
+    assert again.handle.cached_tokens == 12
     ready = prefill(PROMPT, greedy(8), request_id="a", attempt=1, outputs=outputs)
     worker.attempts.start(again, 2.0)
     ready.write(worker.engine, again.handle, 12)

@@ -61,7 +61,7 @@ def test_digests_that_are_no_chain_lead_nowhere() -> None:
     mixed = [*CHAIN_A[:2], *CHAIN_B[2:]]
     assert pool.match_prefix(mixed) == 8
     assert pool.match_prefix(CHAIN_B[1:]) == 0
-    assert pool.reserve("c/1", 24, mixed).cached == 8
+    assert pool.reserve("c/1", 24, mixed).cached_tokens == 8
 
 
 class CountedReads(list[bytes]):
@@ -84,7 +84,7 @@ def test_a_long_cached_prefix_costs_no_more_than_a_short_one() -> None:
     second = pool.reserve("c/1", 4 * 1010, digests)
     pool.publish(second, digests)
     pool.free(first, digests)
-    assert (second.cached, pool.match_prefix(digests)) == (4000, 4040)
+    assert (second.cached_tokens, pool.match_prefix(digests)) == (4000, 4040)
     assert digests.reads < 200
 
 
@@ -95,7 +95,7 @@ def test_a_sequence_is_one_node_again_when_no_other_continues_its_beginning() ->
     pool.reserve("c/1", 4 * 4)
     handle = pool.reserve("d/1", 4 * 4, CHAIN_A)
     node_of = pool._block_index._node_of[handle.pages]
-    assert (handle.cached, len(set(node_of.tolist()))) == (16, 2)
+    assert (handle.cached_tokens, len(set(node_of.tolist()))) == (16, 2)
     pool.free(handle)
     node_of = pool._block_index._node_of[pool._match("", 16, CHAIN_A, 16).shared]
     assert len(node_of) == 4
@@ -128,7 +128,7 @@ def test_a_page_that_a_fork_shares_is_cached_once(block_size: int, tokens: int) 
 def test_only_the_end_that_nobody_uses_is_evicted() -> None:
     pool = PagePool(6, 4)
     pool.free(published(pool, "a/1", CHAIN_A))
-    assert pool.reserve("b/1", 16, CHAIN_A[:4]).cached == 16
+    assert pool.reserve("b/1", 16, CHAIN_A[:4]).cached_tokens == 16
     pool.reserve("c/1", 4)
     assert pool.match_prefix(CHAIN_A) == 20
 
@@ -169,7 +169,7 @@ def test_what_a_sequence_leaves_of_its_last_page_is_copied_and_never_taken_for_a
     pool.free(pool.reserve("a/1", 24), CHAIN_A)
     assert (pool.stats().cached, pool.match_prefix(CHAIN_A), pool.match_prefix(CHAIN_A[:5])) == (2, 24, 20)
     handle = pool.reserve("b/1", 40, CHAIN_A, copy=copied.append)
-    assert (handle.cached, [copy.tokens for copy in copied]) == (24, [8])
+    assert (handle.cached_tokens, [copy.tokens for copy in copied]) == (24, [8])
     assert copied[0].target == handle.pages[1]
     with pool.pin(handle, range(24, 40)):
         pass
@@ -199,7 +199,7 @@ def test_slices_spare_a_run_of_several_pages_whose_beginning_is_the_prefix(monke
         pool.free(handle, chain)
     assert slices(pool, 12, CHAIN_A[:1]) == 1
     assert (pool.match_prefix(CHAIN_A), pool.match_prefix(CHAIN_B)) == (6, 0)
-    assert pool.reserve("c/1", 12, CHAIN_A[:1], copy=copied.append).cached == 3
+    assert pool.reserve("c/1", 12, CHAIN_A[:1], copy=copied.append).cached_tokens == 3
 
 
 def test_slices_are_of_the_home_that_the_pages_will_be_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,6 +270,6 @@ def test_a_look_up_does_not_look_at_all_nodes_with_the_same_beginning() -> None:
     others = pool._block_index._others[CHAIN_A[0]] = CountedNodes(pool._block_index._others[CHAIN_A[0]])
     assert len(others) == 99
     assert pool.match_prefix(CHAIN_A) == 4
-    assert pool.reserve("b/1", 8, CHAIN_A).cached == 0
+    assert pool.reserve("b/1", 8, CHAIN_A).cached_tokens == 0
     assert others.looks < 10
     pool.audit()

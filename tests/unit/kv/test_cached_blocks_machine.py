@@ -198,12 +198,12 @@ class CachedBlocksMachine(RuleBasedStateMachine):
         assert not self.gained & (owners.keys() | set(sources))
         if rest and need + self.pool.pages_for(rest) <= free:
             assert sources
-        assert handle.cached == (tokens_found if sources else whole * self.unit)
+        assert handle.cached_tokens == (tokens_found if sources else whole * self.unit)
         assert [copy.tokens for copy in self.copied] == [
             min(page_size, rest - i * page_size) for i in range(self.pool.pages_for(rest) if sources else 0)
         ]
         assert [copy.target for copy in self.copied] == list(handle.pages[len(shared) :])[: len(sources)]
-        self.sequences.append(Sequence_(handle, ids, min(handle.cached, tokens)))
+        self.sequences.append(Sequence_(handle, ids, min(handle.cached_tokens, tokens)))
         if self.model.dropped:
             # The eviction freed pages beside its prefix, which counts as used up to then.
             self.leave([*shared, *cut_run])

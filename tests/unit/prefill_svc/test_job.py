@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 
 from baton.engine.fake import FakeEngine
-from baton.request import Prefilled, PrefillProgress, PromptReport, SamplingParams, TokenInfo
+from baton.request import Prefilled, PrefillProgress, PromptLogprobs, SamplingParams, TokenInfo
 from prefill_svc.job import PREPARING_S, PrefillJob, PrefillTask
 from prefill_svc.scheduler import PrefillScheduler
 
@@ -39,11 +39,11 @@ async def test_a_report_comes_in_parts_and_the_first_tokens_do_not_wait_for_it()
     alternatives = tuple((each, -1.0) for each in range(20))
     job.report([TokenInfo(each, -1.0, alternatives) for each in range(1, 1000)])
     first = await anext(events)
-    assert isinstance(first, PromptReport)
+    assert isinstance(first, PromptLogprobs)
     job.report([TokenInfo(each, -1.0, alternatives) for each in range(1000, 3100)])
     job.finish(DONE)
     assert await anext(events) == DONE
-    parts = [first, *[event async for event in events if isinstance(event, PromptReport)]]
+    parts = [first, *[event async for event in events if isinstance(event, PromptLogprobs)]]
     assert [token.token_id for part in parts for token in part.tokens] == list(range(3000))
     assert [part.start for part in parts] == list(itertools.accumulate([0, *(len(p.tokens) for p in parts[:-1])]))
     assert max(sum(1 + len(token.top) for token in part.tokens) for part in parts) <= 256 + 20

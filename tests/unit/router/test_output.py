@@ -196,7 +196,7 @@ async def test_progress_of_a_replay_does_not_come_between_tokens() -> None:
 
 def test_a_report_is_complete_even_if_a_worker_sends_too_much() -> None:
     e = output(prompt_logprobs=0)
-    e.add_report(0, infos("a"))
-    assert not e.report_complete
-    e.add_report(0, infos("abc"))
-    assert e.report_complete
+    e.add_prompt_logprobs(0, infos("a"))
+    assert not e.prompt_logprobs_complete
+    e.add_prompt_logprobs(0, infos("abc"))
+    assert e.prompt_logprobs_complete

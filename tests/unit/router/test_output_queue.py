@@ -62,7 +62,7 @@ async def test_messages_are_bounded_and_joined_are_all_that_was_said(
 ) -> None:
     queue, told, expected, waits = OutputQueue(prompt), Told(), Told(), 0
     if prompt:
-        queue.report([token(21)] * prompt)
+        queue.add_prompt_logprobs([token(21)] * prompt)
     for step in steps:
         if step is None:
             if waits:
@@ -93,7 +93,7 @@ async def test_messages_are_bounded_and_joined_are_all_that_was_said(
 
 async def test_what_fits_comes_in_one_message() -> None:
     queue = OutputQueue(2)
-    queue.report([token(20)] * 2)
+    queue.add_prompt_logprobs([token(20)] * 2)
     for choice in (0, 1, 0, 1):
         queue.add(choice, token(20), "a")
     queue.close(USAGE, TIMINGS)
@@ -105,13 +105,13 @@ async def test_what_fits_comes_in_one_message() -> None:
 async def test_output_waits_for_the_whole_report() -> None:
     queue = OutputQueue(3)
     queue.add(0, token(20), "a")
-    queue.report([token(20)])
+    queue.add_prompt_logprobs([token(20)])
     first = await queue.take()
     assert (len(first.prompt_tokens), first.deltas) == (1, {})
     taking = asyncio.create_task(queue.take())
     await asyncio.sleep(0)
     assert not taking.done()
-    queue.report([token(20)] * 2)
+    queue.add_prompt_logprobs([token(20)] * 2)
     last = await taking
     assert (len(last.prompt_tokens), list(last.deltas)) == (2, [0])
 
@@ -120,7 +120,7 @@ async def test_of_waiting_progress_only_the_newest_is_told_and_alone() -> None:
     queue = OutputQueue(1)
     for done in range(1000):
         queue.report_progress(PrefillProgress(done, 1000))
-    queue.report([token(20)])
+    queue.add_prompt_logprobs([token(20)])
     queue.add(0, token(20), "a")
     news = await queue.take()
     assert (news.progress, news.prompt_tokens, news.deltas) == (PrefillProgress(999, 1000), (), {})

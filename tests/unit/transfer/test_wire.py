@@ -108,7 +108,7 @@ def test_a_header_that_contradicts_itself_is_refused(change: dict[str, object], 
     ("change", "complaint"),
     [
         ({"shape": [3, 2, 3]}, "bytes for"),
-        ({"shape": [3, 2, 2] + [1] * 100}, "described by"),
+        ({"shape": [3, 2, 2] + [1] * 100}, "description of"),
         ({"length": 23}, "23 bytes"),
         ({"length": 2**40}, "bytes for"),
     ],

@@ -12,7 +12,7 @@ from baton.config.worker import WorkerConfig
 from baton.engine.fake import FakeEngine
 from baton.errors import InvalidRequest
 from baton.kv.hashing import block_digests
-from baton.kv.prefix.contract import NullPrefixCache, PrefixesChanged
+from baton.kv.prefix.contract import BlocksChanged, NullPrefixCache
 from baton.pb import worker_pb2
 from baton.worker import status
 from baton.worker.status import (
@@ -35,9 +35,9 @@ class HostTier(NullPrefixCache):
     """A cache whose host memory the test speaks for."""
 
     def __init__(self) -> None:
-        self.changed: PrefixesChanged | None = None
+        self.changed: BlocksChanged | None = None
 
-    def watch(self, changed: PrefixesChanged | None) -> None:
+    def watch(self, changed: BlocksChanged | None) -> None:
         self.changed = changed
 
     def tell(self, stored: Sequence[bytes] = (), dropped: Sequence[bytes] = ()) -> None:

@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 
 from baton.breaker import Breaker
 from baton.kv.format import KvFormat
-from baton.kv.prefix.contract import CacheTier, FetchRate, Hits, Payload, PrefixesChanged
+from baton.kv.prefix.contract import BlocksChanged, CacheTier, FetchRate, Hits, Payload
 from baton.kv.prefix.fetch_cost import Throughput
 from baton.kv.prefix.redis.address import parse_redis_url
 from baton.kv.prefix.redis.nodes import Command, Node, RedisCalls, count_fault, fault_label, open_topology
@@ -213,7 +213,7 @@ class RedisPrefixCache:
         return [True] * len(digests)
 
     async def save(self, digests: Sequence[bytes], payloads: Sequence[Payload]) -> int:
-        """Write the blocks, MAX_RECORDS in a round trip to each node; the number of leading ones that are stored."""
+        """Write the blocks, MAX_RECORDS in a round trip to each node; returns how many leading ones are stored."""
         stored = await self._write(list(zip(digests, payloads, strict=True)))
         metrics.PREFIX_BLOCKS.labels(TIER, "written").inc(sum(stored))
         return sum(1 for _ in takewhile(bool, stored))
@@ -235,11 +235,11 @@ class RedisPrefixCache:
         """The rate measured over the fetches of this process."""
         return {TIER: rate} if (rate := self._throughput.rate) else {}
 
-    def watch(self, changed: PrefixesChanged | None) -> None:
+    def watch(self, changed: BlocksChanged | None) -> None:
         """Do nothing: no block is in this process."""
 
     async def stats(self) -> list[CacheTier]:
-        """The servers' report: blocks are all keys of the database, bytes all memory in use."""
+        """The statistics of the servers: blocks are all keys of the database, bytes all memory in use."""
         blocks = used = most = 0
         for keys, info in await self._call_all([("DBSIZE",), ("INFO", "memory")]):
             blocks += keys if isinstance(keys, int) else 0

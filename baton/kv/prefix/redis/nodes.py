@@ -65,7 +65,7 @@ _ASKED = 3
 """Number of masters that are asked for the slots, in addition to the nodes of the URL."""
 _LOOK_AGAIN_S = 1.0
 _READ_BYTES = 256 << 10
-"""Bytes that are given to the parser at a time, if that many have arrived."""
+"""Most bytes that are given to the parser at a time."""
 
 _REASONS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str], ...] = (
     ((TimeoutError, RedisTimeoutError), "timeout"),

@@ -8,12 +8,12 @@ import pytest
 from baton.kv.format import KvFormat, KvPart
 from baton.rates import DecayingSum
 from router.placement.policy import (
-    NOTHING_EXCLUDED,
+    NO_OPEN_BREAKERS,
     RECENT_FRACTION,
     RECENT_S,
     DecodeView,
-    Excluded,
     FleetView,
+    OpenBreakers,
     PlacementQuery,
     PrefillView,
     Selection,
@@ -33,10 +33,10 @@ def pick(
     prefill: list[PrefillView],
     decode: list[DecodeView],
     query: PlacementQuery | None = None,
-    excluded: Excluded = NOTHING_EXCLUDED,
+    open_breakers: OpenBreakers = NO_OPEN_BREAKERS,
 ) -> Selection | None:
     fleet = FleetView(prefill, decode)
-    return select_workers(fleet, query or PlacementQuery(100), prefill_limit=4, excluded=excluded)
+    return select_workers(fleet, query or PlacementQuery(100), prefill_limit=4, open_breakers=open_breakers)
 
 
 def test_an_unknown_rate_counts_as_the_usual_one() -> None:
@@ -82,16 +82,16 @@ def test_what_failed_before_is_the_last_resort() -> None:
 def test_open_breakers_are_the_last_resort_for_everybody() -> None:
     p2, d2 = replace(P, address="p2", pending_tokens=10**6), replace(D, address="d2", free_tokens=1)
 
-    def excluded(*workers: str, pairs: tuple[tuple[str, str], ...] = ()) -> Selection | None:
-        return pick([P, p2], [D, d2], PlacementQuery(1), Excluded(frozenset(workers), frozenset(pairs)))
+    def open_breakers(*workers: str, pairs: tuple[tuple[str, str], ...] = ()) -> Selection | None:
+        return pick([P, p2], [D, d2], PlacementQuery(1), OpenBreakers(frozenset(workers), frozenset(pairs)))
 
-    assert excluded("p") == Selection("p2", ("d", "d2"))
-    assert excluded("d") == Selection("p", ("d2",))
-    assert excluded(pairs=(("p", "d"),)) == Selection("p", ("d2",))
-    assert excluded(pairs=(("p", "d"), ("p", "d2"))) == Selection("p2", ("d", "d2"))
-    assert excluded("p", "p2", "d", "d2") == Selection("p", ("d", "d2"))
-    # The least bad: of two excluded workers the one that did not fail this request as well.
-    both = Excluded(frozenset({"d", "d2"}))
+    assert open_breakers("p") == Selection("p2", ("d", "d2"))
+    assert open_breakers("d") == Selection("p", ("d2",))
+    assert open_breakers(pairs=(("p", "d"),)) == Selection("p", ("d2",))
+    assert open_breakers(pairs=(("p", "d"), ("p", "d2"))) == Selection("p2", ("d", "d2"))
+    assert open_breakers("p", "p2", "d", "d2") == Selection("p", ("d", "d2"))
+    # The least bad: of two workers with open breakers the one that did not fail this request as well.
+    both = OpenBreakers(frozenset({"d", "d2"}))
     assert pick([P, p2], [D, d2], PlacementQuery(1, avoid=frozenset({"d"})), both) == Selection("p", ("d2",))
 
 

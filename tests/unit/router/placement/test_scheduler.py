@@ -8,7 +8,7 @@ import pytest
 
 from baton.errors import Overloaded
 from baton.lifecycle import Lifecycle, State
-from router.placement.policy import NOTHING_EXCLUDED, DecodeView, FleetView, PrefillView
+from router.placement.policy import NO_OPEN_BREAKERS, DecodeView, FleetView, PrefillView
 from router.placement.prefix_directory import PrefixDirectory
 from router.placement.scheduler import PlacementScheduler, RequestQueue
 from router.placement.waiter import PlacementRequest, Waiter
@@ -28,7 +28,7 @@ def test_what_cant_be_in_time_or_would_wait_too_long_is_refused_at_once() -> Non
     scheduler, now = PlacementScheduler(PrefixDirectory(), capacity=20, prefill_limit=1, max_wait_s=25), 0.0
     for number in range(10):
         scheduler.push(waiter(str(number), now), FLEET, now)
-    while (turn := scheduler.next_turn(FLEET, NOTHING_EXCLUDED, now, set())) is not None:
+    while (turn := scheduler.next_turn(FLEET, NO_OPEN_BREAKERS, now, set())) is not None:
         scheduler.begin_turn(turn.waiter)
         scheduler.grant(turn.waiter, now)
         scheduler.end_turn(turn.waiter)
@@ -45,7 +45,7 @@ def test_what_cant_be_in_time_or_would_wait_too_long_is_refused_at_once() -> Non
     # A request that was accepted once is not judged again.
     replay = waiter("replay", now, deadline=now + 5, again=True)
     scheduler.push(replay, FLEET, now)
-    turn = scheduler.next_turn(FLEET, NOTHING_EXCLUDED, now, set())
+    turn = scheduler.next_turn(FLEET, NO_OPEN_BREAKERS, now, set())
     assert (turn.waiter, len(scheduler)) == (replay, 4)
 
 

@@ -8,11 +8,11 @@ from router.output import OutputProcessor
 from router.request_runner import RequestRunner
 from router.serving.front_door import Caller, FrontDoor, StallGuard, Tenants
 from router.serving.threads import TenantThreads
-from router.serving.validator import GenerateRequest, Request, RequestValidator, ServedModel, TokenPrompt
+from router.serving.validator import Request, RequestValidator, ServedModel, TokenPrompt, UncheckedRequest
 from router.workers.pool import Pool
 from tests.unit.router.dispatching import FakePool, dispatcher
 
-ONE = GenerateRequest(prompt=TokenPrompt([1, 2]), size=2, make_params=lambda vocabulary: SamplingParams(max_tokens=2))
+ONE = UncheckedRequest(prompt=TokenPrompt([1, 2]), size=2, make_params=lambda vocabulary: SamplingParams(max_tokens=2))
 
 
 class FakeRequestRunner:

@@ -24,7 +24,7 @@ async def test_a_report_that_no_message_can_carry_is_refused_before_it_is_comput
         return await validator.validate(generate_request(Sized(message, 1)), arrived=0.0, deadline=None)
 
     assert len((await take(280_000)).prompt_ids) == 280_000
-    with pytest.raises(InvalidRequest, match=r"^prompt_logprobs: a report on 290000 prompt tokens .*, got 20$"):
+    with pytest.raises(InvalidRequest, match=r"^prompt_logprobs: those of 290000 prompt tokens .*, got 20$"):
         await take(290_000)
 
 

@@ -1,6 +1,6 @@
 """Circuit breakers on a clock that the test turns."""
 
-from router.placement.policy import Excluded
+from router.placement.policy import OpenBreakers
 from router.workers.failures import MAX_PAUSE_S, AttemptBreakers, Breakers
 from tests.clock import Clock
 
@@ -12,9 +12,9 @@ class TimedBreakers(Breakers):
         self.time = Clock()
         super().__init__(self.time)
 
-    def at(self, now: float) -> Excluded:
+    def at(self, now: float) -> OpenBreakers:
         self.time.now = now
-        return self.excluded()
+        return self.open_breakers()
 
 
 def fail(breakers: TimedBreakers, prefill: str, decode: str, now: float) -> None:
@@ -41,9 +41,9 @@ def test_a_worker_opens_at_the_third_fault_in_a_row() -> None:
     breakers = TimedBreakers()
     fault(breakers, "p", 0)
     fault(breakers, "p", 1)
-    assert breakers.at(1) == Excluded()
+    assert breakers.at(1) == OpenBreakers()
     fault(breakers, "p", 2)
-    assert breakers.at(2) == Excluded(frozenset({"p"}))
+    assert breakers.at(2) == OpenBreakers(frozenset({"p"}))
     assert breakers.count_open() == (1, 0)
 
 
@@ -51,13 +51,13 @@ def test_the_faults_of_one_event_count_once() -> None:
     breakers = TimedBreakers()
     for sequence in range(10):
         fault(breakers, "p", 5 + 0.001 * sequence)
-    assert breakers.at(5.1) == Excluded()
+    assert breakers.at(5.1) == OpenBreakers()
 
 
 def test_a_pair_opens_at_once_and_the_workers_stay_usable() -> None:
     breakers = TimedBreakers()
     fail(breakers, "p", "d", 0)
-    assert breakers.at(0) == Excluded(frozenset(), frozenset({("p", "d")}))
+    assert breakers.at(0) == OpenBreakers(frozenset(), frozenset({("p", "d")}))
 
 
 def test_half_open_lets_one_through_and_its_success_closes() -> None:
@@ -130,6 +130,6 @@ def test_what_is_gone_comes_back_unblemished() -> None:
     for now in (0.2, 0.4, 0.6):
         fault(breakers, "p", now)
     breakers.retain({"p", "d"})
-    assert breakers.at(0.7) == Excluded(frozenset({"p"}), frozenset({("p", "d")}))
+    assert breakers.at(0.7) == OpenBreakers(frozenset({"p"}), frozenset({("p", "d")}))
     breakers.retain({"d"})
-    assert breakers.at(0.7) == Excluded()
+    assert breakers.at(0.7) == OpenBreakers()

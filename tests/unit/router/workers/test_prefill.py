@@ -10,7 +10,7 @@ import pytest
 
 from baton.errors import EngineError
 from baton.pb import inference_pb2, prefill_pb2, prefill_pb2_grpc
-from baton.request import CachePolicy, Prefilled, PromptReport, SamplingParams
+from baton.request import CachePolicy, Prefilled, PromptLogprobs, SamplingParams
 from baton.rpc.channel import control_channel
 from baton.rpc.server import listen
 from router.workers.calls import Event, PrefillAssignment, call_prefill, prefill_message
@@ -29,7 +29,7 @@ class Breaking(prefill_pb2_grpc.PrefillServicer):
         yield prefill_pb2.PrefillEvent(done=prefill_pb2.PrefillDone())
         for start in range(self.reported):
             tokens = [inference_pb2.TokenInfo(token_id=1)]
-            yield prefill_pb2.PrefillEvent(report=prefill_pb2.PromptReport(start=start, tokens=tokens))
+            yield prefill_pb2.PrefillEvent(prompt_logprobs=prefill_pb2.PromptLogprobs(start=start, tokens=tokens))
         raise EngineError("it broke")
 
 
@@ -73,9 +73,9 @@ async def deliver(reported: int, prompt_logprobs: int | None) -> list[Event]:
 @pytest.mark.parametrize(("reported", "prompt_logprobs"), [(0, None), (2, 0)])
 async def test_a_call_that_breaks_when_all_has_come_fails_nothing(reported: int, prompt_logprobs: int | None) -> None:
     events = await deliver(reported, prompt_logprobs)
-    assert [type(event) for event in events] == [Prefilled] + [PromptReport] * reported
+    assert [type(event) for event in events] == [Prefilled] + [PromptLogprobs] * reported
 
 
 async def test_a_call_that_breaks_before_the_end_of_its_report_fails() -> None:
     events = await deliver(1, 0)
-    assert [type(event) for event in events] == [Prefilled, PromptReport, Failed]
+    assert [type(event) for event in events] == [Prefilled, PromptLogprobs, Failed]
