@@ -65,7 +65,7 @@ async def test_a_transfer_id_is_used_once() -> None:
     async with serving() as client:
         await client.done(transfer_id="t")
         assert (await status_of(client.call(transfer_id="t")))[0] is grpc.StatusCode.INVALID_ARGUMENT
-        client.app.worker.load()
+        client.app.worker.load_report()
         assert (await client.done(transfer_id="u")).first_tokens
 
 
