@@ -22,7 +22,7 @@ Implementation: `baton.engine.core`, over a model (`baton.engine.factory`) or ov
 
 from __future__ import annotations
 
-from collections import abc
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -92,7 +92,7 @@ class KvHandle(Protocol):
         """Whether some of its pages are in host memory."""
 
 
-class Sequence:
+class EngineSequence:
     """A choice that is decoded, from `Engine.insert` until its handle is freed; the engine thread owns it.
 
     `output_ids` are its tokens so far; `state` shows them too. The engine appends those of each pass that is read.
@@ -125,7 +125,7 @@ class Sequence:
         return range(newest, newest + 1)
 
 
-OnLayer = abc.Callable[[int], None]
+OnLayer = Callable[[int], None]
 """Called with a layer's index once a chunk's KV of it is final and readable; what it raises ends the chunk."""
 
 
@@ -140,11 +140,11 @@ class PromptChunk:
     """
 
     handle: KvHandle
-    token_ids: abc.Sequence[int]
+    token_ids: Sequence[int]
     start: int
     end: int
     on_layer: OnLayer | None = None
-    sample: abc.Sequence[SequenceState] = ()
+    sample: Sequence[SequenceState] = ()
     prompt_logprobs: int | None = None
 
 
@@ -170,8 +170,8 @@ class PassResult:
     caller must `free` it. An error of one does not affect the others.
     """
 
-    chunks: abc.Sequence[ChunkResult | Exception] = ()
-    steps: abc.Sequence[tuple[Sequence, tuple[TokenInfo, ...] | NoToken]] = ()
+    chunks: Sequence[ChunkResult | Exception] = ()
+    steps: Sequence[tuple[EngineSequence, tuple[TokenInfo, ...] | NoToken]] = ()
 
 
 class ForwardPass(Protocol):
@@ -183,7 +183,7 @@ class ForwardPass(Protocol):
     launched_at: float
 
     @property
-    def batch(self) -> abc.Sequence[Sequence]: ...
+    def batch(self) -> Sequence[EngineSequence]: ...
 
     def result(self) -> PassResult:
         """Wait for the pass.
@@ -201,7 +201,7 @@ class Engine(Protocol):
         """Properties that do not change."""
 
     def reserve(
-        self, owner: str, tokens: int, prefix: abc.Sequence[bytes] = (), max_cached_tokens: int | None = None
+        self, owner: str, tokens: int, prefix: Sequence[bytes] = (), max_cached_tokens: int | None = None
     ) -> KvHandle:
         """Allocate pages for `tokens` tokens; raises OutOfPages, and then allocates nothing.
 
@@ -211,14 +211,14 @@ class Engine(Protocol):
         tokens after the cached ones can be written.
         """
 
-    def evict_for(self, tokens: int, prefix: abc.Sequence[bytes] = (), max_cached_tokens: int | None = None) -> bool:
+    def evict_for(self, tokens: int, prefix: Sequence[bytes] = (), max_cached_tokens: int | None = None) -> bool:
         """Evict a slice of the cached blocks that `reserve` would evict with these arguments, but none of `prefix`.
 
         True if `reserve` would evict more. If it would raise OutOfPages, nothing is evicted. A long sequence may
         replace those of thousands of others, in many milliseconds: a caller may let others run after each slice.
         """
 
-    def publish(self, handle: KvHandle, digests: abc.Sequence[bytes]) -> None:
+    def publish(self, handle: KvHandle, digests: Sequence[bytes]) -> None:
         """Cache the handle's leading full blocks, whose KV is final, under these digests, so that `reserve` finds them.
 
         Only blocks that fill whole pages together are cached, in units of lcm(page size, block size) tokens. They can't
@@ -226,7 +226,7 @@ class Engine(Protocol):
         used first, and the end of a chain before its beginning. Idempotent; a dead handle is ignored.
         """
 
-    def match_prefix(self, digests: abc.Sequence[bytes]) -> int:
+    def match_prefix(self, digests: Sequence[bytes]) -> int:
         """Tokens of the leading blocks that are cached now."""
 
     def watch_prefixes(self, changed: PrefixesChanged | None) -> None:
@@ -262,7 +262,7 @@ class Engine(Protocol):
         changes nothing, when these and the free pages are too few.
         """
 
-    def launch(self, chunks: abc.Sequence[PromptChunk] = (), *, batch: bool = True) -> ForwardPass:
+    def launch(self, chunks: Sequence[PromptChunk] = (), *, batch: bool = True) -> ForwardPass:
         """Launch one forward pass: over `chunks` of prompts, and with `batch` a step of the generation batch.
 
         A step samples the next tokens of all sequences that have slots. The handle of each must have room for its
@@ -277,30 +277,30 @@ class Engine(Protocol):
         """
 
     @property
-    def in_flight(self) -> abc.Sequence[ForwardPass]:
+    def in_flight(self) -> Sequence[ForwardPass]:
         """The passes whose result nobody has taken yet, oldest first; those that were undone are not among them."""
 
     def read_kv(self, handle: KvHandle, layer: int, tokens: range, heads: range) -> list[PartData]:
         """Copy out one layer's parts as contiguous `[tokens, heads, ...]`."""
 
     def write_kv(
-        self, handle: KvHandle, layer: int, token_start: int, head_start: int, parts: abc.Sequence[PartData]
+        self, handle: KvHandle, layer: int, token_start: int, head_start: int, parts: Sequence[PartData]
     ) -> None:
         """Copy one layer's parts into the handle's pages, converting element types where they differ."""
 
     def read_blocks(self, handle: KvHandle, token_start: int, count: int) -> list[bytes]:
         """Copy out the payloads (`baton.kv.format`) of `count` prefix blocks from token `token_start` on."""
 
-    def write_blocks(self, handle: KvHandle, token_start: int, payloads: abc.Sequence[bytes | memoryview]) -> None:
+    def write_blocks(self, handle: KvHandle, token_start: int, payloads: Sequence[bytes | memoryview]) -> None:
         """Copy the payloads of consecutive prefix blocks into the handle's pages, from token `token_start` on.
 
         Nothing is converted: a block's name contains the digest of `spec.kv_format`, so its element types are the same.
         """
 
-    def insert(self, sequence: Sequence) -> None:
+    def insert(self, sequence: EngineSequence) -> None:
         """Give the sequence a slot; KV must cover all but the last of its tokens. Raises Overloaded without a slot."""
 
-    def free(self, handle: KvHandle, digests: abc.Sequence[bytes] = ()) -> None:
+    def free(self, handle: KvHandle, digests: Sequence[bytes] = ()) -> None:
         """Free the handle, in any state; idempotent.
 
         The blocks that `digests` name stay cached, as after `publish`. Blocks that don't fill a unit of pages stay too,
@@ -316,7 +316,7 @@ class Engine(Protocol):
         It stays the same while there is no work, and while a kernel hangs.
         """
 
-    def watch_pages(self, returned: abc.Callable[[], object] | None) -> None:
+    def watch_pages(self, returned: Callable[[], object] | None) -> None:
         """Call `returned` when pages have returned to the pool, from any thread, with no lock held.
 
         It must be quick and not raise. There is one watcher; None removes it.

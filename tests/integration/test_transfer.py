@@ -107,7 +107,9 @@ class Pair:
         first = changes.pop("first", 0)
         timeout_s = changes.get("timeout_s", 30.0)
         sources = [self.source(transfer_id, **changes)]
-        return await fetch(sources, self.engine, self.handle, tokens=TOKENS, first=first, timeout_s=timeout_s)
+        return await fetch(
+            sources, self.engine, self.handle, tokens=range(first, TOKENS), length=TOKENS, timeout_s=timeout_s
+        )
 
     async def fetch_prefix(self, tokens: range, **changes: Any) -> None:
         options = {"length": TOKENS, "digest": b"name", "timeout_s": 30.0, **changes}
@@ -155,7 +157,7 @@ async def sharded(*layers: range) -> AsyncIterator[list[Pair]]:
 async def fetch_shards(*pairs: Pair) -> Handoff:
     """Fetch all from these processes of one exporter, into the first consumer's pages."""
     sources = [pair.source() for pair in pairs]
-    return await fetch(sources, pairs[0].engine, pairs[0].handle, tokens=TOKENS, timeout_s=30.0)
+    return await fetch(sources, pairs[0].engine, pairs[0].handle, tokens=range(TOKENS), length=TOKENS, timeout_s=30.0)
 
 
 def flip(frame: bytes) -> bytes:
@@ -298,7 +300,7 @@ async def test_shards_that_are_not_those_of_the_exporter_are_refused(pair: Pair)
     ready(pair.exports, pair.exporter, "t", TOKENS)
     halves = [pair.source(shard=Shard("", layers, range(HEADS))) for layers in (range(2), range(2, LAYERS))]
     with pytest.raises(IncompleteTransfer, match="the exporter has the shards"):
-        await fetch(halves, pair.engine, pair.handle, tokens=TOKENS, timeout_s=30)
+        await fetch(halves, pair.engine, pair.handle, tokens=range(TOKENS), length=TOKENS, timeout_s=30)
 
 
 @pytest.mark.parametrize("tokens", [range(TOKENS), range(8, 24)])
