@@ -1,4 +1,4 @@
-"""The choice of the next prompt to compute, and of the number of its tokens, without I/O; times are passed in.
+"""The choice of the next prompt to compute, and of the number of its tokens. Pure; times are passed in.
 
     admit ─▶ LOOKUP ──finish_lookup──▶ WAITING ──allocate──▶ LOADING ──make_ready──▶ READY ⇄ COMPUTING ─▶ remove
              (prefix cache)            (for pages)           (cached blocks)         (a chunk at a time)

@@ -47,14 +47,7 @@ from baton.telemetry import metrics
 from baton.transfer.export import ExportRegistry
 from baton.worker.health import FaultCounter, IdleAudit, Progress, build_ledger
 from baton.worker.status import WorkerIdentity, WorkerLoad
-from prefill_svc.job import (
-    PrefillJob,
-    PrefillRequest,
-    count_by_tier,
-    ledger_entries,
-    make_result,
-    overdue_error,
-)
+from prefill_svc.job import PrefillJob, PrefillRequest, count_by_tier, ledger_entries, make_result, overdue_error
 from prefill_svc.prefix import PrefixBackends, PrefixLoader
 from prefill_svc.scheduler import PrefillScheduler, ScheduledJob
 

@@ -215,7 +215,7 @@ class Engine(Protocol):
         """Evict a slice of the cached blocks that `reserve` would evict with these arguments, but none of `prefix`.
 
         True if `reserve` would evict more. If it would raise OutOfPages, nothing is evicted. A long sequence may
-        replace those of thousands of others, in many milliseconds: a caller may let others run after each slice.
+        replace the blocks of thousands of others, which takes many milliseconds: a caller may yield after each slice.
         """
 
     def publish(self, handle: KvHandle, digests: Sequence[bytes]) -> None:
@@ -227,7 +227,7 @@ class Engine(Protocol):
         """
 
     def match_prefix(self, digests: Sequence[bytes]) -> int:
-        """Tokens of the leading blocks that are cached now."""
+        """Number of tokens of the leading blocks that are cached now."""
 
     def watch_prefixes(self, changed: PrefixesChanged | None) -> None:
         """Call `changed(stored, dropped)` with the digests of blocks that are cached from now on, or no longer.
@@ -240,13 +240,13 @@ class Engine(Protocol):
     def drop_cached(self) -> int:
         """Forget all cached blocks; returns the number of pages that this frees: those that no handle uses.
 
-        Pages that handles use return with these, unless they are published again.
+        Pages that handles use return when the handles are freed, unless they are published again.
         """
 
     def uncache(self, handle: KvHandle) -> None:
         """Forget the cached blocks in the handle's pages, and all that follow them; a dead handle is ignored.
 
-        For a sequence that got no token: the cause may be KV in pages that other sequences would share.
+        Call it for a sequence that got no token: the cause may be KV in pages that other sequences would share.
         """
 
     def extend(self, handle: KvHandle, tokens: int) -> None:
@@ -257,9 +257,9 @@ class Engine(Protocol):
     ) -> KvHandle:
         """A new handle of capacity `tokens` whose first `shared_tokens` have the same KV as `handle`.
 
-        Full pages are shared; the last, partly filled one is copied. The new handle takes over the pages of `spare`, an
-        unused handle that is freed by this; no other caller can get them in between. Raises OutOfPages, and then
-        changes nothing, when these and the free pages are too few.
+        Full pages are shared; the last page is copied if it is partly filled. The new handle takes over the pages of
+        `spare`, an unused handle, which this frees; no other caller can get them in between. Raises OutOfPages, and
+        then changes nothing, if these and the free pages are too few.
         """
 
     def launch(self, chunks: Sequence[PromptChunk] = (), *, batch: bool = True) -> ForwardPass:
@@ -270,26 +270,26 @@ class Engine(Protocol):
         caller ends a sequence (`free`).
 
         Errors of the pass are raised here or by its `result`; without steps ahead, here. If a pass before this one
-        fails when it is read here, its error is raised, and nothing is launched. A chunk that can't be computed, since
-        its handle was freed or an id is outside the vocabulary, fails alone, in its result. A chunk's `on_layer` may
-        launch passes of other handles, but not where the pass that calls it has a step. When it raises, the chunk
-        ends: the pass ends too, unless it has other chunks or a step.
+        fails when it is read here, its error is raised, and nothing is launched. A chunk that can't be computed,
+        because its handle was freed or an id is outside the vocabulary, fails alone, in its result. A chunk's
+        `on_layer` may launch passes of other handles, unless the pass that calls it has a step. If it raises, the chunk
+        ends; the pass ends too, unless it has other chunks or a step.
         """
 
     @property
     def in_flight(self) -> Sequence[ForwardPass]:
-        """The passes whose result nobody has taken yet, oldest first; those that were undone are not among them."""
+        """The passes whose results were not returned yet, oldest first, without those that were undone."""
 
     def read_kv(self, handle: KvHandle, layer: int, tokens: range, heads: range) -> list[PartData]:
-        """Copy out one layer's parts as contiguous `[tokens, heads, ...]`."""
+        """Copy the parts of one layer, each contiguous `[tokens, heads, ...]`."""
 
     def write_kv(
         self, handle: KvHandle, layer: int, token_start: int, head_start: int, parts: Sequence[PartData]
     ) -> None:
-        """Copy one layer's parts into the handle's pages, converting element types where they differ."""
+        """Copy the parts of one layer into the handle's pages, and convert their element types if they differ."""
 
     def read_blocks(self, handle: KvHandle, token_start: int, count: int) -> list[bytes]:
-        """Copy out the payloads (`baton.kv.format`) of `count` prefix blocks from token `token_start` on."""
+        """Copy the payloads (`baton.kv.format`) of `count` prefix blocks from token `token_start` on."""
 
     def write_blocks(self, handle: KvHandle, token_start: int, payloads: Sequence[bytes | memoryview]) -> None:
         """Copy the payloads of consecutive prefix blocks into the handle's pages, from token `token_start` on.
@@ -298,26 +298,26 @@ class Engine(Protocol):
         """
 
     def insert(self, sequence: EngineSequence) -> None:
-        """Give the sequence a slot; KV must cover all but the last of its tokens. Raises Overloaded without a slot."""
+        """Give the sequence a slot; all its tokens but the last must have KV. Raises Overloaded if no slot is free."""
 
     def free(self, handle: KvHandle, digests: Sequence[bytes] = ()) -> None:
         """Free the handle, in any state; idempotent.
 
-        The blocks that `digests` name stay cached, as after `publish`. Blocks that don't fill a unit of pages stay too,
-        since nothing is written after them any more; `reserve` copies these.
+        Blocks with `digests` stay cached, as after `publish`. This includes the last ones, which do not fill a unit of
+        pages, because nothing is written after them any more. `reserve` copies these.
         """
 
     def stats(self) -> PoolStats:
         """Count pages."""
 
     def work_counter(self) -> int:
-        """A number that changes while the engine computes, within a layer too, where the kernels count their work.
+        """Number that changes while the engine computes, also within a layer if the kernels count their work.
 
         It stays the same while there is no work, and while a kernel hangs.
         """
 
     def watch_pages(self, returned: Callable[[], object] | None) -> None:
-        """Call `returned` when pages have returned to the pool, from any thread, with no lock held.
+        """Call `returned` when pages have returned to the pool, from any thread, without a lock.
 
         It must be quick and not raise. There is one watcher; None removes it.
         """
@@ -326,7 +326,7 @@ class Engine(Protocol):
         """Check that pages are conserved, and return pages by owner. Raises EngineError with the ledger."""
 
     def close(self) -> None:
-        """Free all."""
+        """Free everything."""
 
 
 def compute_chunk(engine: Engine, chunk: PromptChunk) -> ChunkResult:
@@ -337,5 +337,5 @@ def compute_chunk(engine: Engine, chunk: PromptChunk) -> ChunkResult:
     try:
         raise result
     finally:
-        # Its traceback has this frame, which would hold it until garbage is collected.
+        # Its traceback has this frame, which would keep it until garbage is collected.
         del result

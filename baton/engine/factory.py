@@ -1,4 +1,4 @@
-"""From an EngineConfig to a running engine."""
+"""Construction of an engine from an EngineConfig."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from baton.process import freed_memory
 _log = logging.getLogger(__name__)
 
 _HOST_FRACTION, _DEVICE_FRACTION = 0.15, 0.85
-"""The share of free memory that an automatic pool takes. A host runs several workers beside other programs; a device
-runs one, whose activations need the rest."""
+"""Part of free memory that an automatic pool takes. A host runs several workers and other programs; a device runs one
+worker, whose activations need the rest."""
 
 _WAITING_SEQUENCES = 8
-"""Beside those in slots: transfers waiting for a slot, exports not yet pulled."""
+"""Number of sequences beside those in slots: transfers that wait for a slot, and exports that are not fetched yet."""
 
 _SQUARE = 8192
 """Rows and columns of the measured product."""
 
 _COPY_BYTES = 1 << 26
-"""Of the measured copy; torch keeps the pinned memory for later copies."""
+"""Size of the measured copy; torch keeps the pinned memory for later copies."""
 
 _REPEATS = 5
 
@@ -48,14 +48,14 @@ _REPEATS = 5
 def build(config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
     """Load the model and allocate the pool; takes seconds to minutes, so not on an event loop.
 
-    `steps_ahead` is that of the spec, 1 on CUDA and 0 on CPU by default: a CPU has done a step when it was launched.
-    Raises ConfigError naming a field that does not fit the machine or the model, ModelError for the checkpoint.
+    `steps_ahead` is that of the spec; by default 1 on CUDA, and 0 on a CPU, where `launch` computes the step. Raises
+    ConfigError with a field that does not fit the machine or the model, ModelError for the checkpoint.
     """
     path = resolve(config.model)
     model_config = ModelConfig.from_pretrained(path)
     device = _device(config.device)
     kernels = kernels_for(config.kernels, device)
-    # Before loading, which takes long.
+    # Checked before loading, which takes long.
     _max_model_len(config.max_model_len, model_config.max_position_embeddings)
     dtype = DTYPES[config.dtype] if config.dtype != "auto" else _auto_dtype(model_config.dtype, device)
     kv_dtype = dtype if config.kv_dtype == "auto" else DTYPES[config.kv_dtype]
@@ -66,10 +66,10 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
     _check_free_memory("kv_memory", config.kv_memory, _home(config, device))
     began = time.monotonic()
     model = load_model(path, dtype=dtype, device=device, native=kernels.library, packed_weights=config.packed_weights)
-    # Memory that loading took beside the weights is not needed again.
+    # Loading used more memory than the weights, which is not needed again.
     freed_memory.trim()
     if device.type == "cpu":
-        # Before there is a pool, which gets its huge pages in the background.
+        # Done before the pool is made, which gets its huge pages in the background.
         huge_pages.collapse()
     engine = assemble(model, config, steps_ahead)
     _log_loaded(model, engine.spec, time.monotonic() - began)
@@ -77,7 +77,7 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
 
 
 def assemble(model: LoadedModel, config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
-    """An engine over a loaded model; allocates the pool. Arguments and errors as of `build`."""
+    """Make an engine over a loaded model, with its pool; arguments and errors as in `build`."""
     device = model.device
     max_model_len = _max_model_len(config.max_model_len, model.config.max_position_embeddings)
     kv_dtype = model.dtype if config.kv_dtype == "auto" else DTYPES[config.kv_dtype]
