@@ -286,7 +286,7 @@ async def test_an_aborted_job_leaves_what_it_has_computed() -> None:
         assert by_tier(await client.done()) == {"pool": 32}
 
 
-async def test_pages_that_lost_their_blocks_after_the_look_up_send_it_round_again() -> None:
+async def test_blocks_evicted_after_the_lookup_are_looked_up_again() -> None:
     gate = Gate()
     engine = FakeEngine(chunk_time=1.0, delay=gate, pages=16)
     async with serving(engine, **HOST) as client:

@@ -510,7 +510,7 @@ async def test_a_stalled_exporter_is_left(pair: Pair, final: int) -> None:
     assert faults("source_unreachable") == before + 1
 
 
-async def test_standing_in_line_is_no_stall(pair: Pair) -> None:
+async def test_a_wait_for_an_announced_export_is_not_a_stall(pair: Pair) -> None:
     pair.exports.announce("t")
     fetching = asyncio.create_task(pair.fetch(stall_timeout_s=0.1))
     await pair.servicer.requested.wait()
@@ -521,7 +521,7 @@ async def test_standing_in_line_is_no_stall(pair: Pair) -> None:
         await fetching
 
 
-async def test_the_whole_is_bounded(pair: Pair) -> None:
+async def test_a_fetch_that_exceeds_its_timeout_fails(pair: Pair) -> None:
     export = pair.exports.open("t", prefilled(pair.exporter, TOKENS), TOKENS, on_closed=lambda: None)
     mark_all_final(export, TOKENS)
     before = faults("timeout") + faults("incomplete_transfer")

@@ -88,7 +88,7 @@ def file(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_lines_of_every_form(tmp_path: Path) -> None:
+def test_workload_lines_of_all_forms_are_read(tmp_path: Path) -> None:
     text = """{"text": "a\u2028b", "max_tokens": 3}
 {"prompt": "c"}
 

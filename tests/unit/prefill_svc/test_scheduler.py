@@ -247,7 +247,7 @@ def test_prompts_that_load_hold_up_only_others_that_load() -> None:
     assert allocate(s, 0.0) == [], "it is prepared now as the others are"
 
 
-def test_small_ones_pass_one_without_pages_until_its_patience_ends() -> None:
+def test_small_prompts_overtake_one_without_pages_until_its_patience_ends() -> None:
     s = scheduler()
     big = s.admit(50)
     s.finish_lookup(big, 0)

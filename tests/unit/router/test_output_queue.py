@@ -116,7 +116,7 @@ async def test_output_waits_for_the_whole_report() -> None:
     assert (len(last.prompt_tokens), list(last.deltas)) == (2, [0])
 
 
-async def test_of_waiting_progress_only_the_newest_is_told_and_alone() -> None:
+async def test_only_the_newest_progress_is_sent_and_in_a_message_of_its_own() -> None:
     queue = OutputQueue(1)
     for done in range(1000):
         queue.report_progress(PrefillProgress(done, 1000))
