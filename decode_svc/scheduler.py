@@ -230,7 +230,7 @@ class DecodeScheduler:
         return self._spec.pages_for(min(ours.length + ROOM_TOKENS, most))
 
     def _finish(self, ours: DecodeSequence, first: int, count: int) -> tuple[int, FinishReason | None]:
-        """How many of `count` outputs from number `first` on belong to the sequence, and the reason if it ends."""
+        """Number of the `count` outputs from index `first` on that the sequence keeps, and the reason if it ends."""
         outputs, prompt = ours.output_ids, len(ours.state.prompt_ids)
         for taken in range(1, count + 1):
             end = first + taken

@@ -13,7 +13,7 @@ One forward pass computes chunks of prompts, a step of the generation batch, or 
 results of `spec.steps_ahead` passes before them are unread: a step takes each sequence's last token from device memory,
 where the step before left it. So a sequence that ends in an unread step is also part of the next step. It must have
 room for that step's token, which is dropped with the freed handle, and its pages return when that step has been read.
-Tokens are the same as without steps ahead. Where a step depends on all tokens before it (penalties), `launch` waits for
+Tokens are the same as without steps ahead. If a step depends on all tokens before it (penalties), `launch` waits for
 them first.
 
 Implementation: `baton.engine.core`, over a model (`baton.engine.factory`) or over tokens computable by hand

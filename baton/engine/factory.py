@@ -106,7 +106,7 @@ def assemble(model: LoadedModel, config: EngineConfig, steps_ahead: int | None =
 
 
 def _kv_cache(config: EngineConfig, model: LoadedModel, spec: EngineSpec, dtype: torch.dtype) -> KvCache:
-    # On CUDA a page more, which the rows of a graph write to that no sequence has.
+    # On CUDA there is one more page: rows of a graph without a sequence write to it.
     device_pages = spec.device_pages + int(model.device.type == "cuda")
     try:
         return model.new_kv_cache(device_pages, spec.page_size, dtype, spec.host_pages)
@@ -117,7 +117,7 @@ def _kv_cache(config: EngineConfig, model: LoadedModel, spec: EngineSpec, dtype:
 
 
 def _source(config: EngineConfig, model: LoadedModel, kv: KvCache, spec: EngineSpec) -> SegmentSource | None:
-    """The way to KV in host memory; None if there is none, or if kernels read all pages where they lie."""
+    """Source of KV in host memory; None if there is none, or if kernels read host memory directly."""
     if not spec.host_pages or isinstance(model.decoder, NativeDecoder):
         return None
     size = config.segment_tokens or default_segment_tokens(model.device.type)
@@ -158,7 +158,7 @@ def _device(name: str) -> torch.device:
 
 
 def kernels_for(wanted: str, device: torch.device) -> Kernels:
-    """The kernels for a value of the setting `kernels`; raises ConfigError if native ones are demanded but missing."""
+    """Kernels for a value of the setting `kernels`; ConfigError if native kernels are required but missing."""
     if device.type == "cpu":
         return select_kernels(wanted)
     if wanted == "native":
@@ -167,9 +167,9 @@ def kernels_for(wanted: str, device: torch.device) -> Kernels:
 
 
 def _auto_dtype(checkpoint: str | None, device: torch.device) -> torch.dtype:
-    """The checkpoint's dtype; float32, which holds every float16 exactly, for float16 on CPU.
+    """The checkpoint's dtype; but float32 for float16 on a CPU.
 
-    CPUs have no fast float16 arithmetic as a rule, and bfloat16 would drop three bits of each weight.
+    float32 has every float16 exactly. Most CPUs have no fast float16, and bfloat16 would drop three bits of a weight.
     """
     if checkpoint == "float16" and device.type == "cpu":
         return torch.float32
@@ -198,12 +198,12 @@ def _check_free_memory(name: str, wanted: int, device: torch.device) -> None:
 
 
 def _free(device: torch.device) -> int:
-    """Bytes that could be allocated there now."""
+    """Number of bytes that can be allocated on the device now."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory.available()
 
 
 def _pages(config: EngineConfig, page_bytes: int, page_size: int, max_model_len: int, device: torch.device) -> int:
-    """Pages of the pool: those that `kv_memory` holds, or what can be used of a share of free memory."""
+    """Number of pages of the pool: those of `kv_memory`, or those that are useful of a part of free memory."""
     _check_free_memory("kv_memory", config.kv_memory, device)
     share = _DEVICE_FRACTION if device.type == "cuda" else _HOST_FRACTION
     room = config.kv_memory or int(_free(device) * share)
@@ -219,9 +219,9 @@ def _pages(config: EngineConfig, page_bytes: int, page_size: int, max_model_len:
 
 
 def _host_pages(config: EngineConfig, page_bytes: int, pages: int, longest: int, device: torch.device) -> int:
-    """Pages in host memory: all `pages` of the pool, none, or more beside those.
+    """Number of pages in host memory: all `pages` of the pool, none, or more beside those.
 
-    `longest`: pages of a sequence of `max_model_len` tokens.
+    `longest` is the number of pages of a sequence of `max_model_len` tokens.
     """
     if wanted := config.host_memory or config.cache_memory:
         beside = pages * page_bytes if _home(config, device).type == "cpu" else 0
@@ -254,13 +254,13 @@ def _min_overlap_chunk(model: LoadedModel, device: torch.device) -> int:
         return 0
     group = model.config.num_heads // model.config.num_kv_heads
     rates = measure_rates(device, model.dtype)
-    # The pool is next, and can't use what torch keeps of this.
+    # The pool, which is allocated next, can't use memory that torch keeps of the measurement.
     torch.cuda.empty_cache()
     return min_overlap_chunk(*rates, group, model.dtype.itemsize)
 
 
 def min_overlap_chunk(flops_per_s: float, bytes_per_s: float, group: int, dtype_bytes: int) -> int:
-    """Tokens of the shortest chunk whose attention takes as long as the copy of the KV that it sees.
+    """Number of tokens of the shortest chunk whose attention takes as long as the copy of the KV that it reads.
 
     A key and a value of one KV head and `d` elements are `2 d dtype_bytes` bytes to copy. For each token of the chunk
     they cost 4 d operations (two products) for each of the `group` query heads that share the KV head. So d and the
@@ -270,7 +270,7 @@ def min_overlap_chunk(flops_per_s: float, bytes_per_s: float, group: int, dtype_
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """Rates of a CUDA device: operations a second of a large product, bytes a second of a copy from pinned memory."""
+    """Rates of a CUDA device: operations/s of a large product, and bytes/s of a copy from pinned memory."""
     one = torch.empty(_SQUARE, _SQUARE, dtype=dtype, device=device).normal_()
     flops = 2 * _SQUARE**3 / _seconds(lambda: one @ one, device)
     source = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -279,7 +279,7 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, floa
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """The least time of several runs on the device, after one that is not timed."""
+    """The shortest time of several runs on the device in seconds, after one that is not timed."""
     run()
     found = []
     for _ in range(_REPEATS):

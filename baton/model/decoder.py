@@ -1,4 +1,4 @@
-"""A decoder-only transformer over paged KV: token ids in, hidden states out, logits where asked for.
+"""A decoder-only transformer over paged KV: token ids in, hidden states out, and logits on request.
 
 One forward pass takes the new tokens of any mixture of sequences (AttentionBatch) through every layer. A
 layer first appends its K and V to the pages and then attends. After each layer the caller is told that the layer's K
@@ -58,8 +58,9 @@ class CheckpointTensor:
 
 
 def _tensors(module: Loadable, name: str = "", **merged: str) -> Iterator[CheckpointTensor]:
-    """Tensors that a module loads. Their names begin with `name`, or, if several of the checkpoint's linears are merged
-    in the module, with the full name that `merged` gives for each of them.
+    """Tensors that a module loads. Their names begin with `name`.
+
+    If the module merges several of the checkpoint's linears, `merged` has the full name of each of them.
     """
     for part, shape in module.parts().items():
         linear, _, tensor = part.rpartition(".")

@@ -374,7 +374,7 @@ def test_stopping_waits_for_what_is_in_flight() -> None:
     assert turns.engine.audit() == {}
 
 
-def test_what_the_engine_has_read_by_itself_is_reported_in_order() -> None:
+def test_steps_that_the_engine_reads_are_reported_in_order() -> None:
     turns = Turns(steps_ahead=1)
     turns.engine._spec = replace(turns.engine.spec, steps_ahead=2)
     turns.add(1, [3, 1, 4], 9)

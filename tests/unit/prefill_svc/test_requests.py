@@ -42,7 +42,7 @@ def source(**fields: Any) -> dict[str, Any]:
         ("prefix_source.export.ticket", source(ticket=LONG.encode())),
     ],
 )
-def test_what_is_kept_of_a_caller_is_short(field: str, changes: dict[str, Any]) -> None:
+def test_ids_of_a_caller_are_bounded(field: str, changes: dict[str, Any]) -> None:
     assert request_from_proto(request(), SPEC, None).request_id == "r"
     with pytest.raises(InvalidRequest, match=f"^{field}: must have at most ") as refused:
         request_from_proto(request(**changes), SPEC, None)

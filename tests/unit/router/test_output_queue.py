@@ -91,7 +91,7 @@ async def test_messages_are_bounded_and_joined_are_all_that_was_said(
         await queue.take()
 
 
-async def test_what_fits_comes_in_one_message() -> None:
+async def test_output_that_fits_is_one_message() -> None:
     queue = OutputQueue(2)
     queue.report([token(20)] * 2)
     for choice in (0, 1, 0, 1):
