@@ -103,13 +103,10 @@ class Pair:
         self.channel: grpc.aio.Channel
 
     async def fetch(self, transfer_id: str = "t", **changes: Any) -> Handoff:
-        """Fetch all; `changes` are those of `source`, and `first`."""
-        first = changes.pop("first", 0)
+        """Fetch all; `changes` are those of `source`."""
         timeout_s = changes.get("timeout_s", 30.0)
-        sources = [self.source(transfer_id, **changes)]
-        return await fetch(
-            sources, self.engine, self.handle, tokens=range(first, TOKENS), length=TOKENS, timeout_s=timeout_s
-        )
+        sources, wanted = [self.source(transfer_id, **changes)], range(TOKENS)
+        return await fetch(sources, self.engine, self.handle, tokens=wanted, length=TOKENS, timeout_s=timeout_s)
 
     async def fetch_prefix(self, tokens: range, **changes: Any) -> None:
         options = {"length": TOKENS, "digest": b"name", "timeout_s": 30.0, **changes}
