@@ -415,7 +415,7 @@ class Admission:
         return max(stats.free + stats.cached - self._missing_pages(), 0)
 
     def _with_reclaim(self, take: abc.Callable[[], T]) -> T:
-        """The yield of `take`, if need be with the pages that are held for no request."""
+        """Call `take`; if pages are missing, free those that no request holds and call it again."""
         try:
             return take()
         except OutOfPages:

@@ -19,7 +19,7 @@ from baton.process.executors import EngineThread
 from baton.request import Handoff, RemoteExport
 from baton.rpc.tls import Tls
 from baton.transfer.export import ExportRegistry
-from baton.transfer.fetcher import fetch as fetch_shards
+from baton.transfer.fetcher import fetch
 from baton.transfer.transport import SERVICE as KV_SERVICE
 from baton.transfer.transport import KvChannels, KvServicer, open_sources
 from baton.worker.health import IdleAudit, Progress, build_ledger
@@ -75,8 +75,8 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
         stack.push_async_callback(cache.close)
         await cache.check()
         exports = ExportRegistry(base.engine, base.identity.incarnation, shards=base.identity.shards)
-        fetch = await stack.enter_async_context(_fetching(config, base.engine, base.identity.consumer, base.tls))
-        service = DecodeService(config, base.engine, base.identity, fetch, exports, cache)
+        fetch_kv = await stack.enter_async_context(_fetching(config, base.engine, base.identity.consumer, base.tls))
+        service = DecodeService(config, base.engine, base.identity, fetch_kv, exports, cache)
 
         def add_decode(server: grpc.aio.Server) -> None:
             decode_pb2_grpc.add_DecodeServicer_to_server(DecodeServicer(service.worker), server)
@@ -96,8 +96,8 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
                 fail=service.worker.fail_engine,
             )
         )
-        turning = service.start(base.thread)
-        stack.push_async_callback(service.close, turning)
+        loop_run = service.start(base.thread)
+        stack.push_async_callback(service.close, loop_run)
         yield DecodeApp(addresses, service, cache, base.engine, config)
 
 
@@ -106,8 +106,8 @@ async def _fetching(config: DecodeConfig, engine: Engine, consumer: str, tls: Tl
     """Yield a function that fetches over gRPC, as `consumer`, with the limits of the settings."""
     channels = KvChannels(tls)
 
-    async def fetch_kv(source: RemoteExport, handle: KvHandle, *, tokens: int, first: int) -> Handoff:
-        limit_s = config.fetch_limit_s(tokens)
+    async def fetch_kv(source: RemoteExport, handle: KvHandle, *, tokens: range, length: int) -> Handoff:
+        limit_s = config.fetch_limit_s(length)
         async with open_sources(
             channels,
             source,
@@ -115,7 +115,7 @@ async def _fetching(config: DecodeConfig, engine: Engine, consumer: str, tls: Tl
             stall_timeout_s=config.fetch_stall_s,
             consumer=consumer,
         ) as sources:
-            return await fetch_shards(sources, engine, handle, tokens=tokens, first=first, timeout_s=limit_s)
+            return await fetch(sources, engine, handle, tokens=tokens, length=length, timeout_s=limit_s)
 
     try:
         yield fetch_kv
@@ -135,22 +135,22 @@ class DecodeService:
         config: DecodeConfig,
         engine: Engine,
         identity: WorkerIdentity,
-        fetch: KvFetcher,
+        fetch_kv: KvFetcher,
         exports: ExportRegistry,
         cache: PrefixCache,
     ) -> None:
-        self._asyncio = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
         self._engine = engine
         self._cache = cache
-        self._news = PrefixChangeFeed(engine, cache, lambda: self.status.notify())
-        self.status = StatusHub(identity, self._load, self._news)
+        self._prefix_changes = PrefixChangeFeed(engine, cache, lambda: self.status.notify())
+        self.status = StatusHub(identity, self._load, self._prefix_changes)
         self.progress = Progress(work_counter=engine.work_counter)
         self.cache_tiers = CacheTiers(engine, cache)
         self._audit = IdleAudit(self.ledger, lambda: self._is_idle, lambda error: self.worker.fail_engine(error))
         self.worker = DecodeWorker(
             config,
             engine,
-            fetch,
+            fetch_kv,
             exports,
             cache,
             self.cache_tiers,
@@ -171,9 +171,9 @@ class DecodeService:
         self._engine.watch_pages(self.on_pages_returned)
         self._auditing = asyncio.create_task(self._audit.run(), name="audit")
         self._auditing.add_done_callback(self._on_stopped)
-        turning = thread.run(self.worker.decode_loop.run)
-        turning.add_done_callback(self._on_stopped)
-        return turning
+        loop_run = thread.run(self.worker.decode_loop.run)
+        loop_run.add_done_callback(self._on_stopped)
+        return loop_run
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new reservations; return when all attempts have ended and their blocks are stored or dropped.
@@ -196,7 +196,7 @@ class DecodeService:
         """The owners of pages, and whether the sums are right."""
 
         def listed() -> list[LedgerEntry]:
-            now = self._asyncio.time()
+            now = self._loop.time()
             return [
                 *ledger_entries(self.worker.attempts, self._engine, now),
                 *self.worker.write_backs.entries(now),
@@ -204,25 +204,25 @@ class DecodeService:
 
         return await build_ledger(self.status.identity, self._engine, listed)
 
-    async def close(self, turning: asyncio.Future[None]) -> None:
+    async def close(self, loop_run: asyncio.Future[None]) -> None:
         """End all sessions, stop the loop, and wait for everything that was started."""
         self._refuse()
         for session in list(self.worker.sessions.values()):
             self.worker.close_session(session)
         self._engine.watch_pages(None)
-        self._news.close()
+        self._prefix_changes.close()
         self.worker.decode_loop.stop()
         if self._auditing is not None:
             self._auditing.cancel()
             await asyncio.gather(self._auditing, return_exceptions=True)
-        await asyncio.gather(turning, return_exceptions=True)
+        await asyncio.gather(loop_run, return_exceptions=True)
         await self.worker.close()
 
     def on_pages_returned(self) -> None:
         """Called when pages have returned to the pool, from any thread."""
         if not self._retry_scheduled:
             self._retry_scheduled = True
-            self._asyncio.call_soon_threadsafe(self._retry_allocations)
+            self._loop.call_soon_threadsafe(self._retry_allocations)
 
     def _retry_allocations(self) -> None:
         self._retry_scheduled = False
@@ -244,8 +244,8 @@ class DecodeService:
             self.worker.fail_engine(error)
 
     def _load(self) -> WorkerLoad:
-        return self.worker.load.status(self.worker.attempts.requests_without_token)
+        return self.worker.load_meter.status(self.worker.attempts.requests_without_token)
 
     def _on_load_change(self) -> None:
-        self.worker.load.set_page_metrics()
+        self.worker.load_meter.set_page_metrics()
         self.status.notify()

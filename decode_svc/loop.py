@@ -28,10 +28,10 @@ import contextlib
 import logging
 import queue
 import time
-from collections import abc
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from baton.engine.contract import Engine, ForwardPass, Sequence
+from baton.engine.contract import Engine, EngineSequence, ForwardPass
 from baton.errors import NoToken, OutOfPages
 from baton.worker.health import FaultCounter, Progress
 from decode_svc.attempts import FailureKind
@@ -68,12 +68,12 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class _Add:
-    sequences: abc.Sequence[DecodeSequence]
+    sequences: Sequence[DecodeSequence]
 
 
 @dataclass(frozen=True, slots=True)
 class _Drop:
-    ids: abc.Sequence[int]
+    ids: Sequence[int]
 
 
 class _Stop:
@@ -87,9 +87,9 @@ class DecodeLoop:
         self,
         engine: Engine,
         progress: Progress,
-        emit: abc.Callable[[StepReport], object],
-        clock: abc.Callable[[], float] = time.monotonic,
-        reclaim: abc.Callable[[], bool] = lambda: False,
+        emit: Callable[[StepReport], object],
+        clock: Callable[[], float] = time.monotonic,
+        reclaim: Callable[[], bool] = lambda: False,
     ) -> None:
         """`reclaim` frees pages that no request holds; it is called on the engine thread, and returns True if it
         freed any.
@@ -113,11 +113,11 @@ class DecodeLoop:
         """
         return self._missing_pages
 
-    def add(self, sequences: abc.Sequence[DecodeSequence]) -> None:
+    def add(self, sequences: Sequence[DecodeSequence]) -> None:
         """Queue sequences whose KV is complete; the loop frees their handles at the end."""
         self._inbox.put(_Add(sequences))
 
-    def drop(self, ids: abc.Sequence[int]) -> None:
+    def drop(self, ids: Sequence[int]) -> None:
         """End sequences before the next step; ignores those that have ended."""
         self._inbox.put(_Drop(ids))
 
@@ -296,7 +296,7 @@ class DecodeLoop:
         _log.error("%s can't continue", sequence.handle.owner, exc_info=error)
         self._fail_sequences([sequence.id], FailureKind.ENGINE, f"{type(error).__name__}: {error}", report)
 
-    def _fail_without_token(self, found: Sequence, error: NoToken, report: StepReport, *, counts: bool) -> None:
+    def _fail_without_token(self, found: EngineSequence, error: NoToken, report: StepReport, *, counts: bool) -> None:
         """Fail a sequence that got no token; `counts` if it speaks against the worker."""
         ours = self._scheduler.running_one(found)
         if ours is None:
@@ -306,10 +306,10 @@ class DecodeLoop:
         if counts:
             self._faults.record_failure(ours.request_id)
 
-    def _fail_sequences(self, ids: abc.Iterable[int], kind: FailureKind, message: str, report: StepReport) -> None:
+    def _fail_sequences(self, ids: Iterable[int], kind: FailureKind, message: str, report: StepReport) -> None:
         report.failures += [FailedSequence(each, kind, message) for each in ids]
         self._free(ids)
 
-    def _free(self, ids: abc.Iterable[int]) -> None:
+    def _free(self, ids: Iterable[int]) -> None:
         for sequence in self._scheduler.drop(ids):
             self._engine.free(sequence.handle)

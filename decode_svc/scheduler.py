@@ -24,10 +24,10 @@ A sequence that is preempted takes the other choices of its attempt with it. The
 
 from __future__ import annotations
 
-from collections import abc
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from baton.engine.contract import EngineSpec, KvHandle, Sequence
+from baton.engine.contract import EngineSequence, EngineSpec, KvHandle
 from baton.kv.hashing import block_digests, chain_root
 from baton.request import DecodeTimings, FinishReason, SequenceState, TokenInfo, finish_reason
 
@@ -38,7 +38,7 @@ ROOM_TOKENS = 64
 class RollingBlockHasher:
     """Hashes the blocks of a growing sequence. Any thread may read `digests` meanwhile; it only gets longer."""
 
-    def __init__(self, spec: EngineSpec, salt: bytes, digests: abc.Sequence[bytes], rest: abc.Sequence[int]) -> None:
+    def __init__(self, spec: EngineSpec, salt: bytes, digests: Sequence[bytes], rest: Sequence[int]) -> None:
         """`digests` are those of the full blocks (`baton.kv.hashing`), `rest` the tokens with KV after them."""
         self.digests = list(digests)
         self._size = spec.kv_format.block_size
@@ -53,7 +53,7 @@ class RollingBlockHasher:
         hasher.extend([token_id])
         return hasher
 
-    def extend(self, token_ids: abc.Iterable[int]) -> None:
+    def extend(self, token_ids: Iterable[int]) -> None:
         """Append tokens. The KV of the last one is not written yet: the next step writes it."""
         for token_id in token_ids:
             self._rest.append(token_id)
@@ -63,7 +63,7 @@ class RollingBlockHasher:
                 self.digests.append(self._parent)
 
 
-class DecodeSequence(Sequence):
+class DecodeSequence(EngineSequence):
     """A choice whose KV is in its pages; times are in seconds.
 
     `age` is the age of its attempt; a smaller one is older. `hasher` hashes its blocks, and is None if they must not be
@@ -96,7 +96,7 @@ class DecodeSequence(Sequence):
         self.timings: DecodeTimings | None = None
 
     @property
-    def digests(self) -> abc.Sequence[bytes]:
+    def digests(self) -> Sequence[bytes]:
         """Digests of its blocks whose KV is final; empty if they must not be published."""
         return self.hasher.digests if self.hasher is not None else ()
 
@@ -115,10 +115,10 @@ class StepOutput:
 
     id: int
     output_index: int
-    tokens: abc.Sequence[TokenInfo]
+    tokens: Sequence[TokenInfo]
     finish: FinishReason | None
     timings: DecodeTimings | None
-    digests: abc.Sequence[bytes] = ()
+    digests: Sequence[bytes] = ()
 
 
 class DecodeScheduler:
@@ -127,7 +127,7 @@ class DecodeScheduler:
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._waiting: dict[DecodeSequence, None] = {}
-        self._running: dict[Sequence, DecodeSequence] = {}
+        self._running: dict[EngineSequence, DecodeSequence] = {}
 
     @property
     def waiting(self) -> int:
@@ -154,7 +154,7 @@ class DecodeScheduler:
         """All sequences."""
         return [*self._waiting, *self._running.values()]
 
-    def add(self, sequences: abc.Iterable[DecodeSequence]) -> None:
+    def add(self, sequences: Iterable[DecodeSequence]) -> None:
         """Queue sequences for a slot."""
         self._waiting.update(dict.fromkeys(sequences))
 
@@ -174,7 +174,7 @@ class DecodeScheduler:
         short = [each for each in self._running.values() if each.handle.capacity < each.next_positions.stop]
         return sorted(short, key=lambda each: each.sort_key)
 
-    def running_one(self, found: Sequence) -> DecodeSequence | None:
+    def running_one(self, found: EngineSequence) -> DecodeSequence | None:
         """The DecodeSequence of an engine's sequence; None if it is not in the batch any more."""
         return self._running.get(found)
 
@@ -187,7 +187,7 @@ class DecodeScheduler:
         has = self._spec.pages_for
         return sum(max(self._target_pages(each) - has(each.handle.capacity), 0) for each in self._running.values())
 
-    def record_tokens(self, found: Sequence, tokens: abc.Sequence[TokenInfo], now: float) -> StepOutput | None:
+    def record_tokens(self, found: EngineSequence, tokens: Sequence[TokenInfo], now: float) -> StepOutput | None:
         """Record the tokens that a sequence got in a step; returns those up to the token that ends the sequence.
 
         Returns None if there are no tokens, or the sequence has left the batch. If the sequence ends, it loses its
@@ -205,13 +205,13 @@ class DecodeScheduler:
             timings = ours.timings = DecodeTimings(fetch_ms=ours.fetch_ms, slot_wait_ms=slot_wait_ms)
         if ours.hasher is not None:
             ours.hasher.extend(token.token_id for token in tokens[:taken])
-        digests: abc.Sequence[bytes] = ()
+        digests: Sequence[bytes] = ()
         if finish is not None:
             del self._running[ours]
             digests = ours.digests
         return StepOutput(ours.id, first, tokens[:taken], finish, timings, digests)
 
-    def drop(self, ids: abc.Iterable[int]) -> list[DecodeSequence]:
+    def drop(self, ids: Iterable[int]) -> list[DecodeSequence]:
         """Remove sequences from the queue and from the batch; returns those that had not ended yet."""
         wanted = set(ids)
         dropped = [each for each in self.sequences if each.id in wanted]
@@ -230,7 +230,7 @@ class DecodeScheduler:
         return self._spec.pages_for(min(ours.length + ROOM_TOKENS, most))
 
     def _finish(self, ours: DecodeSequence, first: int, count: int) -> tuple[int, FinishReason | None]:
-        """How many of `count` outputs from number `first` on belong to the sequence, and the reason if it ends."""
+        """Number of the `count` outputs from index `first` on that the sequence keeps, and the reason if it ends."""
         outputs, prompt = ours.output_ids, len(ours.state.prompt_ids)
         for taken in range(1, count + 1):
             end = first + taken

@@ -1,18 +1,19 @@
 """The decode worker: the life of each attempt from its reservation to its end. All share one generation batch.
 
-    Reserve   `_reserve`    take pages, or refuse at once                                        RESERVED
-    Start     `_start`      export its pinned prefix to prefill, and start to fetch its KV       TRANSFERRING
-              `_transfer`   fetch ─▶ hash blocks ─▶ `_commit`                                    SLOT_WAIT
-              `schedule`    give sequences to the engine thread (`decode_svc.loop`), which decodes
-              `report`      send the results of each step to the routers                         DECODING
-    Cancel, deadline, fault, end of the session, last choice finished ──▶ `_end`                 ENDED
+    Reserve   `_reserve`    take pages, or refuse at once                                    RESERVED
+    Start     `_start`      export its pinned prefix to prefill, and start to fetch its KV   TRANSFERRING
+              `_transfer`   fetch ─▶ hash blocks ─▶ `_commit`                                SLOT_WAIT
+              `schedule`    give its sequences to the engine thread (`decode_svc.loop`)      SLOT_WAIT
+              `report`      send the results of each step to the router                      DECODING
+    Cancel, deadline, fault, end of the session, last choice finished ──▶ `_end`             ENDED
 
 Every attempt ends in `_end`, which frees everything that the attempt holds, in any state. Its final KV stays in the
 pool, unless the engine has failed. With a shared cache, the KV is also copied there (`WriteBacks`).
 
 A reservation is refused while the worker drains or has failed, and for the reasons in `decode_svc.admission`. The
 answer has a time after which to retry, unless the reservation can never be granted. Pending choices are forked when
-slots and pages come free: `schedule` checks that after every change.
+slots and pages come free: `schedule` checks that after each event. `decode_svc.attempts` has the pages and states of
+an attempt, and its methods have the names of the steps here.
 
 Everything here runs on the asyncio loop; the engine thread gets only plain messages and KV handles.
 """
@@ -52,9 +53,9 @@ _RATE_WEIGHT = 0.1
 
 
 class KvFetcher(Protocol):
-    """Function that fetches tokens `[first, tokens)` of an export into the handle; raises TransferError."""
+    """Function that fetches `tokens` of an export of `length` tokens into the handle; raises TransferError."""
 
-    async def __call__(self, source: RemoteExport, handle: KvHandle, *, tokens: int, first: int) -> Handoff: ...
+    async def __call__(self, source: RemoteExport, handle: KvHandle, *, tokens: range, length: int) -> Handoff: ...
 
 
 class DecodeWorker:
@@ -67,7 +68,7 @@ class DecodeWorker:
         self,
         config: DecodeConfig,
         engine: Engine,
-        fetch: KvFetcher,
+        fetch_kv: KvFetcher,
         exports: ExportRegistry,
         cache: PrefixCache,
         cache_tiers: CacheTiers,
@@ -78,7 +79,7 @@ class DecodeWorker:
         self._loop = loop = asyncio.get_running_loop()
         self._config = config
         self._engine = engine
-        self._fetch = fetch
+        self._fetch_kv = fetch_kv
         self._exports = exports
         self._cache_tiers = cache_tiers
         self._changed, self._on_idle = changed, on_idle
@@ -86,7 +87,7 @@ class DecodeWorker:
         """Set while there is no attempt."""
         self.idle.set()
         self._blocks = BlockCopier(engine, cache)
-        self.load = LoadMeter(engine)
+        self.load_meter = LoadMeter(engine)
         self.refusal = ""
         """The reason for which all reservations are refused, or an empty string."""
         self.failed: asyncio.Future[None] = loop.create_future()
@@ -226,9 +227,10 @@ class DecodeWorker:
 
     async def _transfer(self, attempt: DecodeAttempt, source: RemoteExport) -> None:
         """Fetch an attempt's KV, except the pinned blocks, and commit it. A failure ends the attempt."""
-        started, tokens = self._loop.time(), attempt.request.context_tokens
+        started, length = self._loop.time(), attempt.request.context_tokens
+        missing = range(attempt.handle.cached_tokens, length)
         try:
-            handoff = await self._fetch(source, attempt.handle, tokens=tokens, first=attempt.handle.cached_tokens)
+            handoff = await self._fetch_kv(source, attempt.handle, tokens=missing, length=length)
             digests = None
             if self.attempts.needs_digests(attempt):
                 digests = await self._blocks.hash_blocks(context_ids(handoff), attempt.request.cache_salt)
@@ -265,19 +267,30 @@ class DecodeWorker:
         self.schedule([sequence])
 
     def schedule(self, committed: abc.Sequence[DecodeSequence] = ()) -> None:
-        """Give committed sequences and forks whose turn it is to the engine thread; called after every change."""
+        """Let work go on that waits for slots, pages or the time.
+
+        Called after each event that may change them: a reservation, start, commit or end of an attempt, a cancellation,
+        a report of the engine thread, the return of pages, and the timer.
+        """
         self._changed()
+        self._add_write_backs()
+        refused = self._start_sequences(committed)
+        self._set_timer()
+        for attempt, error in refused:
+            self._fail(attempt, FailureKind.ENGINE, f"{attempt.key}: a choice can't be forked: {error}")
+
+    def _add_write_backs(self) -> None:
+        """Copy the blocks of sequences that have ended since the last call to the shared cache."""
         for published in self.attempts.take_published():
             self.write_backs.add(published)
-        failed = self._start_sequences(committed)
-        self._set_timer()
-        for attempt, error in failed:
-            self._fail(attempt, FailureKind.ENGINE, f"{attempt.key}: a choice can't be forked: {error}")
 
     def _start_sequences(
         self, committed: abc.Sequence[DecodeSequence]
     ) -> abc.Sequence[tuple[DecodeAttempt, Exception]]:
-        """Start the sequences and forks; returns the attempts whose fork the engine refused, with the errors."""
+        """Give committed sequences, and forks whose turn it is, to the engine thread.
+
+        Returns the attempts whose fork the engine refused, with the errors.
+        """
         if self.failed.done():
             return ()
         forked = self.admission.start_forks(self._loop.time())
@@ -326,7 +339,7 @@ class DecodeWorker:
         for lost in report.failures:
             if (owner := self.attempts.find_owner(lost.id)) is not None:
                 self._fail(owner[0], lost.kind, f"{owner[0].key}: {lost.message}")
-        self.load.record(report)
+        self.load_meter.record(report)
         self.schedule()
 
     def _cancel(self, session: RouterSession, cancel: Cancel) -> None:

@@ -80,9 +80,9 @@ async def run(config: PrefillConfig, *, engine: Engine | None = None) -> AsyncIt
         exports = ExportRegistry(base.engine, incarnation, lease_s=config.lease_s, shards=base.identity.shards)
         peers = PeerFetcher(base.engine, base.tls, base.identity.consumer, config.cache_budget_s)
         progress = Progress(work_counter=base.engine.work_counter)
-        news = PrefixChangeFeed(base.engine, cache, lambda: status.notify())
-        stack.callback(news.close)
-        status = StatusHub(base.identity, lambda: worker.load(), news)
+        prefix_changes = PrefixChangeFeed(base.engine, cache, lambda: status.notify())
+        stack.callback(prefix_changes.close)
+        status = StatusHub(base.identity, lambda: worker.load_report(), prefix_changes)
         backends = PrefixBackends(cache, CacheTiers(base.engine, cache), peers)
         worker = PrefillWorker(
             config, base.engine, base.thread, base.identity, exports, backends, progress, status.notify

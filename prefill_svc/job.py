@@ -46,13 +46,13 @@ blocks are loaded during this wait. After that, the prompt should go to another 
 
 _PREFILLING_S = 60.0
 
-_REPORT_ENTRIES = 256
-"""Largest number of tokens and alternatives of a report in one message. Such a message takes half a millisecond to make
-and to read, and an event loop may handle several of them in one turn."""
+_LOGPROBS_PER_MESSAGE = 256
+"""Largest number of tokens and alternatives of prompt log-probabilities in one message. Such a message takes half a
+millisecond to make and to read, and an event loop may handle several of them in one turn."""
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillTask:
+class PrefillRequest:
     """A router's request to prefill a prompt; `deadline` is in seconds on this process's monotonic clock, or None.
 
     `output_ids` are tokens that the client already has, if the request is replayed. `transfer_id` is empty if no decode
@@ -80,7 +80,7 @@ class PrefillTask:
 
     @property
     def uses_cache(self) -> bool:
-        """Whether the task reads or writes caches, so that its blocks need digests."""
+        """Whether the request reads or writes caches, so that its blocks need digests."""
         return self.reads or self.cache.writes
 
     @property
@@ -128,7 +128,11 @@ class PrefixState:
 
 @dataclass(eq=False, slots=True)
 class PrefillJob:
-    """An accepted task; used on the asyncio loop, except `check` and `is_active`, which any thread may call.
+    """An accepted request; used on the asyncio loop.
+
+    The engine thread calls `check` and reads `kv`, `ids`, `export` and `request` of the job whose chunk it computes.
+    Copies of blocks call `is_active` on other threads.
+
 
     scheduled       the record of the job in the scheduler
     ids             prompt and output token ids; the last token is always computed
@@ -138,11 +142,12 @@ class PrefillJob:
     computing_end   end of the chunk that the engine thread computes, or has computed last
     allocated       future that is done when the job has its pages
     next_chunk      future of the end of the next chunk; done when the job may use the engine
-    started         whether its coroutine runs
+    started         whether `serving` runs
+    serving         the task that serves the job until everything it held is free
     finished        whether the last event of its stream was added
     """
 
-    task: PrefillTask
+    request: PrefillRequest
     scheduled: ScheduledJob
     ids: Sequence[int]
     life: Lifecycle
@@ -156,27 +161,27 @@ class PrefillJob:
     finished: bool = False
     allocated: asyncio.Future[None] | None = None
     next_chunk: asyncio.Future[int] | None = None
-    runner: asyncio.Task[None] | None = None
+    serving: asyncio.Task[None] | None = None
     export_closed: asyncio.Event = field(default_factory=asyncio.Event)
     _estimate: PrefillEstimate | None = None
     _progress: PrefillProgress | None = None
-    _report: deque[TokenInfo] = field(default_factory=deque)
-    _reported: int = 0
+    _unsent_logprobs: deque[TokenInfo] = field(default_factory=deque)
+    _sent_logprobs: int = 0
     _outcome: Prefilled | BatonError | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
-    def create(cls, task: PrefillTask, scheduled: ScheduledJob, now: float) -> PrefillJob:
-        """Make the job of a task that was just admitted; `now` is on the monotonic clock."""
-        deadline = math.inf if task.deadline is None else task.deadline
-        ids = join_ids(task.prompt_ids, task.output_ids)
+    def create(cls, request: PrefillRequest, scheduled: ScheduledJob, now: float) -> PrefillJob:
+        """Make the job of a request that was just admitted; `now` is on the monotonic clock."""
+        deadline = math.inf if request.deadline is None else request.deadline
+        ids = join_ids(request.prompt_ids, request.output_ids)
         limit_s = PREPARING_S + _PREPARING_TOKEN_S * len(ids)
-        return cls(task, scheduled, ids, Lifecycle(State.PREPARING, now, request_deadline=deadline, limit_s=limit_s))
+        return cls(request, scheduled, ids, Lifecycle(State.PREPARING, now, request_deadline=deadline, limit_s=limit_s))
 
     def start(self, now: float) -> None:
         """Enter PREFILLING, when the first chunk begins."""
         self.life.enter(State.PREFILLING, now, _PREFILLING_S + PREFILL_TOKEN_S * len(self.ids))
-        if self.task.report_progress:
+        if self.request.report_progress:
             self._estimate = PrefillEstimate(len(self.ids))
             self.report_progress(now)
 
@@ -186,27 +191,27 @@ class PrefillJob:
             self._progress = progress
             self._changed.set()
 
-    def report(self, tokens: Sequence[TokenInfo]) -> None:
+    def add_prompt_logprobs(self, tokens: Sequence[TokenInfo]) -> None:
         """Add log-probabilities of the next tokens of the prompt to the stream, if they were asked for."""
-        if self.task.params.prompt_logprobs is None:
+        if self.request.params.prompt_logprobs is None:
             return
-        if not self._reported and not self._report:
-            self._report.append(TokenInfo(self.ids[0]))
-        left = len(self.task.prompt_ids) - self._reported - len(self._report)
-        self._report.extend(tokens[:left])
+        if not self._sent_logprobs and not self._unsent_logprobs:
+            self._unsent_logprobs.append(TokenInfo(self.ids[0]))
+        left = len(self.request.prompt_ids) - self._sent_logprobs - len(self._unsent_logprobs)
+        self._unsent_logprobs.extend(tokens[:left])
         self._changed.set()
 
     @property
-    def pages(self) -> KvHandle:
+    def kv(self) -> KvHandle:
         """The handle of its pages; raises EngineError before the pages are allocated."""
         if self.handle is None:
-            raise EngineError(f"{self.task.name} has no pages")
+            raise EngineError(f"{self.request.name} has no pages")
         return self.handle
 
     @property
     def readable(self) -> Sequence[bytes]:
-        """The digests of the blocks that it may take from a cache; empty if its task does not read caches."""
-        return self.prefix.digests if self.task.reads else ()
+        """The digests of the blocks that it may take from a cache; empty if its request does not read caches."""
+        return self.prefix.digests if self.request.reads else ()
 
     @property
     def cached_tokens(self) -> int:
@@ -218,7 +223,7 @@ class PrefillJob:
 
     def cached_by_tier(self) -> CachedTokens:
         """Number of prompt tokens that were not computed, by the tier that they came from."""
-        return CachedTokens(**count_by_tier(self.prefix.sources, min(self.cached_tokens, len(self.task.prompt_ids))))
+        return CachedTokens(**count_by_tier(self.prefix.sources, min(self.cached_tokens, len(self.request.prompt_ids))))
 
     def is_active(self) -> bool:
         """Whether the job is neither aborted nor late; may be called from any thread."""
@@ -238,14 +243,14 @@ class PrefillJob:
         self._changed.set()
 
     async def events(self) -> AsyncIterator[Prefilled | PrefillProgress | PromptLogprobs | None]:
-        """Yield the events of the job: progress, parts of the report, and `Prefilled` as soon as it is known.
+        """Yield progress, prompt log-probabilities in parts, and `Prefilled` as soon as it is known.
 
-        Parts of the report may follow `Prefilled`. After HEARTBEAT_S seconds without an event, None is yielded. Raises
+        Such parts may follow `Prefilled`. After HEARTBEAT_S seconds without an event, None is yielded. Raises
         the error that ended the job.
         """
         done = False
-        while not (done and not self._report):
-            if self._outcome is None and not self._report:
+        while not (done and not self._unsent_logprobs):
+            if self._outcome is None and not self._unsent_logprobs:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(HEARTBEAT_S):
                         await self._changed.wait()
@@ -259,15 +264,15 @@ class PrefillJob:
                 done = True
                 yield self._outcome
             else:
-                yield self._take_report() if self._report else None
+                yield self._take_logprobs() if self._unsent_logprobs else None
 
-    def _take_report(self) -> PromptLogprobs:
+    def _take_logprobs(self) -> PromptLogprobs:
         """The next part, small enough to become a message without holding the event loop."""
-        start, entries, tokens = self._reported, 0, list[TokenInfo]()
-        while self._report and entries < _REPORT_ENTRIES:
-            tokens.append(self._report.popleft())
+        start, entries, tokens = self._sent_logprobs, 0, list[TokenInfo]()
+        while self._unsent_logprobs and entries < _LOGPROBS_PER_MESSAGE:
+            tokens.append(self._unsent_logprobs.popleft())
             entries += 1 + len(tokens[-1].top)
-        self._reported += len(tokens)
+        self._sent_logprobs += len(tokens)
         return PromptLogprobs(start, tokens)
 
 
@@ -284,17 +289,17 @@ def make_result(
     job: PrefillJob, tokens: Sequence[TokenInfo], eos_token_ids: frozenset[int]
 ) -> tuple[Handoff, Prefilled]:
     """Make the handoff for decode and the result for the router; `tokens` has one sampled token for each choice."""
-    task, cached = job.task, job.cached_by_tier()
+    request, cached = job.request, job.cached_by_tier()
     first_tokens = tuple(
-        FirstToken(choice, token, finish_reason(task.params, [*task.output_ids, token.token_id], eos_token_ids))
-        for choice, token in zip(task.choices, tokens, strict=True)
+        FirstToken(choice, token, finish_reason(request.params, [*request.output_ids, token.token_id], eos_token_ids))
+        for choice, token in zip(request.choices, tokens, strict=True)
     )
     handoff = Handoff(
-        task.request_id,
-        task.attempt,
-        task.prompt_ids,
-        task.output_ids,
-        task.params,
+        request.request_id,
+        request.attempt,
+        request.prompt_ids,
+        request.output_ids,
+        request.params,
         first_tokens,
     )
     return handoff, Prefilled(first_tokens, cached.total, cached)
@@ -321,10 +326,10 @@ def _ledger_entry(job: PrefillJob, spec: EngineSpec, now: float) -> LedgerEntry:
     kind, state, deadline_s, detail = "kv", job.life.state, job.life.deadline - now, ""
     if job.finished:
         kind, state, deadline_s, detail = _describe_finished(job)
-    elif job.task.transfer_id:
-        detail = f"transfer {job.task.transfer_id}"
+    elif job.request.transfer_id:
+        detail = f"transfer {job.request.transfer_id}"
     return LedgerEntry(
-        job.task.name,
+        job.request.name,
         kind,
         state.value,
         pages,
@@ -339,7 +344,7 @@ def _describe_finished(job: PrefillJob) -> tuple[str, State, float, str]:
     """Kind, state, seconds until the deadline, and detail of a finished job whose pages are still in use."""
     if job.export is None or job.export.closed:
         return "kv", State.ENDED, math.inf, "cached blocks on their way"
-    detail = f"transfer {job.task.transfer_id}"
+    detail = f"transfer {job.request.transfer_id}"
     if job.export.ended:
         return "draining", State.ENDED, math.inf, detail
     return "export", job.life.state, job.export.lease_left, detail

@@ -100,11 +100,11 @@ class PrefixLoader:
 
     async def look_up(self, job: PrefillJob) -> None:
         """Hash the job's blocks, and find out which of them are in the pool and in the cache."""
-        task = job.task
-        if not task.uses_cache:
+        request = job.request
+        if not request.uses_cache:
             return
-        job.prefix.digests = await self._blocks.hash_blocks(job.ids, task.cache_salt)
-        if task.reads:
+        job.prefix.digests = await self._blocks.hash_blocks(job.ids, request.cache_salt)
+        if request.reads:
             found = self._engine.match_prefix(job.prefix.digests[: self._useful_blocks(job)])
             job.prefix.looked_up_from = found // self._block
             await self._search(job)
@@ -123,9 +123,9 @@ class PrefixLoader:
 
     def plan_load(self, job: PrefillJob) -> None:
         """Count the blocks that came with the job's pages, and decide which of the hits to load."""
-        if not job.task.reads:
+        if not job.request.reads:
             return
-        tokens = job.pages.cached_tokens
+        tokens = job.kv.cached_tokens
         if tokens:
             job.prefix.sources.append((POOL, tokens))
         blocks = -(-tokens // self._block)
@@ -166,13 +166,13 @@ class PrefixLoader:
 
     def publish(self, job: PrefillJob) -> None:
         """Publish the job's final blocks, so that others can share them."""
-        if job.handle is not None and job.task.cache.writes:
+        if job.handle is not None and job.request.cache.writes:
             self._engine.publish(job.handle, job.prefix.digests[: job.computed // self._block])
 
     async def publish_loaded(self, job: PrefillJob) -> None:
         """Publish the job's final blocks after a load, in slices between which the event loop runs."""
-        if job.task.cache.writes:
-            await self._blocks.publish(job.pages, job.prefix.digests[: job.computed // self._block])
+        if job.request.cache.writes:
+            await self._blocks.publish(job.kv, job.prefix.digests[: job.computed // self._block])
 
     async def save(self, job: PrefillJob) -> None:
         """Save the final blocks of a long prompt during its next chunk; waits up to SAVE_WAIT_S for the last save."""
@@ -181,9 +181,9 @@ class PrefixLoader:
     async def write_back(self, job: PrefillJob) -> None:
         """Put the job's new blocks into the cache; the caller must keep its pages meanwhile."""
         await self._saver.finish(job)
-        if job.task.cache.writes and job.prefix.saved < len(job.prefix.digests):
+        if job.request.cache.writes and job.prefix.saved < len(job.prefix.digests):
             hits = job.cached_tokens // self._block
-            await self._blocks.write_back(job.pages, job.prefix.digests, hits, lambda: True, least=job.prefix.saved)
+            await self._blocks.write_back(job.kv, job.prefix.digests, hits, lambda: True, least=job.prefix.saved)
 
     async def give_up(self, job: PrefillJob) -> None:
         """Stop the save of a job that failed. Remove its saved blocks if its KV may be wrong."""
@@ -192,7 +192,10 @@ class PrefixLoader:
             await self._saver.remove(job)
 
     def advance(self, job: PrefillJob, tokens: int) -> None:
-        """Tell the export that the first `tokens` are final, except the last one, which is computed again."""
+        """Tell the export that the first `tokens` tokens are final.
+
+        The last token of the prompt is never among them: it is computed again.
+        """
         if job.export is not None:
             for layer in range(self._layers):
                 job.export.mark_final(layer, min(tokens, len(job.ids) - 1))
@@ -204,7 +207,7 @@ class PrefixLoader:
         than the number of tokens that the wait would save, only the chunk that `other` computes now counts, so that a
         short job does not wait for a long one.
         """
-        if not (job.task.reads and other.task.cache.writes):
+        if not (job.request.reads and other.request.cache.writes):
             return False
         done, unit = job.scheduled.done, self._unit
         blocks = common_blocks(job.prefix.digests, other.prefix.digests)
@@ -237,8 +240,8 @@ class PrefixLoader:
 
     def _runs(self, job: PrefillJob, have: int) -> list[TierRun]:
         runs = cached_runs(job.prefix.hits, job.prefix.looked_up_from, have)
-        source = job.task.source
-        if source is None or not job.task.reads:
+        source = job.request.source
+        if source is None or not job.request.reads:
             return runs
         peer_blocks = min(source.tokens // self._block, self._useful_blocks(job))
         return add_peer(runs, have, peer_blocks, self._rates(), self._block_bytes)
@@ -254,24 +257,24 @@ class PrefixLoader:
         if runs or self._cache.enabled:
             decision = self._fetch_cost.decide(to_hits(runs), self._rates(), self._prefill_rate(), time.monotonic())
             metrics.PREFIX_DECISIONS.labels(decision.name).inc()
-            _log.debug("%s: of %s after %d blocks: %s", job.task.name, runs, have, decision)
+            _log.debug("%s: of %s after %d blocks: %s", job.request.name, runs, have, decision)
             runs = truncate(runs, decision.blocks)
         job.prefix.load_plan = runs
 
     async def _load_from_cache(self, job: PrefillJob, blocks: range) -> int:
         return await self._blocks.load(
-            job.pages, job.prefix.digests, blocks, job.is_active, lambda end: self.advance(job, end * self._block)
+            job.kv, job.prefix.digests, blocks, job.is_active, lambda end: self.advance(job, end * self._block)
         )
 
     async def _load_from_peer(self, job: PrefillJob, blocks: range) -> int:
-        source = job.task.source
+        source = job.request.source
         tokens = range(blocks.start * self._block, blocks.stop * self._block)
         if source is None or not tokens:
             return blocks.start
         # A source that claims to have more than the prompt has no prefix of it.
         last = source.tokens // self._block - 1
         digest = job.prefix.digests[last] if last < len(job.prefix.digests) else b"\0"
-        return blocks.stop if await self._peers.fetch(job.pages, source, tokens, digest) else blocks.start
+        return blocks.stop if await self._peers.fetch(job.kv, source, tokens, digest) else blocks.start
 
 
 PEER = "peer"
@@ -363,7 +366,7 @@ class ChunkSaver:
             return
         await self._wait(job)
         if job.prefix.saving is None or job.prefix.saving.done():
-            job.prefix.saving = asyncio.create_task(self._save(job), name=f"save {job.task.name}")
+            job.prefix.saving = asyncio.create_task(self._save(job), name=f"save {job.request.name}")
 
     async def finish(self, job: PrefillJob) -> None:
         """Save the rest of a computed job in at most 2 SAVE_WAIT_S; then `prefix.saved` blocks need no write-back."""
@@ -391,7 +394,7 @@ class ChunkSaver:
 
     def _is_long(self, job: PrefillJob) -> bool:
         missing, computed = len(job.ids) - job.cached_tokens, job.computed - job.cached_tokens
-        return job.task.cache.writes and 0 < self._long_chunks * computed <= missing
+        return job.request.cache.writes and 0 < self._long_chunks * computed <= missing
 
     async def _wait(self, job: PrefillJob) -> None:
         # A save that has ended needs no wait: in even one turn of the loop, another prompt could get the engine.
@@ -406,9 +409,9 @@ class ChunkSaver:
                 if not job.prefix.to_save:
                     return
             prefix = job.prefix
-            prefix.saved = await self._blocks.save(job.pages, prefix.digests, prefix.to_save, blocks)
+            prefix.saved = await self._blocks.save(job.kv, prefix.digests, prefix.to_save, blocks)
         except Exception:
-            _log.exception("%s: blocks could not be saved", job.task.name)
+            _log.exception("%s: blocks could not be saved", job.request.name)
 
 
 _MIN_BYTES_PER_S = 100e6

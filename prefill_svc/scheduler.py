@@ -1,7 +1,7 @@
 """The choice of the next prompt to compute, and of the number of its tokens. Pure; times are passed in.
 
-    admit ──▶ LOOKUP ──await_pages──▶ WAITING ──allocate──▶ LOADING ──make_ready──▶ READY ⇄ COMPUTING ──▶ remove
-              (prefix cache)          (for pages)           (cached blocks)         (a chunk at a time)
+    admit ─▶ LOOKUP ──finish_lookup──▶ WAITING ──allocate──▶ LOADING ──make_ready──▶ READY ⇄ COMPUTING ─▶ remove
+             (prefix cache)            (for pages)           (cached blocks)         (a chunk at a time)
 
 The scheduler returns decisions and calls nobody. `next_allocation` names the prompt that gets pages next, `next_chunk`
 the chunk to compute next. The caller acts on them and reports the result.
@@ -44,14 +44,22 @@ from baton.errors import InvalidRequest, Overloaded
 from baton.rates import DecayingRate
 
 AGEING = 0.1
+"""Credit of an overtaken prompt: this part of the tokens that are computed for later prompts."""
 PREPARED_AHEAD = 2
+"""Largest number of prompts with pages that have not started."""
 BURST_S = 2.0
+"""Unused share of the engine that a tenant may save, in seconds."""
 PATIENCE_S = 2.0
+"""Seconds after which a prompt whose pages were refused gets pages before all others."""
 CHUNK_S = 0.5
+"""Longest time of a chunk in seconds, at the measured rate."""
 MIN_CHUNK = 256
+"""Smallest number of tokens of a chunk, unless it would take longer than MIN_CHUNK_S seconds."""
 MIN_CHUNK_S = 5.0
 UNKNOWN_RATE = 1000.0
+"""Assumed rate in tokens/s, before one is measured."""
 MIN_RATE_TOKENS = 64
+"""Smallest number of tokens of a chunk from which the rate is measured."""
 FAR_TOKENS = 32_000
 """From this position on, attention to the past is most of a token's time: the rate of other prompts says little."""
 _CHUNK_SIZES = ((512_000, 4_096), (128_000, 8_192), (32_000, 16_384))
@@ -175,7 +183,7 @@ class PrefillScheduler:
         self._served_s[tenant] = max(self._served_s.get(tenant, earliest), earliest)
         return job
 
-    def await_pages(self, job: ScheduledJob, cached: int, *, loads: bool = False) -> None:
+    def finish_lookup(self, job: ScheduledJob, cached: int, *, loads: bool = False) -> None:
         """End the look-up of a prompt, of which about `cached` leading tokens are cached; it `loads` some of them."""
         job.done, job.stage, job.loads = cached, Stage.WAITING, loads
 

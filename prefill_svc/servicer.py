@@ -34,11 +34,12 @@ from baton.rpc.convert import (
     token_array_from_proto,
     token_to_proto,
 )
-from prefill_svc.job import PrefillTask
+from prefill_svc.job import PrefillRequest
 from prefill_svc.worker import PrefillWorker
 
 MAX_TENANT_BYTES = 64
 _LARGE_TOKENS = 16_384
+"""Number of token ids from which a request is converted on another thread."""
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
@@ -52,7 +53,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self._idle.set()
 
     async def wait_sent(self) -> None:
-        """Wait until no call is open: parts of reports are sent after their jobs have ended; for a drain."""
+        """Wait until no call is open: prompt log-probabilities may be sent after their job has ended; for a drain."""
         await self._idle.wait()
 
     async def Prefill(
@@ -62,10 +63,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         left = context.time_remaining()
         deadline = None if left is None else time.monotonic() + left
         if _token_ids(request) > _LARGE_TOKENS:
-            task = await executors.run(WORK, task_from_proto, request, self._spec, deadline)
+            accepted = await executors.run(WORK, request_from_proto, request, self._spec, deadline)
         else:
-            task = task_from_proto(request, self._spec, deadline)
-        job = self._worker.submit(task)
+            accepted = request_from_proto(request, self._spec, deadline)
+        job = self._worker.submit(accepted)
         self._streams += 1
         self._idle.clear()
         try:
@@ -86,8 +87,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         return prefill_pb2.AbandonResponse()
 
 
-def task_from_proto(request: prefill_pb2.PrefillRequest, spec: EngineSpec, deadline: float | None) -> PrefillTask:
-    """The task in a request; raises InvalidRequest naming the field and the value seen."""
+def request_from_proto(request: prefill_pb2.PrefillRequest, spec: EngineSpec, deadline: float | None) -> PrefillRequest:
+    """The request of a message; raises InvalidRequest naming the field and the value seen."""
     check_id("request_id", request.request_id)
     check_id("transfer_id", request.transfer_id, optional=True)
     check_length("cache_salt", request.cache_salt, MAX_SALT_BYTES)
@@ -99,7 +100,7 @@ def task_from_proto(request: prefill_pb2.PrefillRequest, spec: EngineSpec, deadl
     prompt_ids = token_array_from_proto("prompt_token_ids", request.prompt_token_ids, spec.vocab_size)
     output_ids = token_array_from_proto("output_token_ids", request.output_token_ids, spec.vocab_size)
     params = _sampling(request, spec)
-    return PrefillTask(
+    return PrefillRequest(
         request_id=request.request_id,
         attempt=request.attempt,
         transfer_id=request.transfer_id,

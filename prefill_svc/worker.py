@@ -47,14 +47,7 @@ from baton.telemetry import metrics
 from baton.transfer.export import ExportRegistry
 from baton.worker.health import FaultCounter, IdleAudit, Progress, build_ledger
 from baton.worker.status import WorkerIdentity, WorkerLoad
-from prefill_svc.job import (
-    PrefillJob,
-    PrefillTask,
-    count_by_tier,
-    ledger_entries,
-    make_result,
-    overdue_error,
-)
+from prefill_svc.job import PrefillJob, PrefillRequest, count_by_tier, ledger_entries, make_result, overdue_error
 from prefill_svc.prefix import PrefixBackends, PrefixLoader
 from prefill_svc.scheduler import PrefillScheduler, ScheduledJob
 
@@ -99,24 +92,24 @@ class PrefillWorker:
         self._audit_task = asyncio.create_task(self._audit.run(), name="idle-audit")
         self._audit_task.add_done_callback(self._on_checked)
 
-    def submit(self, task: PrefillTask) -> PrefillJob:
-        """Accept a task.
+    def submit(self, request: PrefillRequest) -> PrefillJob:
+        """Accept a request.
 
         Raises InvalidRequest, Overloaded or Unavailable, or TransferError for a transfer id that has ended.
         """
         if self._refusal:
             raise Unavailable(self._refusal)
         now = time.monotonic()
-        scheduled = self._scheduler.admit(len(task.prompt_ids) + len(task.output_ids), task.tenant)
+        scheduled = self._scheduler.admit(len(request.prompt_ids) + len(request.output_ids), request.tenant)
         try:
-            if task.transfer_id:
-                self._exports.announce(task.transfer_id)
+            if request.transfer_id:
+                self._exports.announce(request.transfer_id)
         except BatonError:
             self._scheduler.remove(scheduled)
             raise
-        job = self._open_jobs[scheduled] = PrefillJob.create(task, scheduled, now)
+        job = self._open_jobs[scheduled] = PrefillJob.create(request, scheduled, now)
         self._live_jobs[job] = None
-        job.runner = asyncio.create_task(self._serve(job), name=f"prefill {task.name}")
+        job.serving = asyncio.create_task(self._serve(job), name=f"prefill {request.name}")
         self._changed()
         return job
 
@@ -126,18 +119,18 @@ class PrefillWorker:
             return
         job.error = error
         # A task that is cancelled before its first step never runs, and would free nothing.
-        if job.started and job.runner is not None:
-            job.runner.cancel()
+        if job.started and job.serving is not None:
+            job.serving.cancel()
 
     def abandon(self, transfer_id: str, incarnation: str) -> None:
         """End an export that nobody will fetch, and the job that computes for it; idempotent."""
         if incarnation != self._identity.incarnation:
             return
-        for job in [job for job in self._open_jobs.values() if job.task.transfer_id == transfer_id]:
+        for job in [job for job in self._open_jobs.values() if job.request.transfer_id == transfer_id]:
             self.abort(job, Cancelled("the attempt was abandoned"))
         self._exports.release(transfer_id, incarnation, "was abandoned")
 
-    def load(self) -> WorkerLoad:
+    def load_report(self) -> WorkerLoad:
         """The worker's load; also sets the page gauges."""
         stats, scheduler = self._engine.stats(), self._scheduler
         for state, pages in (("used", stats.used), ("free", stats.free), ("cached", stats.cached)):
@@ -159,12 +152,12 @@ class PrefillWorker:
         )
 
     def refuse(self) -> None:
-        """Refuse new tasks."""
+        """Refuse new requests."""
         self._refusal = self._refusal or "the worker is draining"
 
     async def wait_finished(self) -> None:
         """Wait until no job, export or write-back is left; for a drain, after `refuse`."""
-        while tasks := [job.runner for job in self._live_jobs if job.runner is not None]:
+        while tasks := [job.serving for job in self._live_jobs if job.serving is not None]:
             await asyncio.wait(tasks)
         await self._backends.cache.flush()
 
@@ -174,7 +167,7 @@ class PrefillWorker:
         self._closing = True
         self._prefix.stop()
         self._audit_task.cancel()
-        tasks = [job.runner for job in self._live_jobs if job.runner is not None]
+        tasks = [job.serving for job in self._live_jobs if job.serving is not None]
         for job in list(self._live_jobs):
             self.abort(job, Unavailable("the worker stops"))
         self._exports.close()
@@ -203,7 +196,7 @@ class PrefillWorker:
                 await self._look_up(job)
                 await self._allocate(job)
                 await self._load(job)
-                return self._commit(job, await self._compute(job, timeout))
+                return self._commit(job, await self._compute_chunks(job, timeout))
         except asyncio.CancelledError:
             return job.error or Unavailable("the worker stops")
         except BatonError as error:
@@ -211,7 +204,7 @@ class PrefillWorker:
         except Exception as error:
             if isinstance(error, TimeoutError) and timeout.expired():
                 return overdue_error(job)
-            _log.exception("%s: the prefill failed", job.task.name)
+            _log.exception("%s: the prefill failed", job.request.name)
             return EngineError(f"{type(error).__name__}: {error}")
 
     async def _look_up(self, job: PrefillJob) -> None:
@@ -220,16 +213,16 @@ class PrefillWorker:
             raise job.error
         await self._prefix.look_up(job)
         cached, loads = self._prefix.estimate_cached_tokens(job)
-        self._scheduler.await_pages(job.scheduled, cached, loads=loads)
+        self._scheduler.finish_lookup(job.scheduled, cached, loads=loads)
 
     async def _allocate(self, job: PrefillJob) -> None:
         """Wait for all pages of the job, then open its export."""
         job.allocated = self._loop.create_future()
         self._allocate_pages()
         await job.allocated
-        if job.task.transfer_id:
+        if job.request.transfer_id:
             job.export = self._exports.open(
-                job.task.transfer_id, job.pages, len(job.ids), on_closed=job.export_closed.set
+                job.request.transfer_id, job.kv, len(job.ids), on_closed=job.export_closed.set
             )
 
     async def _load(self, job: PrefillJob) -> None:
@@ -245,7 +238,7 @@ class PrefillWorker:
             self._prefix.advance(job, job.computed)
             await self._prefix.publish_loaded(job)
 
-    async def _compute(self, job: PrefillJob, timeout: asyncio.Timeout) -> ChunkResult:
+    async def _compute_chunks(self, job: PrefillJob, timeout: asyncio.Timeout) -> ChunkResult:
         """Compute the tokens that are not cached, chunk by chunk; returns the result of the last chunk."""
         while True:
             async with self._chunks.acquire_engine(job) as end:
@@ -285,7 +278,7 @@ class PrefillWorker:
             else:
                 await self._prefix.give_up(job)
         except Exception:
-            _log.exception("%s: blocks could not be written back", job.task.name)
+            _log.exception("%s: blocks could not be written back", job.request.name)
         if job.export is not None:
             await job.export_closed.wait()
 
@@ -297,8 +290,8 @@ class PrefillWorker:
             metrics.WASTED_PREFILL_TOKENS.inc(max(0, job.computed - job.cached_tokens))
             if job.export is not None:
                 job.export.fail(outcome)
-            elif job.task.transfer_id:
-                self._exports.withdraw(job.task.transfer_id, f"was given up: {outcome}")
+            elif job.request.transfer_id:
+                self._exports.withdraw(job.request.transfer_id, f"was given up: {outcome}")
         if job.life.state is not State.HELD:
             job.life.end(time.monotonic())
         self._scheduler.remove(job.scheduled)
@@ -336,7 +329,7 @@ class PrefillWorker:
                 return
             elif self._reserve(job):
                 self._prefix.plan_load(job)
-                in_host, planned = job.pages.in_host, self._prefix.planned_tokens(job)
+                in_host, planned = job.kv.in_host, self._prefix.planned_tokens(job)
                 loads = bool(job.prefix.load_plan) or self._prefix.has_lost_blocks(job)
                 self._scheduler.allocate(scheduled, planned, in_host=in_host, loads=loads)
                 job.allocated.set_result(None)
@@ -347,7 +340,7 @@ class PrefillWorker:
     def _reserve(self, job: PrefillJob) -> bool:
         """Reserve all pages of a job; False if they are not free."""
         try:
-            job.handle = self._engine.reserve(job.task.name, len(job.ids), job.readable, len(job.ids) - 1)
+            job.handle = self._engine.reserve(job.request.name, len(job.ids), job.readable, len(job.ids) - 1)
         except OutOfPages:
             return False
         return True
@@ -376,10 +369,10 @@ class PrefillWorker:
         """The error of a chunk that raised: its job was stopped, it can't be computed, or the engine failed."""
         if error is job.error or isinstance(error, DeadlineExceeded | Overloaded | Unavailable):
             return error
-        _log.error("%s: a chunk failed", job.task.name, exc_info=error)
+        _log.error("%s: a chunk failed", job.request.name, exc_info=error)
         if isinstance(error, NoToken) and job.handle is not None:
             self._engine.uncache(job.handle)
-            self._faults.record_failure(job.task.request_id)
+            self._faults.record_failure(job.request.request_id)
             job.error = error
             if self._faults.suspected:
                 check = partial(self._faults.check_engine, self._engine, self._progress, step=False)
@@ -469,7 +462,7 @@ class ChunkRunner:
         job.computing_end = end
         chunk = _RunningChunk(job, job.computed, end, preempts=job is not self._running[0])
         run = self._thread.run_preempting if chunk.preempts else self._thread.run
-        call = run(self._compute, chunk)
+        call = run(self._compute_on_thread, chunk)
         cancelled = False
         try:
             await wait_to_end(call)
@@ -480,7 +473,7 @@ class ChunkRunner:
         self._scheduler.finish_chunk(job.scheduled, end, chunk.seconds)
         metrics.PREFILL_TOKENS.labels("computed").inc(end - chunk.start)
         job.computed = end
-        job.report(result.prompt_logprobs)
+        job.add_prompt_logprobs(result.prompt_logprobs)
         if cancelled:
             raise asyncio.CancelledError
         return result
@@ -503,7 +496,7 @@ class ChunkRunner:
         if not self._running:
             self._progress.set_idle()
 
-    def _compute(self, chunk: _RunningChunk) -> ChunkResult:
+    def _compute_on_thread(self, chunk: _RunningChunk) -> ChunkResult:
         """Compute one chunk; runs on the engine thread."""
         job, began, others_s = chunk.job, time.monotonic(), 0.0
 
@@ -520,11 +513,11 @@ class ChunkRunner:
 
         self._progress.record()
         job.check()
-        states = job.task.states() if chunk.end == len(job.ids) else ()
-        report = job.task.params.prompt_logprobs
+        states = job.request.states() if chunk.end == len(job.ids) else ()
+        prompt_logprobs = job.request.params.prompt_logprobs
         try:
             return compute_chunk(
-                self._engine, PromptChunk(job.pages, job.ids, chunk.start, chunk.end, on_layer, states, report)
+                self._engine, PromptChunk(job.kv, job.ids, chunk.start, chunk.end, on_layer, states, prompt_logprobs)
             )
         finally:
             chunk.seconds = time.monotonic() - began - others_s

@@ -125,7 +125,7 @@ class Client:
             (shard,) = identity.shards
             export = RemoteExport(transfer_id, identity.incarnation, identity.shards)
             source = GrpcSource(channel, export, shard, timeout_s=WAIT_S, stall_timeout_s=WAIT_S)
-            return await fetch([source], engine, handle, tokens=tokens, timeout_s=WAIT_S)
+            return await fetch([source], engine, handle, tokens=range(tokens), length=tokens, timeout_s=WAIT_S)
 
     async def status(self, wanted: Callable[[worker_pb2.WorkerStatus], bool]) -> worker_pb2.WorkerStatus:
         async with asyncio.timeout(WAIT_S):

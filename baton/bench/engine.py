@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections import abc
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.engine.config import EngineConfig
-from baton.engine.contract import Engine, KvHandle, PromptChunk, Sequence, compute_chunk
+from baton.engine.contract import Engine, EngineSequence, KvHandle, PromptChunk, compute_chunk
 from baton.engine.factory import build
 from baton.errors import ConfigError
 from baton.kv.format import DTYPE_BYTES, PartData
@@ -130,7 +130,7 @@ class EngineRuns:
             self._engine.in_flight[0].result()
 
     @contextlib.contextmanager
-    def batch(self, batch: int, context: int, steps: int) -> abc.Iterator[None]:
+    def batch(self, batch: int, context: int, steps: int) -> Iterator[None]:
         """A running batch of sequences of `context` tokens, with room for `steps` steps."""
         handles: list[KvHandle] = []
         try:
@@ -140,7 +140,7 @@ class EngineRuns:
                 handles.append(handle)
                 for layer, parts in enumerate(filled):
                     self._engine.write_kv(handle, layer, 0, 0, parts)
-                self._engine.insert(Sequence(handle, SequenceState(_GREEDY, self._prompt(context + 1))))
+                self._engine.insert(EngineSequence(handle, SequenceState(_GREEDY, self._prompt(context + 1))))
             yield
         finally:
             for handle in handles:
@@ -162,7 +162,7 @@ class EngineRuns:
                 self._engine.free(handle)
         return self._contexts[context]
 
-    def _fill(self, handle: KvHandle, prompt: abc.Sequence[int]) -> None:
+    def _fill(self, handle: KvHandle, prompt: Sequence[int]) -> None:
         for start in range(0, len(prompt), self._chunk_size):
             end = min(start + self._chunk_size, len(prompt))
             sample = [SequenceState(_GREEDY, prompt)] if end == len(prompt) else []

@@ -13,7 +13,7 @@ One forward pass computes chunks of prompts, a step of the generation batch, or 
 results of `spec.steps_ahead` passes before them are unread: a step takes each sequence's last token from device memory,
 where the step before left it. So a sequence that ends in an unread step is also part of the next step. It must have
 room for that step's token, which is dropped with the freed handle, and its pages return when that step has been read.
-Tokens are the same as without steps ahead. Where a step depends on all tokens before it (penalties), `launch` waits for
+Tokens are the same as without steps ahead. If a step depends on all tokens before it (penalties), `launch` waits for
 them first.
 
 Implementation: `baton.engine.core`, over a model (`baton.engine.factory`) or over tokens computable by hand
@@ -22,7 +22,7 @@ Implementation: `baton.engine.core`, over a model (`baton.engine.factory`) or ov
 
 from __future__ import annotations
 
-from collections import abc
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -92,7 +92,7 @@ class KvHandle(Protocol):
         """Whether some of its pages are in host memory."""
 
 
-class Sequence:
+class EngineSequence:
     """A choice that is decoded, from `Engine.insert` until its handle is freed; the engine thread owns it.
 
     `output_ids` are its tokens so far; `state` shows them too. The engine appends those of each pass that is read.
@@ -125,7 +125,7 @@ class Sequence:
         return range(newest, newest + 1)
 
 
-OnLayer = abc.Callable[[int], None]
+OnLayer = Callable[[int], None]
 """Called with a layer's index once a chunk's KV of it is final and readable; what it raises ends the chunk."""
 
 
@@ -140,11 +140,11 @@ class PromptChunk:
     """
 
     handle: KvHandle
-    token_ids: abc.Sequence[int]
+    token_ids: Sequence[int]
     start: int
     end: int
     on_layer: OnLayer | None = None
-    sample: abc.Sequence[SequenceState] = ()
+    sample: Sequence[SequenceState] = ()
     prompt_logprobs: int | None = None
 
 
@@ -170,8 +170,8 @@ class PassResult:
     caller must `free` it. An error of one does not affect the others.
     """
 
-    chunks: abc.Sequence[ChunkResult | Exception] = ()
-    steps: abc.Sequence[tuple[Sequence, tuple[TokenInfo, ...] | NoToken]] = ()
+    chunks: Sequence[ChunkResult | Exception] = ()
+    steps: Sequence[tuple[EngineSequence, tuple[TokenInfo, ...] | NoToken]] = ()
 
 
 class ForwardPass(Protocol):
@@ -183,7 +183,7 @@ class ForwardPass(Protocol):
     launched_at: float
 
     @property
-    def batch(self) -> abc.Sequence[Sequence]: ...
+    def batch(self) -> Sequence[EngineSequence]: ...
 
     def result(self) -> PassResult:
         """Wait for the pass.
@@ -201,7 +201,7 @@ class Engine(Protocol):
         """Properties that do not change."""
 
     def reserve(
-        self, owner: str, tokens: int, prefix: abc.Sequence[bytes] = (), max_cached_tokens: int | None = None
+        self, owner: str, tokens: int, prefix: Sequence[bytes] = (), max_cached_tokens: int | None = None
     ) -> KvHandle:
         """Allocate pages for `tokens` tokens; raises OutOfPages, and then allocates nothing.
 
@@ -211,14 +211,14 @@ class Engine(Protocol):
         tokens after the cached ones can be written.
         """
 
-    def evict_for(self, tokens: int, prefix: abc.Sequence[bytes] = (), max_cached_tokens: int | None = None) -> bool:
+    def evict_for(self, tokens: int, prefix: Sequence[bytes] = (), max_cached_tokens: int | None = None) -> bool:
         """Evict a slice of the cached blocks that `reserve` would evict with these arguments, but none of `prefix`.
 
         True if `reserve` would evict more. If it would raise OutOfPages, nothing is evicted. A long sequence may
-        replace those of thousands of others, in many milliseconds: a caller may let others run after each slice.
+        replace the blocks of thousands of others, which takes many milliseconds: a caller may yield after each slice.
         """
 
-    def publish(self, handle: KvHandle, digests: abc.Sequence[bytes]) -> None:
+    def publish(self, handle: KvHandle, digests: Sequence[bytes]) -> None:
         """Cache the handle's leading full blocks, whose KV is final, under these digests, so that `reserve` finds them.
 
         Only blocks that fill whole pages together are cached, in units of lcm(page size, block size) tokens. They can't
@@ -226,8 +226,8 @@ class Engine(Protocol):
         used first, and the end of a chain before its beginning. Idempotent; a dead handle is ignored.
         """
 
-    def match_prefix(self, digests: abc.Sequence[bytes]) -> int:
-        """Tokens of the leading blocks that are cached now."""
+    def match_prefix(self, digests: Sequence[bytes]) -> int:
+        """Number of tokens of the leading blocks that are cached now."""
 
     def watch_prefixes(self, changed: PoolBlocksChanged | None) -> None:
         """Call `changed(stored, dropped)` with the digests of blocks that are cached from now on, or no longer.
@@ -240,13 +240,13 @@ class Engine(Protocol):
     def drop_cached(self) -> int:
         """Forget all cached blocks; returns the number of pages that this frees: those that no handle uses.
 
-        Pages that handles use return with these, unless they are published again.
+        Pages that handles use return when the handles are freed, unless they are published again.
         """
 
     def uncache(self, handle: KvHandle) -> None:
         """Forget the cached blocks in the handle's pages, and all that follow them; a dead handle is ignored.
 
-        For a sequence that got no token: the cause may be KV in pages that other sequences would share.
+        Call it for a sequence that got no token: the cause may be KV in pages that other sequences would share.
         """
 
     def extend(self, handle: KvHandle, tokens: int) -> None:
@@ -257,12 +257,12 @@ class Engine(Protocol):
     ) -> KvHandle:
         """A new handle of capacity `tokens` whose first `shared_tokens` have the same KV as `handle`.
 
-        Full pages are shared; the last, partly filled one is copied. The new handle takes over the pages of `spare`, an
-        unused handle that is freed by this; no other caller can get them in between. Raises OutOfPages, and then
-        changes nothing, when these and the free pages are too few.
+        Full pages are shared; the last page is copied if it is partly filled. The new handle takes over the pages of
+        `spare`, an unused handle, which this frees; no other caller can get them in between. Raises OutOfPages, and
+        then changes nothing, if these and the free pages are too few.
         """
 
-    def launch(self, chunks: abc.Sequence[PromptChunk] = (), *, batch: bool = True) -> ForwardPass:
+    def launch(self, chunks: Sequence[PromptChunk] = (), *, batch: bool = True) -> ForwardPass:
         """Launch one forward pass: over `chunks` of prompts, and with `batch` a step of the generation batch.
 
         A step samples the next tokens of all sequences that have slots. The handle of each must have room for its
@@ -270,54 +270,54 @@ class Engine(Protocol):
         caller ends a sequence (`free`).
 
         Errors of the pass are raised here or by its `result`; without steps ahead, here. If a pass before this one
-        fails when it is read here, its error is raised, and nothing is launched. A chunk that can't be computed, since
-        its handle was freed or an id is outside the vocabulary, fails alone, in its result. A chunk's `on_layer` may
-        launch passes of other handles, but not where the pass that calls it has a step. When it raises, the chunk
-        ends: the pass ends too, unless it has other chunks or a step.
+        fails when it is read here, its error is raised, and nothing is launched. A chunk that can't be computed,
+        because its handle was freed or an id is outside the vocabulary, fails alone, in its result. A chunk's
+        `on_layer` may launch passes of other handles, unless the pass that calls it has a step. If it raises, the chunk
+        ends; the pass ends too, unless it has other chunks or a step.
         """
 
     @property
-    def in_flight(self) -> abc.Sequence[ForwardPass]:
-        """The passes whose result nobody has taken yet, oldest first; those that were undone are not among them."""
+    def in_flight(self) -> Sequence[ForwardPass]:
+        """The passes whose results were not returned yet, oldest first, without those that were undone."""
 
     def read_kv(self, handle: KvHandle, layer: int, tokens: range, heads: range) -> list[PartData]:
-        """Copy out one layer's parts as contiguous `[tokens, heads, ...]`."""
+        """Copy the parts of one layer, each contiguous `[tokens, heads, ...]`."""
 
     def write_kv(
-        self, handle: KvHandle, layer: int, token_start: int, head_start: int, parts: abc.Sequence[PartData]
+        self, handle: KvHandle, layer: int, token_start: int, head_start: int, parts: Sequence[PartData]
     ) -> None:
-        """Copy one layer's parts into the handle's pages, converting element types where they differ."""
+        """Copy the parts of one layer into the handle's pages, and convert their element types if they differ."""
 
     def read_blocks(self, handle: KvHandle, token_start: int, count: int) -> list[bytes]:
-        """Copy out the payloads (`baton.kv.format`) of `count` prefix blocks from token `token_start` on."""
+        """Copy the payloads (`baton.kv.format`) of `count` prefix blocks from token `token_start` on."""
 
-    def write_blocks(self, handle: KvHandle, token_start: int, payloads: abc.Sequence[bytes | memoryview]) -> None:
+    def write_blocks(self, handle: KvHandle, token_start: int, payloads: Sequence[bytes | memoryview]) -> None:
         """Copy the payloads of consecutive prefix blocks into the handle's pages, from token `token_start` on.
 
         Nothing is converted: a block's name contains the digest of `spec.kv_format`, so its element types are the same.
         """
 
-    def insert(self, sequence: Sequence) -> None:
-        """Give the sequence a slot; KV must cover all but the last of its tokens. Raises Overloaded without a slot."""
+    def insert(self, sequence: EngineSequence) -> None:
+        """Give the sequence a slot; all its tokens but the last must have KV. Raises Overloaded if no slot is free."""
 
-    def free(self, handle: KvHandle, digests: abc.Sequence[bytes] = ()) -> None:
+    def free(self, handle: KvHandle, digests: Sequence[bytes] = ()) -> None:
         """Free the handle, in any state; idempotent.
 
-        The blocks that `digests` name stay cached, as after `publish`. Blocks that don't fill a unit of pages stay too,
-        since nothing is written after them any more; `reserve` copies these.
+        Blocks with `digests` stay cached, as after `publish`. This includes the last ones, which do not fill a unit of
+        pages, because nothing is written after them any more. `reserve` copies these.
         """
 
     def stats(self) -> PoolStats:
         """Count pages."""
 
     def work_counter(self) -> int:
-        """A number that changes while the engine computes, within a layer too, where the kernels count their work.
+        """Number that changes while the engine computes, also within a layer if the kernels count their work.
 
         It stays the same while there is no work, and while a kernel hangs.
         """
 
-    def watch_pages(self, returned: abc.Callable[[], object] | None) -> None:
-        """Call `returned` when pages have returned to the pool, from any thread, with no lock held.
+    def watch_pages(self, returned: Callable[[], object] | None) -> None:
+        """Call `returned` when pages have returned to the pool, from any thread, without a lock.
 
         It must be quick and not raise. There is one watcher; None removes it.
         """
@@ -326,7 +326,7 @@ class Engine(Protocol):
         """Check that pages are conserved, and return pages by owner. Raises EngineError with the ledger."""
 
     def close(self) -> None:
-        """Free all."""
+        """Free everything."""
 
 
 def compute_chunk(engine: Engine, chunk: PromptChunk) -> ChunkResult:
@@ -337,5 +337,5 @@ def compute_chunk(engine: Engine, chunk: PromptChunk) -> ChunkResult:
     try:
         raise result
     finally:
-        # Its traceback has this frame, which would hold it until garbage is collected.
+        # Its traceback has this frame, which would keep it until garbage is collected.
         del result

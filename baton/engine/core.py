@@ -25,11 +25,12 @@ import contextlib
 import heapq
 import logging
 import math
-from collections import abc, deque
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
-from baton.engine.contract import ChunkResult, EngineSpec, KvHandle, OnLayer, PassResult, PromptChunk, Sequence
+from baton.engine.contract import ChunkResult, EngineSequence, EngineSpec, KvHandle, OnLayer, PassResult, PromptChunk
 from baton.engine.executor import Executor, PassEnded
 from baton.engine.plan import ForwardPlan, Growth, Join, PlanResult, PromptInput, Row, RowResult
 from baton.errors import BatonError, CorruptFrame, EngineError, InvalidRequest, JoinFailed, NoToken, Overloaded
@@ -51,7 +52,7 @@ class EngineCore:
         self._kv = KvManager(spec)
         self._inflight = InflightPasses()
         self._stepping = False
-        self._refused: list[tuple[Sequence, NoToken]] = []
+        self._refused: list[tuple[EngineSequence, NoToken]] = []
         """Sequences that could not join the batch, with the errors that the next pass reports."""
 
     @property
@@ -59,22 +60,22 @@ class EngineCore:
         return self._spec
 
     @property
-    def batch(self) -> list[Sequence]:
+    def batch(self) -> list[EngineSequence]:
         """The sequences that have slots and are alive; for the engine thread."""
         return self._kv.batch
 
     def reserve(
-        self, owner: str, tokens: int, prefix: abc.Sequence[bytes] = (), max_cached_tokens: int | None = None
+        self, owner: str, tokens: int, prefix: Sequence[bytes] = (), max_cached_tokens: int | None = None
     ) -> PageHandle:
         return self._kv.pool.reserve(owner, tokens, prefix, max_cached_tokens, self._copy)
 
-    def evict_for(self, tokens: int, prefix: abc.Sequence[bytes] = (), max_cached_tokens: int | None = None) -> bool:
+    def evict_for(self, tokens: int, prefix: Sequence[bytes] = (), max_cached_tokens: int | None = None) -> bool:
         return self._kv.pool.evict_for(tokens, prefix, max_cached_tokens)
 
-    def publish(self, handle: KvHandle, digests: abc.Sequence[bytes]) -> None:
+    def publish(self, handle: KvHandle, digests: Sequence[bytes]) -> None:
         self._kv.pool.publish(_page_handle(handle), digests)
 
-    def match_prefix(self, digests: abc.Sequence[bytes]) -> int:
+    def match_prefix(self, digests: Sequence[bytes]) -> int:
         return self._kv.pool.match_prefix(digests)
 
     def watch_prefixes(self, changed: PoolBlocksChanged | None) -> None:
@@ -103,7 +104,7 @@ class EngineCore:
                     raise
         return child
 
-    def launch(self, chunks: abc.Sequence[PromptChunk] = (), *, batch: bool = True) -> LaunchedPass:
+    def launch(self, chunks: Sequence[PromptChunk] = (), *, batch: bool = True) -> LaunchedPass:
         """Launch a pass, as the contract says. Raises EngineError if a sequence has no room for its next token."""
         if self._stepping:
             raise EngineError("a pass was launched while one that has a step was under way")
@@ -118,12 +119,12 @@ class EngineCore:
                 try:
                     wait = self._launch(rows, steps, own.on_layer)
                 except JoinFailed as error:
-                    # No KV has changed, and the next plan resets the ModelRunner, so other sequences are not affected.
+                    # No KV has changed, and the next step resets the ModelRunner, so other sequences are not affected.
                     failed = next(each for each in steps if each.slot == error.slot)
                     self._kv.remove(failed)
                     self._refused.append((failed, NoToken(f"{failed.handle.owner}: {error}")))
                     continue
-                launched = LaunchedPass(own, steps, wait, pins.pop_all(), self._take, self._refused)
+                launched = LaunchedPass(own, steps, wait, pins.pop_all(), self._read_until, self._refused)
                 self._refused = []
             self._inflight.add(launched)
             if not ahead:
@@ -131,7 +132,7 @@ class EngineCore:
             return launched
 
     @property
-    def in_flight(self) -> abc.Sequence[LaunchedPass]:
+    def in_flight(self) -> Sequence[LaunchedPass]:
         return self._inflight.passes
 
     def read_kv(self, handle: KvHandle, layer: int, tokens: range, heads: range) -> list[PartData]:
@@ -144,7 +145,7 @@ class EngineCore:
             return self.memory.read(pages, layer, tokens, heads)
 
     def write_kv(
-        self, handle: KvHandle, layer: int, token_start: int, head_start: int, parts: abc.Sequence[PartData]
+        self, handle: KvHandle, layer: int, token_start: int, head_start: int, parts: Sequence[PartData]
     ) -> None:
         """Write KV, as the contract says. Raises CorruptFrame for KV that does not fit the format or the handle."""
         count = _check_parts(self._spec.kv_format, layer, head_start, parts)
@@ -159,16 +160,16 @@ class EngineCore:
             _check_range("tokens", tokens, len(pages) * self._spec.page_size)
             return self.memory.read_blocks(pages, token_start, size, count)
 
-    def write_blocks(self, handle: KvHandle, token_start: int, payloads: abc.Sequence[bytes | memoryview]) -> None:
+    def write_blocks(self, handle: KvHandle, token_start: int, payloads: Sequence[bytes | memoryview]) -> None:
         """Write blocks, as the contract says. Raises CorruptFrame if one does not fit the format or the handle."""
         count = _check_blocks(self._spec.kv_format, payloads)
         with self._written(handle, range(token_start, token_start + count)) as pages:
             self.memory.write_blocks(pages, token_start, self._spec.kv_format.block_size, payloads)
 
-    def insert(self, sequence: Sequence) -> None:
+    def insert(self, sequence: EngineSequence) -> None:
         self._kv.insert(sequence, _page_handle(sequence.handle))
 
-    def free(self, handle: KvHandle, digests: abc.Sequence[bytes] = ()) -> None:
+    def free(self, handle: KvHandle, digests: Sequence[bytes] = ()) -> None:
         self._kv.pool.free(_page_handle(handle), digests)
 
     def stats(self) -> PoolStats:
@@ -177,7 +178,7 @@ class EngineCore:
     def work_counter(self) -> int:
         return self.executor.work_counter()
 
-    def watch_pages(self, returned: abc.Callable[[], object] | None) -> None:
+    def watch_pages(self, returned: Callable[[], object] | None) -> None:
         self._kv.pool.watch(returned)
 
     def audit(self) -> dict[str, int]:
@@ -189,7 +190,7 @@ class EngineCore:
         self._kv.free_all()
 
     @contextmanager
-    def _written(self, handle: KvHandle, tokens: range) -> abc.Iterator[abc.Sequence[int]]:
+    def _written(self, handle: KvHandle, tokens: range) -> Iterator[Sequence[int]]:
         """Pin the handle's pages, and yield them. Raises CorruptFrame if `tokens` are outside the handle."""
         own = _page_handle(handle)
         if tokens.start < 0 or (own.alive and tokens.stop > own.capacity):
@@ -220,8 +221,8 @@ class EngineCore:
         return Row(prompt, start, end - start, (end - start - 1,) if chunk.sample else ())
 
     def _launch(
-        self, rows: abc.Sequence[Row], steps: abc.Mapping[Sequence, Row], on_layer: OnLayer | None
-    ) -> abc.Callable[[], PlanResult]:
+        self, rows: Sequence[Row], steps: Mapping[EngineSequence, Row], on_layer: OnLayer | None
+    ) -> Callable[[], PlanResult]:
         if not rows and not steps:
             return lambda: PlanResult()
         self._stepping = bool(steps)
@@ -241,7 +242,7 @@ class EngineCore:
         """Read the oldest passes until `keep` passes are unread; if one raises, it and all later ones are undone."""
         while len(self._inflight.unread) > keep:
             try:
-                oldest = self._inflight.complete()
+                oldest = self._inflight.read()
             except BaseException:
                 self._kv.forget_plans()
                 raise
@@ -249,11 +250,11 @@ class EngineCore:
                 if isinstance(found, NoToken):
                     self._kv.remove(sequence)
 
-    def _take(self, launched: LaunchedPass) -> None:
+    def _read_until(self, launched: LaunchedPass) -> None:
         """Read all passes up to this one, and take it off the list of passes in flight."""
         while launched in self._inflight.unread:
             self._read(len(self._inflight.unread) - 1)
-        self._inflight.take(launched)
+        self._inflight.remove(launched)
 
 
 def _page_handle(handle: KvHandle) -> PageHandle:
@@ -279,12 +280,12 @@ class KvManager:
         self.pool = PagePool(spec.pages, spec.page_size, spec.kv_format.block_size, spec.host_pages)
         self._spec = spec
         self._free_slots = list(range(spec.slots))
-        self._running: dict[Sequence, PageHandle] = {}
+        self._running: dict[EngineSequence, PageHandle] = {}
         self._left: list[int] = []
         self._reset = False
 
     @property
-    def batch(self) -> list[Sequence]:
+    def batch(self) -> list[EngineSequence]:
         """The sequences that have slots and are alive."""
         return [sequence for sequence in self._running if sequence.handle.alive]
 
@@ -293,7 +294,7 @@ class KvManager:
         """Whether the next step can be launched only when the tokens of all passes before it are known."""
         return self._reset or any(sequence.state.params.penalizes for sequence in self._running)
 
-    def insert(self, sequence: Sequence, handle: PageHandle) -> None:
+    def insert(self, sequence: EngineSequence, handle: PageHandle) -> None:
         """Give a slot to a sequence with this handle; raises EngineError, or Overloaded if no slot is free."""
         handle.check_alive()
         self._remove_dead()
@@ -307,7 +308,7 @@ class KvManager:
         sequence.slot = heapq.heappop(self._free_slots)
         self._running[sequence] = handle
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: EngineSequence) -> None:
         """Free the slot of a sequence; does nothing if it has none."""
         if self._running.pop(sequence, None) is None:
             return
@@ -317,7 +318,7 @@ class KvManager:
             sequence.planned_pages = None
 
     @contextmanager
-    def pin_batch(self) -> abc.Iterator[dict[Sequence, Row]]:
+    def pin_batch(self) -> Iterator[dict[EngineSequence, Row]]:
         """Pin the pages of the batch, and yield its sequences with their rows; EngineError if one has no room."""
         while True:
             writes = [each.next_positions for each in self._running]
@@ -330,7 +331,7 @@ class KvManager:
                     return
             self._remove_dead()
 
-    def plan(self, prompts: abc.Sequence[Row], steps: abc.Mapping[Sequence, Row]) -> ForwardPlan:
+    def plan(self, prompts: Sequence[Row], steps: Mapping[EngineSequence, Row]) -> ForwardPlan:
         """Make a plan from the rows of prompts and of a step; `steps` is empty or has all sequences of the batch.
 
         The plan of a step has the changes of slots since the last one. The caller must launch it, or call
@@ -354,7 +355,7 @@ class KvManager:
         return plan
 
     def forget_plans(self) -> None:
-        """After a failed plan: make the next one reset the ModelRunner and join all sequences again."""
+        """After a failed step: make the plan of the next one reset the ModelRunner and join all sequences again."""
         self._reset, self._left = True, []
         for each in self._running:
             each.planned_pages = None
@@ -368,12 +369,12 @@ class KvManager:
         for sequence in [each for each, handle in self._running.items() if not handle.alive]:
             self.remove(sequence)
 
-    def _check_length(self, sequence: Sequence) -> None:
+    def _check_length(self, sequence: EngineSequence) -> None:
         if sequence.length >= (most := self._spec.max_model_len):
             raise EngineError(f"{sequence.handle.owner}: has {sequence.length} tokens, max_model_len is {most}")
 
 
-def _step_row(sequence: Sequence, positions: range) -> Row:
+def _step_row(sequence: EngineSequence, positions: range) -> Row:
     """The row of a sequence in the next step; a token is sampled after each new token."""
     count = len(positions)
     return Row(sequence.slot, positions.start, count, tuple(range(count)))
@@ -382,14 +383,14 @@ def _step_row(sequence: Sequence, positions: range) -> Row:
 class PassChunks:
     """The chunks of a pass, with their errors. The `on_layer` of a failed chunk is not called any more."""
 
-    def __init__(self, chunks: abc.Sequence[PromptChunk]) -> None:
+    def __init__(self, chunks: Sequence[PromptChunk]) -> None:
         self.chunks = chunks
         self.step = False
         """Whether the pass also has a step; then it goes on after all chunks have failed."""
         self._errors: list[Exception | None] = [None] * len(chunks)
         self._planned: list[int] = []
 
-    def plan(self, row_of: abc.Callable[[PromptChunk], Row]) -> list[Row]:
+    def plan(self, row_of: Callable[[PromptChunk], Row]) -> list[Row]:
         """Make the rows of the chunks. A chunk for which `row_of` raises has failed, and gets no row."""
         rows = []
         for index, chunk in enumerate(self.chunks):
@@ -418,7 +419,7 @@ class PassChunks:
         if not self.step and all(self._errors[index] is not None for index in self._planned):
             raise PassEnded
 
-    def results(self, rows: abc.Sequence[RowResult]) -> tuple[list[ChunkResult | Exception], abc.Sequence[RowResult]]:
+    def results(self, rows: Sequence[RowResult]) -> tuple[list[ChunkResult | Exception], Sequence[RowResult]]:
         """Results or errors of the chunks, and the remaining rows, which belong to the step."""
         own = dict(zip(self._planned, rows[: len(self._planned)], strict=True))
         results = [
@@ -447,39 +448,39 @@ class LaunchedPass:
     def __init__(
         self,
         chunks: PassChunks,
-        steps: abc.Mapping[Sequence, Row],
-        wait: abc.Callable[[], PlanResult],
+        steps: Mapping[EngineSequence, Row],
+        wait: Callable[[], PlanResult],
         pins: ExitStack,
-        take: abc.Callable[[LaunchedPass], object],
-        refused: abc.Sequence[tuple[Sequence, NoToken]] = (),
+        read_until: Callable[[LaunchedPass], object],
+        refused: Sequence[tuple[EngineSequence, NoToken]] = (),
     ) -> None:
         """`steps` has the sequences of the step with their rows. `wait` waits for the device and returns the result of
         the plan, or raises.
 
-        `pins` holds the pages. `take` reads all passes up to this one. `refused` lists sequences that could not join
-        the batch, with their errors.
+        `pins` holds the pages. `read_until` reads all passes up to this one. `refused` lists sequences that could not
+        join the batch, with their errors.
         """
         self.launched_at = 0.0
         self.batch = list(steps)
         self.sampled = [len(row.sampled) for row in steps.values()]
         """Number of tokens that are sampled for each sequence of `batch`."""
-        self.read = False
-        self.found: list[tuple[Sequence, tuple[TokenInfo, ...] | NoToken]] = [*refused]
+        self.was_read = False
+        self.found: list[tuple[EngineSequence, tuple[TokenInfo, ...] | NoToken]] = [*refused]
         self._chunks = chunks
         self._chunk_results: list[ChunkResult | Exception] = []
         self._wait, self._waited = wait, False
         self._pins = pins
-        self._take = take
+        self._read_until = read_until
         self._error: BaseException | None = None
 
     def result(self) -> PassResult:
         """Wait for the pass. Raises the error of the pass, or EngineError if it was undone."""
-        self._take(self)
+        self._read_until(self)
         if self._error is not None:
             raise self._error
         return PassResult(self._chunk_results, [(each, found) for each, found in self.found if each.handle.alive])
 
-    def complete(self) -> None:
+    def read(self) -> None:
         """Wait for the device, append the tokens to the sequences, and, unless this raises, unpin the pages."""
         self._waited = True
         self._chunk_results, steps = self._chunks.results(self._wait().rows)
@@ -493,7 +494,7 @@ class LaunchedPass:
             else:
                 each.output_ids.extend(info.token_id for info in row.tokens)
                 self.found.append((each, row.tokens))
-        self.read = True
+        self.was_read = True
         self._pins.close()
 
     def undo(self, error: BaseException) -> None:
@@ -508,7 +509,7 @@ class LaunchedPass:
 
 
 class InflightPasses:
-    """The passes whose results were not taken, oldest first; those that were read are first."""
+    """The passes whose results were not returned yet, oldest first; those that were read are first."""
 
     def __init__(self) -> None:
         self.passes: deque[LaunchedPass] = deque()
@@ -516,7 +517,7 @@ class InflightPasses:
     @property
     def unread(self) -> list[LaunchedPass]:
         """Passes that are not read yet."""
-        return [launched for launched in self.passes if not launched.read]
+        return [launched for launched in self.passes if not launched.was_read]
 
     def add(self, launched: LaunchedPass) -> None:
         """Add the newest pass."""
@@ -524,18 +525,18 @@ class InflightPasses:
         for each, sampled in zip(launched.batch, launched.sampled, strict=True):
             each.unread += sampled
 
-    def complete(self) -> LaunchedPass:
+    def read(self) -> LaunchedPass:
         """Read the oldest unread pass and return it; if it raises, all unread passes are undone."""
         oldest = self.unread[0]
         try:
-            oldest.complete()
+            oldest.read()
         except BaseException as error:
             self.undo(error)
             raise
         return oldest
 
-    def take(self, launched: LaunchedPass) -> None:
-        """Remove a pass whose result was taken."""
+    def remove(self, launched: LaunchedPass) -> None:
+        """Remove a pass whose result was returned, or that was undone."""
         if launched in self.passes:
             self.passes.remove(launched)
 
@@ -546,10 +547,10 @@ class InflightPasses:
                 each.unread -= sampled
             cause = EngineError(f"undone, because a pass before it failed: {error}")
             launched.undo(cause if index else error)
-            self.take(launched)
+            self.remove(launched)
 
 
-def _check_parts(kv_format: KvFormat, layer: int, head_start: int, parts: abc.Sequence[PartData]) -> int:
+def _check_parts(kv_format: KvFormat, layer: int, head_start: int, parts: Sequence[PartData]) -> int:
     """Check KV that is to be written; returns its number of tokens.
 
     `parts` must have each part of `kv_format` once, in any supported dtype. Raises CorruptFrame with the value that
@@ -576,7 +577,7 @@ def _check_parts(kv_format: KvFormat, layer: int, head_start: int, parts: abc.Se
     return tokens
 
 
-def _check_blocks(kv_format: KvFormat, payloads: abc.Sequence[bytes | memoryview]) -> int:
+def _check_blocks(kv_format: KvFormat, payloads: Sequence[bytes | memoryview]) -> int:
     """Check payloads of prefix blocks; returns their number of tokens. Raises CorruptFrame if one has a wrong size."""
     if not payloads:
         raise CorruptFrame("no blocks, expected one or more")

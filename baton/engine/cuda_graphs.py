@@ -47,8 +47,8 @@ class DecodeGraphs:
     def __init__(
         self, run: Callable[[Sequence[int], int], Tensor], rows: int, width: int, page_size: int, device: torch.device
     ) -> None:
-        """`run(contexts, width)` computes the hidden states of the first `len(contexts)` rows, with page tables of
-        `width` pages. There are at most `rows` rows, and at most `width` pages.
+        """`run(context_lens, width)` computes the hidden states of the first `len(context_lens)` rows, with page tables
+        of `width` pages. There are at most `rows` rows, and at most `width` pages.
 
         Its attention must read lengths and pages from device tensors only. Other threads must not use the device while
         this constructor runs (`_host_waits`).
@@ -70,11 +70,11 @@ class DecodeGraphs:
         captured = self._captured[shape]
         if captured is None:
             rows, pages = shape
-            return self._run(self._contexts(rows, pages), pages)[:count]
+            return self._run(self._context_lens(rows, pages), pages)[:count]
         captured.graph.replay()
         return captured.hidden[:count]
 
-    def _contexts(self, rows: int, width: int) -> list[int]:
+    def _context_lens(self, rows: int, width: int) -> list[int]:
         """Lengths of `rows` contexts for a capture. They only have to pass checks; the graph does not read them."""
         return [width * self._page_size] * rows
 
@@ -83,15 +83,15 @@ class DecodeGraphs:
         """Capture a graph; returns None, and logs a warning, if this fails."""
         began = time.monotonic()
         free, _ = torch.cuda.mem_get_info(self._device)
-        contexts = self._contexts(rows, width)
-        self._run_aside(contexts, width)
+        context_lens = self._context_lens(rows, width)
+        self._run_aside(context_lens, width)
         graph = torch.cuda.CUDAGraph()
         # With "thread_local", copies of other threads during the capture do not make it fail.
         capture = torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local")
         try:
             # The side stream is set here too, because a capture that fails at its end does not restore the stream.
             with torch.cuda.stream(self._side), capture:
-                hidden = self._run(contexts, width)
+                hidden = self._run(context_lens, width)
         except RuntimeError as error:
             _log.warning("steps of %d rows and %d pages run without a CUDA graph: %s", rows, width, error)
             return None
@@ -109,12 +109,12 @@ class DecodeGraphs:
     @torch.inference_mode()
     def _host_waits(self) -> bool:
         """Whether a step makes the host wait for the device; logs a warning then."""
-        contexts = self._contexts(1, 1)
-        self._run_aside(contexts, 1)
+        context_lens = self._context_lens(1, 1)
+        self._run_aside(context_lens, 1)
         # This mode holds for the whole process: a copy of another thread that waits would fail.
         torch.cuda.set_sync_debug_mode("error")
         try:
-            self._run_aside(contexts, 1)
+            self._run_aside(context_lens, 1)
         except RuntimeError as error:
             if "synchronizing" not in str(error):
                 raise
@@ -124,12 +124,12 @@ class DecodeGraphs:
             torch.cuda.set_sync_debug_mode("default")
         return False
 
-    def _run_aside(self, contexts: Sequence[int], width: int) -> None:
+    def _run_aside(self, context_lens: Sequence[int], width: int) -> None:
         """Run a step on the side stream, after the work of the engine's stream and before its next work."""
         main, side = torch.cuda.current_stream(self._device), self._side
         side.wait_stream(main)
         try:
             with torch.cuda.stream(side):
-                self._run(contexts, width)
+                self._run(context_lens, width)
         finally:
             main.wait_stream(side)

@@ -1,7 +1,7 @@
 """Executors pass the engine's plans to ModelRunners, and the results back.
 
 InProcessExecutor has one rank, in this process. An executor of several ranks would have a process for each. A failed
-plan is never repaired: the next plan resets every rank (`baton.engine.plan`).
+plan is never repaired: after a failed step, the next step resets every rank (`baton.engine.plan`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Runner(Protocol):
 
         `on_layer` is called with each layer whose KV is final, and with the last layer after each part of the prompts'
         log-probabilities. It may raise PassEnded if the plan has no rows of slots. Raises JoinFailed if one sequence
-        can't join; then nothing was computed. After any error except PassEnded the next plan must be a reset.
+        can't join; then nothing was computed. After any error of a step, the next one must begin with a reset.
         """
 
     def sample(self, plan: ForwardPlan, forwarded: Any) -> Callable[[], PlanResult]:

@@ -1,4 +1,4 @@
-"""From an EngineConfig to a running engine."""
+"""Construction of an engine from an EngineConfig."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from baton.process import freed_memory
 _log = logging.getLogger(__name__)
 
 _HOST_FRACTION, _DEVICE_FRACTION = 0.15, 0.85
-"""The share of free memory that an automatic pool takes. A host runs several workers beside other programs; a device
-runs one, whose activations need the rest."""
+"""Part of free memory that an automatic pool takes. A host runs several workers and other programs; a device runs one
+worker, whose activations need the rest."""
 
 _WAITING_SEQUENCES = 8
-"""Beside those in slots: transfers waiting for a slot, exports not yet pulled."""
+"""Number of sequences beside those in slots: transfers that wait for a slot, and exports that are not fetched yet."""
 
 _SQUARE = 8192
 """Rows and columns of the measured product."""
 
 _COPY_BYTES = 1 << 26
-"""Of the measured copy; torch keeps the pinned memory for later copies."""
+"""Size of the measured copy; torch keeps the pinned memory for later copies."""
 
 _REPEATS = 5
 
@@ -48,14 +48,14 @@ _REPEATS = 5
 def build(config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
     """Load the model and allocate the pool; takes seconds to minutes, so not on an event loop.
 
-    `steps_ahead` is that of the spec, 1 on CUDA and 0 on CPU by default: a CPU has done a step when it was launched.
-    Raises ConfigError naming a field that does not fit the machine or the model, ModelError for the checkpoint.
+    `steps_ahead` is that of the spec; by default 1 on CUDA, and 0 on a CPU, where `launch` computes the step. Raises
+    ConfigError with a field that does not fit the machine or the model, ModelError for the checkpoint.
     """
     path = resolve(config.model)
     model_config = ModelConfig.from_pretrained(path)
     device = _device(config.device)
     kernels = kernels_for(config.kernels, device)
-    # Before loading, which takes long.
+    # Checked before loading, which takes long.
     _max_model_len(config.max_model_len, model_config.max_position_embeddings)
     dtype = DTYPES[config.dtype] if config.dtype != "auto" else _auto_dtype(model_config.dtype, device)
     kv_dtype = dtype if config.kv_dtype == "auto" else DTYPES[config.kv_dtype]
@@ -66,10 +66,10 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
     _check_free_memory("kv_memory", config.kv_memory, _home(config, device))
     began = time.monotonic()
     model = load_model(path, dtype=dtype, device=device, native=kernels.library, packed_weights=config.packed_weights)
-    # Memory that loading took beside the weights is not needed again.
+    # Loading used more memory than the weights, which is not needed again.
     freed_memory.trim()
     if device.type == "cpu":
-        # Before there is a pool, which gets its huge pages in the background.
+        # Done before the pool is made, which gets its huge pages in the background.
         huge_pages.collapse()
     engine = assemble(model, config, steps_ahead)
     _log_loaded(model, engine.spec, time.monotonic() - began)
@@ -77,7 +77,7 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
 
 
 def assemble(model: LoadedModel, config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
-    """An engine over a loaded model; allocates the pool. Arguments and errors as of `build`."""
+    """Make an engine over a loaded model, with its pool; arguments and errors as in `build`."""
     device = model.device
     max_model_len = _max_model_len(config.max_model_len, model.config.max_position_embeddings)
     kv_dtype = model.dtype if config.kv_dtype == "auto" else DTYPES[config.kv_dtype]
@@ -106,7 +106,7 @@ def assemble(model: LoadedModel, config: EngineConfig, steps_ahead: int | None =
 
 
 def _kv_cache(config: EngineConfig, model: LoadedModel, spec: EngineSpec, dtype: torch.dtype) -> KvCache:
-    # On CUDA a page more, which the rows of a graph write to that no sequence has.
+    # On CUDA there is one more page: rows of a graph without a sequence write to it.
     device_pages = spec.device_pages + int(model.device.type == "cuda")
     try:
         return model.new_kv_cache(device_pages, spec.page_size, dtype, spec.host_pages)
@@ -117,7 +117,7 @@ def _kv_cache(config: EngineConfig, model: LoadedModel, spec: EngineSpec, dtype:
 
 
 def _source(config: EngineConfig, model: LoadedModel, kv: KvCache, spec: EngineSpec) -> SegmentSource | None:
-    """The way to KV in host memory; None if there is none, or if kernels read all pages where they lie."""
+    """Source of KV in host memory; None if there is none, or if kernels read host memory directly."""
     if not spec.host_pages or isinstance(model.decoder, NativeDecoder):
         return None
     size = config.segment_tokens or default_segment_tokens(model.device.type)
@@ -158,7 +158,7 @@ def _device(name: str) -> torch.device:
 
 
 def kernels_for(wanted: str, device: torch.device) -> Kernels:
-    """The kernels for a value of the setting `kernels`; raises ConfigError if native ones are demanded but missing."""
+    """Kernels for a value of the setting `kernels`; ConfigError if native kernels are required but missing."""
     if device.type == "cpu":
         return select_kernels(wanted)
     if wanted == "native":
@@ -167,9 +167,9 @@ def kernels_for(wanted: str, device: torch.device) -> Kernels:
 
 
 def _auto_dtype(checkpoint: str | None, device: torch.device) -> torch.dtype:
-    """The checkpoint's dtype; float32, which holds every float16 exactly, for float16 on CPU.
+    """The checkpoint's dtype; but float32 for float16 on a CPU.
 
-    CPUs have no fast float16 arithmetic as a rule, and bfloat16 would drop three bits of each weight.
+    float32 has every float16 exactly. Most CPUs have no fast float16, and bfloat16 would drop three bits of a weight.
     """
     if checkpoint == "float16" and device.type == "cpu":
         return torch.float32
@@ -198,12 +198,12 @@ def _check_free_memory(name: str, wanted: int, device: torch.device) -> None:
 
 
 def _free(device: torch.device) -> int:
-    """Bytes that could be allocated there now."""
+    """Number of bytes that can be allocated on the device now."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory.available()
 
 
 def _pages(config: EngineConfig, page_bytes: int, page_size: int, max_model_len: int, device: torch.device) -> int:
-    """Pages of the pool: those that `kv_memory` holds, or what can be used of a share of free memory."""
+    """Number of pages of the pool: those of `kv_memory`, or those that are useful of a part of free memory."""
     _check_free_memory("kv_memory", config.kv_memory, device)
     share = _DEVICE_FRACTION if device.type == "cuda" else _HOST_FRACTION
     room = config.kv_memory or int(_free(device) * share)
@@ -219,9 +219,9 @@ def _pages(config: EngineConfig, page_bytes: int, page_size: int, max_model_len:
 
 
 def _host_pages(config: EngineConfig, page_bytes: int, pages: int, longest: int, device: torch.device) -> int:
-    """Pages in host memory: all `pages` of the pool, none, or more beside those.
+    """Number of pages in host memory: all `pages` of the pool, none, or more beside those.
 
-    `longest`: pages of a sequence of `max_model_len` tokens.
+    `longest` is the number of pages of a sequence of `max_model_len` tokens.
     """
     if wanted := config.host_memory or config.cache_memory:
         beside = pages * page_bytes if _home(config, device).type == "cpu" else 0
@@ -254,13 +254,13 @@ def _min_overlap_chunk(model: LoadedModel, device: torch.device) -> int:
         return 0
     group = model.config.num_heads // model.config.num_kv_heads
     rates = measure_rates(device, model.dtype)
-    # The pool is next, and can't use what torch keeps of this.
+    # The pool, which is allocated next, can't use memory that torch keeps of the measurement.
     torch.cuda.empty_cache()
     return min_overlap_chunk(*rates, group, model.dtype.itemsize)
 
 
 def min_overlap_chunk(flops_per_s: float, bytes_per_s: float, group: int, dtype_bytes: int) -> int:
-    """Tokens of the shortest chunk whose attention takes as long as the copy of the KV that it sees.
+    """Number of tokens of the shortest chunk whose attention takes as long as the copy of the KV that it reads.
 
     A key and a value of one KV head and `d` elements are `2 d dtype_bytes` bytes to copy. For each token of the chunk
     they cost 4 d operations (two products) for each of the `group` query heads that share the KV head. So d and the
@@ -270,7 +270,7 @@ def min_overlap_chunk(flops_per_s: float, bytes_per_s: float, group: int, dtype_
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """Rates of a CUDA device: operations a second of a large product, bytes a second of a copy from pinned memory."""
+    """Rates of a CUDA device: operations/s of a large product, and bytes/s of a copy from pinned memory."""
     one = torch.empty(_SQUARE, _SQUARE, dtype=dtype, device=device).normal_()
     flops = 2 * _SQUARE**3 / _seconds(lambda: one @ one, device)
     source = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -279,7 +279,7 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, floa
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """The least time of several runs on the device, after one that is not timed."""
+    """The shortest time of several runs on the device in seconds, after one that is not timed."""
     run()
     found = []
     for _ in range(_REPEATS):

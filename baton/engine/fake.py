@@ -4,22 +4,20 @@ With prompt and output ids t[0..n) of one choice, the next token is
 
     (1·t[0] + 2·t[1] + … + n·t[n-1] + stage + noise) mod vocab_size
 
-where `stage` is 1 for the first output token, which is prefill's, and 2 for every later one, which are
-decode's; `noise` is 0 for greedy sampling and `seed + choice_index` otherwise. For example, greedy with the
-prompt [5, 7] and a vocabulary of 1000: prefill samples 1·5 + 2·7 + 1 = 20; decode then yields 5 + 14 + 3·20 +
-2 = 81, then 5 + 14 + 60 + 4·81 + 2 = 405. A replay (prefill with output ids present) samples what decode
-would have. Prefill's log-probability is always -1, decode's -2, so a test can tell who computed a token;
-prompt tokens have -3.
+with `stage` 1 for the first output token, which prefill samples, and 2 for all later ones, which decode samples;
+`noise` is 0 for greedy sampling and `seed + choice_index` otherwise. For example, greedy with the prompt [5, 7] and a
+vocabulary of 1000: prefill samples 1·5 + 2·7 + 1 = 20; decode then samples 5 + 14 + 3·20 + 2 = 81, and then
+5 + 14 + 60 + 4·81 + 2 = 405. The prefill of a replay, which has output ids, samples the token that decode would sample.
+A log-probability is -1 from prefill, -2 from decode, and -3 for a prompt token, so a test can tell their origins.
 
 The KV is real. The token t at position p stores, in each layer, head and part (k: 0, v: 1), its digits in
 base 251
 
     element e = (t // 251**e + 3·p + 7·layer + 11·head + 13·part) mod 251
 
-as numbers that every supported dtype holds exactly. Decode compares what is in the sequence's pages with what
-its tokens imply, and if anything differs, its token is certain to be another one: a transfer that loses,
-misplaces or alters a single element changes the output. An element that is not finite leaves its sequence without a
-token. No torch.
+as numbers that are exact in every supported dtype. Decode compares the sequence's pages with the KV that its tokens
+imply. If any element differs, the token is certainly another one: a transfer that loses, misplaces or changes a single
+element changes the output. A sequence with an element that is not finite gets no token. No torch.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ PREFILL_LOGPROB, DECODE_LOGPROB, PROMPT_LOGPROB = -1.0, -2.0, -3.0
 
 
 def next_token(ids: Sequence[int], stage: int, params: SamplingParams, choice_index: int, vocab_size: int) -> int:
-    """The module's formula."""
+    """The next token by the formula of this module."""
     noise = 0 if params.greedy else (params.seed or 0) + choice_index
     return (sum(i * token for i, token in enumerate(ids, 1)) + stage + noise) % vocab_size
 
@@ -58,7 +56,7 @@ def expected_tokens(
     choice_index: int = 0,
     vocab_size: int = 1000,
 ) -> list[int]:
-    """The first `count` output tokens of a choice (greedy without `params`), whatever ends it left aside."""
+    """The first `count` output tokens of a choice, greedy without `params`; rules that end it are ignored."""
     params = params or SamplingParams(temperature=0.0)
     ids = list(prompt_ids)
     for index in range(count):
@@ -75,12 +73,12 @@ class _Layout:
 
     @cached_property
     def row_bytes(self) -> int:
-        """One token, one layer, one part."""
+        """Bytes of a token in one layer and part."""
         return self.kv_format.parts[0].token_bytes
 
     @cached_property
     def token_bytes(self) -> int:
-        """One token."""
+        """Bytes of a token."""
         return self.kv_format.token_bytes
 
     def start(self, offset: int, layer: int, part: int, head: int) -> int:
@@ -121,7 +119,7 @@ class FakeMemory:
         self._pages = [bytearray(layout.page_size * layout.token_bytes) for _ in range(pages)]
 
     def put(self, pages: Sequence[int], position: int, states: bytes, layer: int | None = None) -> None:
-        """Store whole tokens' states from `position` on, or of each token only one layer."""
+        """Store the states of tokens from `position` on, of all layers or of one."""
         size, layout = self._layout.token_bytes, self._layout
         low, high = 0, size
         if layer is not None:
@@ -206,7 +204,7 @@ class _FakeSlot:
 
 
 class FakeRunner:
-    """The model's part of the fake engine; see `baton.engine.executor.Runner`. Times are FakeEngine's."""
+    """Runner of the fake model; times as in FakeEngine."""
 
     def __init__(self, spec: EngineSpec, step_time: float, chunk_time: float, delay: Callable[[float], object]) -> None:
         self._spec = spec
@@ -216,7 +214,7 @@ class FakeRunner:
         self._step_time, self._chunk_time, self._delay = step_time, chunk_time, delay
 
     def work_counter(self) -> int:
-        """Nothing is counted within a layer."""
+        """Always 0: work within a layer is not counted."""
         return 0
 
     def forward(self, plan: ForwardPlan, on_layer: OnLayer | None) -> None:
@@ -279,8 +277,8 @@ class FakeRunner:
                 tokens.append(self._choose(state, ids, prompt.pages, implied, decoding=False))
             except Exception as error:
                 return RowResult(problem=f"choice {state.choice_index}: {error}")
-        report = [self._info(token, PROMPT_LOGPROB, prompt.prompt_logprobs) for token in prompt.successors]
-        return RowResult(tuple(tokens), tuple(report))
+        logprobs = [self._info(token, PROMPT_LOGPROB, prompt.prompt_logprobs) for token in prompt.successors]
+        return RowResult(tuple(tokens), tuple(logprobs))
 
     def _sample_step(self, slot: _FakeSlot) -> RowResult:
         try:
@@ -323,10 +321,9 @@ class FakeRunner:
 class FakeEngine(EngineCore):
     """Engine of the fake model.
 
-    `steps_ahead` is that of the spec. `step_time` and `chunk_time` are seconds that a step and a chunk take, spent
-    through `delay`: the step's when its result is waited for, the chunk's in equal shares before each layer's
-    `on_layer`. Tests pass a `delay` of their own to stop the engine at a chosen point. `host_pages` and
-    `min_overlap_chunk` go into the spec; the fake reads pages in host memory like all others.
+    `step_time` and `chunk_time` are the seconds of a step and of a chunk, spent in `delay`: for a step while its result
+    is waited for, for a chunk in equal parts before each layer's `on_layer`. Tests pass another `delay` to stop the
+    engine at a chosen point. Other arguments are those of the spec; pages in host memory are read like all others.
     """
 
     memory: FakeMemory
@@ -373,7 +370,7 @@ class FakeEngine(EngineCore):
 
 
 def encode(numbers: Sequence[float], dtype: str) -> bytes:
-    """Little-endian elements of `dtype`; bfloat16 drops the lower half of a float32."""
+    """Encode as little-endian elements of `dtype`; bfloat16 is the upper half of a float32."""
     if dtype == "bfloat16":
         wide = struct.pack(f"<{len(numbers)}f", *numbers)
         return b"".join(wide[i + 2 : i + 4] for i in range(0, len(wide), 4))
@@ -381,7 +378,7 @@ def encode(numbers: Sequence[float], dtype: str) -> bytes:
 
 
 def decode(data: bytes | memoryview, dtype: str) -> tuple[float, ...]:
-    """Undo `encode`."""
+    """The numbers that `encode` has encoded."""
     raw = bytes(data)
     count = len(raw) // DTYPE_BYTES[dtype]
     if dtype == "bfloat16":

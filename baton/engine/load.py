@@ -1,4 +1,4 @@
-"""`load_model`: from a checkpoint directory to a model that can compute."""
+"""`load_model`: makes a model that can compute from a checkpoint directory."""
 
 from __future__ import annotations
 
@@ -27,15 +27,12 @@ from baton.native.packed import LoadedWeight, PackedWeights, weights_of
 from baton.native.shared import share_weights
 
 _PACKING = (Path(__file__).parents[1] / "model", Path(native_build.__file__).parent)
-"""Code that reads tensors, fuses and computes them is in one, code that packs them in the other."""
+"""Folders of the code that reads, merges and computes tensors, and of the code that packs them."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A decoder ready to run, and what others need to know of it.
-
-    `fingerprint` is the model fingerprint in hex (see baton.model.fingerprint).
-    """
+    """A decoder with its properties; `fingerprint` is in hex (`baton.model.fingerprint`)."""
 
     path: Path
     config: ModelConfig
@@ -70,12 +67,11 @@ def load_model(
     native: CDLL | None = None,
     packed_weights: str = "",
 ) -> LoadedModel:
-    """Load a checkpoint directory or hub name, computing in `dtype` on `device`.
+    """Load a checkpoint directory or hub name, to compute in `dtype` on `device`.
 
-    `native`: the library whose kernels compute; `baton.native.decoder.unsupported` tells for which models.
-    `packed_weights`: a file that holds their weights for all workers of this host (`baton.native.shared`), or "".
-
-    Raises ModelError naming what is wrong with the checkpoint, ConfigError for that file.
+    `native` is a library of kernels for models for which `baton.native.decoder.unsupported` returns nothing.
+    `packed_weights` is a file of their weights for all workers of this host (`baton.native.shared`), or "". Raises
+    ModelError for the checkpoint, ConfigError for that file.
     """
     path = resolve(name)
     config = ModelConfig.from_pretrained(path)
@@ -127,13 +123,13 @@ def _pack(
 
 
 def packing_hash(folders: Iterable[Path] = _PACKING) -> str:
-    """Of all Python code that decides what packed weights contain, in hexadecimal."""
+    """Hash, in hex, of all Python code that determines the contents of packed weights."""
     files = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
     return native_build.hash_of([Path(__file__), *files])
 
 
 def _boot_id() -> str:
-    """Of this run of the machine: a file on a disk may lack what was not written when the machine stopped."""
+    """Id of this boot of the machine: data of an earlier boot may not have been written to the file."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:

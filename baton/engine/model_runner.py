@@ -41,9 +41,9 @@ _LOGITS_AT_ONCE = 1 << 24
 
 @dataclass(eq=False, slots=True)
 class _Slot:
-    """A slot that is taken: its row (-1 after it was left), its pages, and whether some are in host memory."""
+    """A taken slot: the index of its row (-1 after it was left), its pages, and whether some are in host memory."""
 
-    row: int
+    index: int
     pages: array[int]
     in_host: bool
 
@@ -107,7 +107,7 @@ class ModelRunner:
         self._inputs = StepInputs(rows, width, spec.page_size, null_page, model.device)
         self._graphs = DecodeGraphs(self._run, rows, width, spec.page_size, model.device) if graphs else None
         self._slots: dict[int, _Slot] = {}
-        self._rows: list[_Slot] = []
+        self._batch: list[_Slot] = []
         self._sampler = self._new_sampler()
 
     @property
@@ -162,9 +162,9 @@ class ModelRunner:
     def _update(self, plan: ForwardPlan) -> None:
         """Apply the plan's changes of slots."""
         if plan.reset:
-            for slot in self._rows:
-                slot.row = -1
-            self._slots, self._rows = {}, []
+            for slot in self._batch:
+                slot.index = -1
+            self._slots, self._batch = {}, []
             self._inputs.clear()
             self._sampler = self._new_sampler()
         for number in plan.left:
@@ -176,7 +176,7 @@ class ModelRunner:
                 raise JoinFailed(join.slot, f"{type(error).__name__}: {error}") from error
         for growth in plan.grew:
             slot = self._slots[growth.slot]
-            self._inputs.extend(slot.row, growth.pages)
+            self._inputs.extend(slot.index, growth.pages)
             slot.pages += growth.pages
             slot.in_host = slot.in_host or self._in_host(growth.pages)
 
@@ -184,15 +184,15 @@ class ModelRunner:
         self._sampler.add(join.state)
         last = join.state.output_ids[-1] if join.state.output_ids else join.state.prompt_ids[-1]
         self._inputs.add(last, join.state.length - 1, join.pages)
-        self._slots[join.slot] = slot = _Slot(len(self._rows), join.pages[:], self._in_host(join.pages))
-        self._rows.append(slot)
+        self._slots[join.slot] = slot = _Slot(len(self._batch), join.pages[:], self._in_host(join.pages))
+        self._batch.append(slot)
 
     def _remove(self, slot: _Slot) -> None:
         """Remove a slot's row; the last row takes its place."""
-        row, last = slot.row, self._rows.pop()
+        row, last = slot.index, self._batch.pop()
         if last is not slot:
-            self._rows[row], last.row = last, row
-        slot.row = -1
+            self._batch[row], last.index = last, row
+        slot.index = -1
         self._inputs.remove(row)
         self._sampler.remove(row)
 
@@ -202,11 +202,11 @@ class ModelRunner:
             if isinstance(row.source, PromptInput):
                 prompts.append(self._prompt_row(row, row.source, tokens))
                 tokens += row.count
-        contexts = self._contexts(rows[len(prompts) :])
+        context_lens = self._context_lens(rows[len(prompts) :])
         if not prompts:
-            return _Forwarded((), self._forward_step(contexts), ())
-        ids, batch = self._mixed_inputs(prompts, contexts)
-        steps = range(tokens, tokens + len(contexts))
+            return _Forwarded((), self._forward_step(context_lens), ())
+        ids, batch = self._mixed_inputs(prompts, context_lens)
+        steps = range(tokens, tokens + len(context_lens))
         read = [token for each in prompts for token in each.read] + [*steps]
 
         def finished(layer: int) -> None:
@@ -219,7 +219,7 @@ class ModelRunner:
         told = finished if self._cuda is not None or on_layer is not None else None
         if self._native is not None and all(each.prompt.prompt_logprobs is None for each in prompts):
             samplers = [each.sampler for each in prompts if each.prompt.sample]
-            samplers += [self._sampler] if contexts else []
+            samplers += [self._sampler] if context_lens else []
             logits = not all(sampler.all_greedy for sampler in samplers)
             output = self._native.forward_head(ids, batch, self._kv, told, read, logits)
             return _Forwarded(prompts, output, [()] * len(prompts))
@@ -232,47 +232,49 @@ class ModelRunner:
             hidden = hidden[upload(sampled, torch.int64, self._device)]
         return _Forwarded(prompts, hidden, infos)
 
-    def _contexts(self, steps: Sequence[Row]) -> list[int]:
+    def _context_lens(self, steps: Sequence[Row]) -> list[int]:
         """Length of each sequence of the batch, with its new token, in the order of rows; empty without a step."""
-        contexts = [0] * len(self._rows)
+        context_lens = [0] * len(self._batch)
         for step in steps:
             if isinstance(step.source, PromptInput) or step.source not in self._slots:
                 raise EngineError(f"a row of {step.source!r} is among those of slots, but has no sequence")
             if (step.count, step.sampled) != (1, (0,)):
                 raise EngineError(f"slot {step.source} has {step.count} new tokens, a slot's row must have one")
-            contexts[self._slots[step.source].row] = step.positions.stop
-        if steps and not all(contexts):
-            raise EngineError(f"a step must be one of all {len(contexts)} slots that are taken, got {len(steps)}")
-        return contexts if steps else []
+            context_lens[self._slots[step.source].index] = step.positions.stop
+        if steps and not all(context_lens):
+            raise EngineError(f"a step must be one of all {len(context_lens)} slots that are taken, got {len(steps)}")
+        return context_lens if steps else []
 
-    def _mixed_inputs(self, prompts: Sequence[_PromptRow], contexts: Sequence[int]) -> tuple[Tensor, AttentionBatch]:
-        """Token ids and attention batch of a pass over prompts, and over the batch if `contexts` is not empty."""
+    def _mixed_inputs(
+        self, prompts: Sequence[_PromptRow], context_lens: Sequence[int]
+    ) -> tuple[Tensor, AttentionBatch]:
+        """Token ids and attention batch of a pass over prompts, and over the batch if `context_lens` is not empty."""
         size, count = self._spec.page_size, len(prompts)
         tables = [each.prompt.pages for each in prompts]
-        width = max(max(map(len, tables)), (max(contexts, default=1) - 1) // size + 1)
+        width = max(max(map(len, tables)), (max(context_lens, default=1) - 1) // size + 1)
         uploaded = [upload(table, torch.int32, self._device) for table in tables]
         table = torch.stack([F.pad(each, (0, width - len(each))) for each in uploaded])
         ids = upload([token for each in prompts for token in each.prompt.token_ids], torch.int64, self._device)
         in_host: dict[int, Sequence[int]] = {row: pages for row, pages in enumerate(tables) if self._in_host(pages)}
-        if contexts:
-            steps = self._inputs.tables[: len(contexts), :width]
+        if context_lens:
+            steps = self._inputs.tables[: len(context_lens), :width]
             table = torch.cat([table, F.pad(steps, (0, width - steps.shape[1]))])
-            ids = torch.cat([ids, self._inputs.ids[: len(contexts)]])
-            in_host |= {count + slot.row: slot.pages for slot in self._rows if slot.in_host}
-        queries = [each.row.count for each in prompts] + [1] * len(contexts)
+            ids = torch.cat([ids, self._inputs.ids[: len(context_lens)]])
+            in_host |= {count + slot.index: slot.pages for slot in self._batch if slot.in_host}
+        queries = [each.row.count for each in prompts] + [1] * len(context_lens)
         ends = [each.row.positions.stop for each in prompts]
-        return ids, AttentionBatch.build(queries, [*ends, *contexts], table, size, self._host_kv(in_host))
+        return ids, AttentionBatch.build(queries, [*ends, *context_lens], table, size, self._host_kv(in_host))
 
-    def _forward_step(self, contexts: Sequence[int]) -> Tensor | NativeOutput:
+    def _forward_step(self, context_lens: Sequence[int]) -> Tensor | NativeOutput:
         """Compute a step without prompts; returns `states` of _Forwarded."""
-        width = (max(contexts) - 1) // self._spec.page_size + 1
+        width = (max(context_lens) - 1) // self._spec.page_size + 1
         if self._native is not None:
-            batch, logits = self._inputs.batch(contexts, width), not self._sampler.all_greedy
+            batch, logits = self._inputs.batch(context_lens, width), not self._sampler.all_greedy
             return self._native.forward_head(self._inputs.ids, batch, self._kv, None, None, logits)
-        host = self._host_kv({slot.row: slot.pages for slot in self._rows if slot.in_host})
-        if host is None and self._graphs is not None and len(contexts) <= self._graphs.rows:
-            return self._graphs.run(len(contexts), width)
-        return self._run(contexts, width, host)
+        host = self._host_kv({slot.index: slot.pages for slot in self._batch if slot.in_host})
+        if host is None and self._graphs is not None and len(context_lens) <= self._graphs.rows:
+            return self._graphs.run(len(context_lens), width)
+        return self._run(context_lens, width, host)
 
     def _in_host(self, pages: Sequence[int]) -> bool:
         return self._source is not None and any(page >= self._spec.device_pages for page in pages)
@@ -280,10 +282,10 @@ class ModelRunner:
     def _host_kv(self, tables: Mapping[int, Sequence[int]]) -> HostKv | None:
         return None if self._source is None or not tables else HostKv(tables, self._source)
 
-    def _run(self, contexts: Sequence[int], width: int, host: HostKv | None = None) -> Tensor:
+    def _run(self, context_lens: Sequence[int], width: int, host: HostKv | None = None) -> Tensor:
         """Compute the hidden states of the first rows; arguments as in `StepInputs.batch`."""
-        batch = self._inputs.batch(contexts, width, host)
-        return self._decoder.forward(self._inputs.ids[: len(contexts)], batch.positions, batch, self._kv)
+        batch = self._inputs.batch(context_lens, width, host)
+        return self._decoder.forward(self._inputs.ids[: len(context_lens)], batch.positions, batch, self._kv)
 
     def _choose(
         self, sampler: SamplerBatch, argmax: Tensor | None, logits: Tensor | None, rows: range, copies: int = 1
@@ -299,7 +301,7 @@ class ModelRunner:
 
     def _finish_step(self, steps: Sequence[Row], sampled: SamplerOutput) -> Callable[[], list[RowResult]]:
         slots = [self._slots[cast(int, step.source)] for step in steps]
-        rows = [slot.row for slot in slots]
+        rows = [slot.index for slot in slots]
         sampler = self._sampler
         with torch.inference_mode():
             self._inputs.append(sampled.tokens)
@@ -314,7 +316,7 @@ class ModelRunner:
             if sampler.penalizes:
                 # The host lays out the tables of penalties, so it must know the tokens. Meanwhile a slot may have moved
                 # to another row, or have been left.
-                tokens = [(slot.row, info) for slot, info in zip(slots, found, strict=True) if slot.row >= 0]
+                tokens = [(slot.index, info) for slot, info in zip(slots, found, strict=True) if slot.index >= 0]
                 sampler.add_token_ids([(row, info.token_id) for row, info in tokens if isinstance(info, TokenInfo)])
             return [RowResult(problem=str(each)) if isinstance(each, NoToken) else RowResult((each,)) for each in found]
 
@@ -418,10 +420,11 @@ class StepInputs:
         while self._filled:
             self.remove(len(self._filled) - 1)
 
-    def batch(self, contexts: Sequence[int], width: int, host: HostKv | None = None) -> AttentionBatch:
-        """Attention batch of the first rows: `contexts` count new tokens; `host` has the rows with host pages."""
-        count = len(contexts)
-        return AttentionBatch.step(contexts, self.positions[:count], self.tables[:count, :width], self.page_size, host)
+    def batch(self, context_lens: Sequence[int], width: int, host: HostKv | None = None) -> AttentionBatch:
+        """Attention batch of the first rows: `context_lens` include the new tokens; `host` has rows with host pages."""
+        count = len(context_lens)
+        tables = self.tables[:count, :width]
+        return AttentionBatch.step(context_lens, self.positions[:count], tables, self.page_size, host)
 
     def append(self, tokens: Tensor) -> None:
         """Append one token to each of the first rows; `tokens` is int64 `[n]`."""

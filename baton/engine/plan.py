@@ -4,8 +4,8 @@
 
 A ModelRunner knows slots, not requests. It gets the page table, sampling parameters and tokens of a slot once. Each
 plan with a step begins with the changes since the plan before: a reset, slots that were left, slots that were joined,
-page tables that grew. After a failed plan, the next one resets the ModelRunner and joins every sequence again. So
-nothing remains of the failed plan and of the plans launched after it.
+page tables that grew. After a failed step, the next one resets the ModelRunner and joins every sequence again. So
+nothing remains of the failed plan and of the plans launched after it. A plan without a step changes no slot.
 
 A plan has rows. Each row has new tokens of one sequence: a chunk of a prompt, or the newest token of a slot. One
 forward pass takes any mixture of rows. The row of a prompt contains its page table, because a prompt has no slot. All

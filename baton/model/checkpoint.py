@@ -1,7 +1,7 @@
-"""Find a checkpoint's files: in a directory or by hub name, one safetensors file or many; and their tokenizer's digest.
+"""Files of a checkpoint, in a directory or by hub name, and the digest of its tokenizer.
 
-No torch: the router resolves names, and the fingerprint hashes files, without loading a tensor. By the digest routers
-and workers check that they use the same tokenizer.
+No torch: the router resolves names, and the fingerprint hashes files, without loading a tensor. Routers and workers
+compare digests to check that they use the same tokenizer.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _HUB_FILES = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model"]
 
 
 def resolve(name: str | Path) -> Path:
-    """The checkpoint directory of `name`: itself when it is one, else fetched from the Hugging Face hub.
+    """The checkpoint directory of `name`: a directory, or a name on the Hugging Face hub, from which it is fetched.
 
-    Raises ModelError naming the value when it is neither.
+    Raises ModelError with the value if it is neither.
     """
     if str(name) and (directory := Path(name).expanduser()).is_dir():
         return directory
@@ -39,9 +39,9 @@ def resolve(name: str | Path) -> Path:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files that hold the weights, sorted; a single file wins over an index.
+    """The safetensors files of the weights, sorted; a single file is preferred to an index.
 
-    Raises ModelError naming what is missing or malformed.
+    Raises ModelError with the file that is missing or malformed.
     """
     single, index = directory / SINGLE_NAME, directory / INDEX_NAME
     if single.is_file():
@@ -69,9 +69,9 @@ TOKENIZER_FILES = (
 
 
 def tokenizer_digest(directory: str | Path) -> str:
-    """SHA-256 in hex over name, length and bytes of each of TOKENIZER_FILES found in `directory`.
+    """SHA-256, in hex, of name, length and bytes of each of TOKENIZER_FILES that `directory` has.
 
-    Empty when there is no tokenizer.json: a checkpoint without a tokenizer serves token ids only.
+    Empty if there is no tokenizer.json: a checkpoint without a tokenizer serves token ids only.
     """
     folder = Path(directory)
     if not (folder / TOKENIZER_FILES[0]).is_file():

@@ -1,9 +1,9 @@
 """A model's configuration, read once from the checkpoint's `config.json`.
 
-`ModelConfig.from_pretrained` reads every spelling that transformers has written over the years
-(`rope_theta` + `rope_scaling` or `rope_parameters`, `type` or `rope_type`, `torch_dtype` or `dtype`), checks
-each value, and resolves all that is derived, so that nothing behind it looks at JSON again. Values that cannot be
-computed faithfully are refused here, by field and value: a model must not run slightly wrong.
+`ModelConfig.from_pretrained` reads all names that versions of transformers have given to fields (`rope_theta` and
+`rope_scaling` or `rope_parameters`, `type` or `rope_type`, `torch_dtype` or `dtype`). It checks each value and derives
+others, so that no other code reads the JSON. It refuses values, by field and value, for which the model would not
+compute exactly what transformers computes.
 
 No torch: the router reads vocabulary, length and end-of-sequence ids through this module.
 """
@@ -26,7 +26,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """One layer. `window`: how many of the latest tokens, its own included, a token attends to; None means all."""
+    """One layer. A token attends to itself and the `window - 1` tokens before it, or to all if `window` is None."""
 
     attention: AttentionKind
     window: int | None
@@ -37,9 +37,8 @@ class LayerConfig:
 class ModelConfig:
     """A decoder-only transformer in numbers.
 
-    `max_position_embeddings` counts positions after RoPE's scaling.
-    `eos_token_ids` prefers generation_config.json, as `generate` does. `dtype` is the
-    checkpoint's own ("bfloat16"), None where it does not say.
+    `max_position_embeddings` counts positions after RoPE's scaling. `eos_token_ids` are those of generation_config.json
+    if it has any, as in `generate`. `dtype` is the checkpoint's own ("bfloat16"), or None if it has none.
     """
 
     architecture: str
@@ -81,7 +80,7 @@ class ModelConfig:
     def from_pretrained(cls, path: str | Path) -> ModelConfig:
         """Read `config.json` (and `generation_config.json`, if there) from a checkpoint directory.
 
-        Raises ModelError naming the file, or the field and the value seen.
+        Raises ModelError with the file, or with the field and its value.
         """
         directory = Path(path)
         raw = _read_json(directory / "config.json")
@@ -91,7 +90,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
-        """The same from parsed JSON objects. Raises ModelError naming the field and the value seen."""
+        """Read parsed JSON objects. Raises ModelError with the field and its value."""
         family = _family(raw)
         fields = _Fields({**family.defaults, **raw})
         _refuse_unsupported(fields)
@@ -126,7 +125,7 @@ class ModelConfig:
 
 
 class _Fields:
-    """config.json with typed, checked look-ups. A null counts as absent, as it does in transformers."""
+    """config.json with typed, checked look-ups, which raise ModelError. A null counts as absent, as in transformers."""
 
     def __init__(self, raw: Mapping[str, Any], prefix: str = "") -> None:
         self._raw = raw
@@ -136,7 +135,7 @@ class _Fields:
         return self._raw.get(name)
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A positive number. Raises ModelError when absent without a default."""
+        """A positive number. Raises ModelError if it is absent and has no default, or is not a positive number."""
         value = self._raw.get(name)
         value = default if value is None else value
         if value is None:
@@ -146,18 +145,18 @@ class _Fields:
         return float(value)
 
     def natural(self, name: str) -> int:
-        """An integer of 0 or more."""
+        """An integer of 0 or more. Raises ModelError for all else."""
         return 0 if self._raw.get(name) == 0 else self.positive(name)
 
     def positive(self, name: str, default: int | None = None) -> int:
-        """A positive integer. Raises ModelError when absent without a default."""
+        """A positive integer. Raises ModelError if it is absent and has no default, or is not a positive integer."""
         value = self.number(name, default)
         if value != int(value):
             raise ModelError(f"{self._prefix}{name} must be an integer, not {value!r}")
         return int(value)
 
     def flag(self, name: str) -> bool:
-        """A boolean, false when absent."""
+        """A boolean; False if it is absent. Raises ModelError if it is neither true nor false."""
         value = self._raw.get(name)
         if value is not None and not isinstance(value, bool):
             raise ModelError(f"{self._prefix}{name} must be true or false, not {value!r}")
@@ -214,11 +213,10 @@ def _bias(rule: Bias, fields: _Fields, name: str) -> bool:
 
 
 def _rope(fields: _Fields) -> RopeConfig:
-    """RoPE from either spelling.
+    """RoPE from `rope_scaling` or `rope_parameters`, with the precedence of transformers.
 
-    Precedence as in transformers: a non-empty `rope_scaling` replaces `rope_parameters`; a `rope_theta`
-    inside either wins over the one at top level; a top-level `original_max_position_embeddings` wins over
-    the one inside.
+    A non-empty `rope_scaling` replaces `rope_parameters`. A `rope_theta` in either replaces the one at top level. An
+    `original_max_position_embeddings` at top level replaces the one in either.
     """
     raw = _one_rope(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
     inner = _Fields(raw, "rope_parameters.")
@@ -267,7 +265,7 @@ def _yarn(raw: dict[str, Any], inner: _Fields, theta: float, length: int, positi
 
 
 def _one_rope(raw: Any) -> dict[str, Any]:
-    """Flatten parameters nested by layer type; layer types that disagree are refused."""
+    """Flatten parameters by layer type. Raises ModelError if they differ between layer types."""
     if not isinstance(raw, dict):
         raise ModelError(f"rope_parameters must be an object, not {raw!r}")
     nested = [raw[name] for name in _LAYER_TYPES if raw.get(name) is not None]

@@ -1,4 +1,4 @@
-"""A decoder-only transformer over paged KV: token ids in, hidden states out, logits where asked for.
+"""A decoder-only transformer over paged KV: token ids in, hidden states out, and logits on request.
 
 One forward pass takes the new tokens of any mixture of sequences (AttentionBatch) through every layer. A
 layer first appends its K and V to the pages and then attends. After each layer the caller is told that the layer's K
@@ -37,9 +37,6 @@ from baton.model.layers import (
 from baton.model.linear import TensorOptions
 from baton.model.tensors import upload
 
-OnLayer = Callable[[int], None]
-"""Called with the index of a layer when its K and V are in the pages; an exception that it raises ends the pass."""
-
 
 class Loadable(Protocol):
     """A module that loads tensors of a checkpoint, part by part."""
@@ -61,8 +58,9 @@ class CheckpointTensor:
 
 
 def _tensors(module: Loadable, name: str = "", **merged: str) -> Iterator[CheckpointTensor]:
-    """Tensors that a module loads. Their names begin with `name`, or, if several of the checkpoint's linears are merged
-    in the module, with the full name that `merged` gives for each of them.
+    """Tensors that a module loads. Their names begin with `name`.
+
+    If the module merges several of the checkpoint's linears, `merged` has the full name of each of them.
     """
     for part, shape in module.parts().items():
         linear, _, tensor = part.rpartition(".")
@@ -246,7 +244,7 @@ class Decoder(nn.Module):
         positions: Tensor,
         batch: AttentionBatch,
         kv: KvCache,
-        on_layer: OnLayer | None = None,
+        on_layer: Callable[[int], None] | None = None,
         sampled: Sequence[int] | None = None,
     ) -> Tensor:
         """Take `token_ids` and `positions` (int64 `[T]`, sequence by sequence) through all layers.
@@ -254,8 +252,8 @@ class Decoder(nn.Module):
         Returns hidden states `[T, hidden]` in the compute dtype, before the final norm (`logits` applies it). With
         `sampled`, ascending indices into `token_ids`, it returns only the hidden states of these tokens,
         `[len(sampled), hidden]`, and the last layer computes no others. `positions` are usually `batch.positions`.
-        Exceptions of `on_layer` pass through. The result is an inference tensor, which can't be changed in place
-        outside inference mode.
+        `on_layer` is called with the index of a layer when its K and V are in the pages; its exceptions end the pass.
+        The result is an inference tensor, which can't be changed in place outside inference mode.
         """
         return self.run_layers(self.embed(token_ids), positions, batch, kv, on_layer, sampled)
 
@@ -272,7 +270,7 @@ class Decoder(nn.Module):
         positions: Tensor,
         batch: AttentionBatch,
         kv: KvCache,
-        on_layer: OnLayer | None = None,
+        on_layer: Callable[[int], None] | None = None,
         sampled: Sequence[int] | None = None,
     ) -> Tensor:
         """Take hidden states `[T, hidden]` through all layers; other arguments and the result as in `forward`."""

@@ -1,9 +1,9 @@
 """Model families as data.
 
-A family is the set of facts that an architecture's name implies and `config.json` does not say: which linears carry a
-bias, whether queries and keys are normalised, which layers slide, what an omitted field means, and how the checkpoint
-spells its tensors. One decoder (`baton.model.decoder`) serves all of them, so a new family is a new entry here and, at
-most, one new fact or one new kind of attention or MLP.
+A family has the facts that follow from an architecture's name and are not in `config.json`: the linears with a bias,
+the normalisation of queries and keys, the layers with a sliding window, the defaults of omitted fields, and the names
+of tensors in checkpoints. One decoder (`baton.model.decoder`) computes all families. So a new family is a new entry
+here, and at most one new fact or one new kind of attention or MLP.
 
 No torch: the router reads configs too.
 """
@@ -30,7 +30,7 @@ class MlpKind(StrEnum):
 
 
 class Bias(Enum):
-    """Linears of a block that carry a bias."""
+    """The rule for the bias of a block's linears."""
 
     NEVER = "never"
     ALWAYS = "always"
@@ -40,8 +40,8 @@ class Bias(Enum):
 class Window(Enum):
     """The meaning of `sliding_window` in config.json."""
 
-    NONE = "none"  # ignored: every layer sees its whole context
-    ALL_LAYERS = "all"  # every layer slides
+    NONE = "none"  # ignored: every layer attends to its whole context
+    ALL_LAYERS = "all"  # every layer has a sliding window
     BY_LAYER = "by layer"  # `layer_types`, else `use_sliding_window` from layer `max_window_layers` on
 
 
@@ -67,7 +67,7 @@ class TensorNames:
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
-    # Buffers that old checkpoints saved and that are computed here instead.
+    # Buffers in old checkpoints; they are computed here instead.
     ignorable: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
 
@@ -75,8 +75,8 @@ class TensorNames:
 class Family:
     """One architecture.
 
-    `defaults` are the values that transformers gives to fields which config.json omits, where they differ
-    from the common ones (`num_key_value_heads = num_attention_heads`, no window, and so on).
+    `defaults` are transformers' values of fields that config.json omits, if they differ from the common ones
+    (`num_key_value_heads = num_attention_heads`, no window, and so on).
     """
 
     architecture: str

@@ -1,11 +1,10 @@
 """The model fingerprint: two workers may exchange KV only if theirs are equal.
 
-It covers everything that determines a token's K and V: the architecture's numbers, RoPE and windows, the
-weights' content and the compute dtype. It does not cover names, paths, or how a checkpoint is split into files.
+It covers everything that determines a token's K and V: the architecture's numbers, RoPE and windows, the contents of
+the weights, and the compute dtype. It does not cover names, paths, or the split of a checkpoint into files.
 
-Hashing gigabytes at every start would be slow, so each file's digest is kept under the user's cache folder,
-under a key of path, size, modification time and inode. The cache is a convenience: damaged or unwritable, it
-is ignored.
+Hashing gigabytes at every start would be slow, so each file's digest is kept in the user's cache folder, by path, size,
+modification time and inode. Damaged entries, and a folder that can't be written, are ignored.
 
 No torch.
 """
@@ -27,8 +26,8 @@ from baton.model.config import ModelConfig
 
 _VERSION = 2
 _NOT_HASHED = ("eos_token_ids", "bos_token_id", "dtype", "layers")
-"""Fields of ModelConfig that change no K and no V, and the layers, of which the windows are hashed: the kinds of their
-parts follow from the architecture's name."""
+"""Fields of ModelConfig that do not change K or V, and the layers: their windows are hashed, and their kinds follow
+from the architecture's name."""
 
 
 def model_fingerprint(
@@ -36,7 +35,7 @@ def model_fingerprint(
     weights_digest: str,
     compute_dtype: str,
 ) -> str:
-    """SHA-256, in hex, over canonical JSON of all that decides a token's K and V."""
+    """SHA-256, in hex, of canonical JSON of everything that determines a token's K and V."""
     architecture = {name: value for name, value in asdict(config).items() if name not in _NOT_HASHED}
     architecture |= {"num_layers": config.num_layers, "windows": config.windows}
     content = {
@@ -50,7 +49,7 @@ def model_fingerprint(
 
 
 def weights_digest(directory: Path) -> str:
-    """SHA-256, in hex, of the weight files' contents, whatever their names. Raises ModelError."""
+    """SHA-256, in hex, of the contents of the weight files, but not of their names. Raises ModelError."""
     files = weight_files(directory)
     with ThreadPoolExecutor(max_workers=min(4, len(files))) as pool:
         digests = sorted(pool.map(_file_digest, files))

@@ -1,13 +1,11 @@
 """The parts of a transformer block, for the forward pass only.
 
-Every linear knows which rows or columns of a checkpoint tensor are its own (`TensorParallel`), and fills its weight
-piece by piece while loading (`load_shard`). The linear's `storage` (`baton.model.linear`) knows which tensors make up a
-weight, how they lie in memory, and how they are multiplied.
+A linear takes its rank's rows or columns of each checkpoint tensor (`TensorParallel`, `load_shard`). Its `storage`
+(`baton.model.linear`) has the tensors of a weight, their layout in memory, and the product.
 
-Modules are built with uninitialised weights. `parts()` says what must be loaded: the full shape of each part, "weight"
-or, where several linears are merged, "q.weight".
-Numerics follow transformers' modelling code, norms in float32, but for one thing: rotary embeddings are applied
-in float32 too, where transformers rounds cosines and sines to the compute dtype first.
+Modules are made with uninitialised weights. `parts()` lists the tensors to load, with their full shapes: "weight", or
+"q.weight" if several linears are merged. The numerics are those of transformers, with norms in float32, except that
+rotary embeddings are in float32 too: transformers first rounds cosines and sines to the compute dtype.
 """
 
 from __future__ import annotations
@@ -43,13 +41,13 @@ class TensorParallel:
     all_gather: Callable[[Tensor], Tensor] = _unchanged
 
     def divide(self, what: str, total: int) -> int:
-        """The number that each rank has of `total`. Raises ModelError when it does not divide."""
+        """Each rank's part of `total`. Raises ModelError, which says `what` it is, if the ranks do not divide it."""
         if total % self.size:
             raise ModelError(f"{what} {total} is not divisible by {self.size} tensor-parallel ranks")
         return total // self.size
 
     def narrow(self, tensor: Tensor, dim: int | None) -> Tensor:
-        """This rank's slice of a full checkpoint tensor; all of it without a `dim` to split it along."""
+        """This rank's slice of a full checkpoint tensor; the whole tensor if `dim` is None."""
         if dim is None:
             return tensor
         width = tensor.shape[dim] // self.size
@@ -67,7 +65,7 @@ class Linear(nn.Module):
 class MergedColumnParallelLinear(Linear):
     """Several linears over the same input, computed as one; the output rows of each are split over the ranks.
 
-    `outputs` gives the full number of rows of each, in order; the result is this rank's shares side by side.
+    `outputs` gives the full number of rows of each, in order; the result has this rank's part of each, side by side.
     """
 
     def __init__(
@@ -120,7 +118,7 @@ class RowParallelLinear(Linear):
     """A linear whose input columns are split over the ranks; the ranks' partial results are summed."""
 
     def __init__(self, columns: int, rows: int, bias: bool, options: TensorOptions, parallel: TensorParallel) -> None:
-        # One rank alone adds the bias, or the sum would hold it once a rank.
+        # Only one rank adds the bias; otherwise the sum would have it once for each rank.
         self._adds = parallel.rank == 0
         super().__init__(DenseStorage(rows, parallel.divide("columns", columns), bias and self._adds, options))
         self._parts = {tensor.name: tensor for tensor in self.storage.tensors(rows, columns, bias)}
@@ -141,7 +139,7 @@ class RowParallelLinear(Linear):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token embeddings whose vocabulary rows are split over the ranks; the last rank may have rows to spare."""
+    """Token embeddings whose vocabulary rows are split over the ranks; the last rank may have unused rows."""
 
     def __init__(self, vocab_size: int, hidden_size: int, options: TensorOptions, parallel: TensorParallel) -> None:
         super().__init__()
@@ -157,7 +155,7 @@ class VocabParallelEmbedding(nn.Module):
         return {"weight": self._shape}
 
     def load_shard(self, part: str, tensor: Tensor) -> None:
-        """Keep this rank's rows of the full table; as a view of the file, if they are packed next."""
+        """Keep this rank's rows of the full table, as a view of the file if they will be packed."""
         own = tensor[self._first : self._first + self.weight.shape[0]]
         if self._repacked and (own.shape, own.dtype) == (self.weight.shape, self.weight.dtype):
             self.weight = nn.Parameter(own, requires_grad=False)
@@ -175,9 +173,9 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(Linear):
-    """The output projection, split over the vocabulary like the embedding, and gathered.
+    """The output projection. Ranks split the vocabulary like that of the embedding; the result is gathered.
 
-    Its memory is taken by `load_shard`, since a tied one has the embedding's.
+    Its memory is allocated by `load_shard`, because a tied projection uses the embedding's weight.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, options: TensorOptions, parallel: TensorParallel) -> None:
@@ -210,7 +208,7 @@ class ParallelLMHead(Linear):
 class RMSNorm(nn.Module):
     """Root mean square normalisation over the last dimension (Zhang & Sennrich 2019, arXiv:1910.07467).
 
-    All of it is float32, the weight too; the result is rounded once.
+    The computation and the weight are float32; the result is rounded once.
     """
 
     def __init__(self, size: int, eps: float, options: TensorOptions) -> None:
@@ -223,7 +221,7 @@ class RMSNorm(nn.Module):
         return {"weight": tuple(self.weight.shape)}
 
     def load_shard(self, part: str, tensor: Tensor) -> None:
-        """Every rank keeps the whole."""
+        """Keep the whole weight, on every rank."""
         self.weight.copy_(tensor)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Storages of linears: which tensors of a checkpoint make up a weight, how they lie in memory, and the product."""
+"""Storages of linears: the checkpoint tensors of a weight, their layout in memory, and the product."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from baton.errors import ModelError
 
 @dataclass(frozen=True)
 class TensorOptions:
-    """Dtype and device that weights are kept in and computed with.
+    """Dtype and device of weights and of the computation.
 
-    `repacked`: all linears are laid out anew once they are loaded (baton.native), so they may be views of files.
+    If `repacked`, all linears are packed after loading (baton.native), so they may be views of files until then.
     """
 
     dtype: torch.dtype
@@ -31,9 +31,8 @@ class TensorOptions:
 class WeightTensor:
     """One of the checkpoint's tensors for a linear.
 
-    `name` follows the linear's name in the checkpoint ("weight"). `shape` is that of the whole tensor. `row_dim` and
-    `column_dim` are the dimensions that run along the linear's output rows and input columns, and along which the
-    ranks split the tensor; None where there is none.
+    `name` follows the linear's name in the checkpoint ("weight"). `shape` is the shape of the whole tensor. `row_dim`
+    and `column_dim` are its dimensions of output rows and of input columns, along which ranks split it, or None.
     """
 
     name: str
@@ -58,9 +57,9 @@ class DenseStorage(nn.Module):
         self._repacked = options.repacked
 
     def load(self, name: str, row: int, tensor: Tensor) -> None:
-        """Fill the rows of a tensor of `tensors` from `row` on, casting to the storage's dtype.
+        """Fill the rows of one of `tensors` from `row` on, cast to the storage's dtype.
 
-        A whole weight that is to be repacked is not copied before: until then the storage is a view of the file.
+        A whole weight that will be repacked is not copied: until then the storage is a view of the file.
         """
         target = {"weight": self.weight, "bias": self.bias}[name]
         if target is None:

@@ -1,7 +1,7 @@
-"""Logits in tiles of neighbouring tokens, and the largest of each tile, which answers most questions about a row.
+"""Logits in tiles of neighbouring tokens, with the largest logit of each tile.
 
-Finding the place of a maximum costs ten times as much as finding the maximum, and finding the first few of a row
-twenty times. So the maxima of all tiles are found first, and only tiles that they leave in question are read.
+Finding the index of a row's maximum takes ten times as long as finding the maximum, and finding its few largest values
+twenty times. So the maxima of all tiles are found first, and then only the tiles that can have these values are read.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ WIDTH = 128
 
 
 class LogitTiles:
-    """A view of logits, float32 `[B, vocab]`, which must not change any more; every value below +inf, none NaN.
+    """A view of logits, float32 `[B, vocab]`, which must not change later, and have no NaN and no +inf.
 
-    Tiles have `width` tokens; the last one of a row may overlap its neighbour when read. `maxima` is float32 `[B, n]`.
+    Tiles have `width` tokens; the last one of a row may overlap the one before it. `maxima` is float32 `[B, n]`.
     """
 
     def __init__(self, logits: Tensor) -> None:
@@ -42,7 +42,7 @@ class LogitTiles:
         return values, first
 
     def argmax(self) -> Tensor:
-        """The first of each row's largest tokens, int64 `[B]`."""
+        """The token id of each row's largest logit, int64 `[B]`; the lowest id if several are equal."""
         rows = torch.arange(len(self.maxima), device=self.maxima.device)
         values, first = self.read(rows, self.maxima.argmax(-1))
         return first + values.argmax(-1)
@@ -52,7 +52,7 @@ class LogitTiles:
         if 2 * count > self.maxima.shape[1]:
             values, ids = self.logits[rows].topk(count)
             return values, ids
-        # As many tiles as tokens wanted: what is in none of them is no larger than any of their maxima.
+        # With `count` tiles of the largest maxima, no other tile has a logit above any of these maxima.
         tiles = self.maxima[rows].topk(count, sorted=False).indices
         values, first = self.read(rows.repeat_interleave(count), tiles.flatten())
         best, columns = values.view(len(rows), -1).topk(count)

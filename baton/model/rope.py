@@ -1,4 +1,4 @@
-"""Rotary position embeddings in numbers: which kinds there are, and their angles per position.
+"""Rotary position embeddings in numbers: their kinds, and their angles per position.
 
 Angles are computed in float64. In float32 the angle at position 2**20 is off by up to 0.03 rad, at 2**24 by 0.5.
 
@@ -16,7 +16,7 @@ ROPE_KINDS = ("default", "linear", "yarn", "llama3")
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding. Fields from `factor` on have their defaults where `kind` does not use them.
+    """Rotary position embedding. Fields after `kind` keep their defaults if `kind` does not use them.
 
     `attention_factor` multiplies cosines and sines. `truncate` rounds the borders of YaRN's ramp to whole dimensions.
     """
@@ -48,7 +48,7 @@ class RopeConfig:
         """The angle per position in radians, `[head_dim / 2]` (Su et al. 2021, arXiv:2104.09864).
 
         "linear" divides positions by the factor (Chen et al. 2023, arXiv:2306.15595). "yarn" and "llama3" do so for
-        slow dimensions only, leave quick ones as they are, and blend in between.
+        low frequencies only, keep high ones, and blend those in between.
         """
         plain = [self.theta ** (-2 * pair / head_dim) for pair in range(head_dim // 2)]
         match self.kind:
@@ -87,7 +87,7 @@ class RopeConfig:
 
 
 def yarn_attention_factor(factor: float, mscale: float = 0.0, mscale_all_dim: float = 0.0) -> float:
-    """Factor of YaRN for cosines and sines, where a checkpoint does not say."""
+    """Factor of YaRN for cosines and sines, if the checkpoint has none."""
 
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

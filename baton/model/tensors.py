@@ -1,4 +1,4 @@
-"""Tensors: element types by name, and small values on their way between host and device."""
+"""Tensors: dtypes by name, and copies of small values between host and device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _TYPES = {"I": torch.uint32, "q": torch.int64}
-"""By the type code of an array."""
+"""Dtypes by the type code of an array."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -21,7 +21,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 with warnings.catch_warnings():
-    # Torch warns once a process of a buffer that must not be written to. Received buffers are only read.
+    # Torch warns once in a process about a read-only buffer. Received buffers are only read.
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
 
@@ -31,8 +31,8 @@ def upload(
 ) -> Tensor:
     """A new tensor of `values` on `device`.
 
-    A copy from pageable memory makes the host wait for the whole stream; one from pinned memory is only queued, and
-    torch's allocator does not reuse the pinned memory before the copy is done.
+    A copy from pageable memory makes the host wait for the whole stream. A copy from pinned memory is only queued, and
+    torch's allocator does not reuse that memory before the copy is done.
     """
     if isinstance(values, array):
         tensor = _tensor(values, dtype)
@@ -50,7 +50,7 @@ def _tensor(values: array[int], dtype: torch.dtype) -> Tensor:
 
 
 def download(tensor: Tensor) -> Tensor:
-    """A copy in host memory, complete when the device has reached this point; a CPU tensor is returned itself."""
+    """A copy in host memory, complete when the device has reached this point; a CPU tensor is not copied."""
     if tensor.device.type != "cuda":
         return tensor
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

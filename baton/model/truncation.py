@@ -1,11 +1,10 @@
 """Draws from rows with top_k, top_p or min_p.
 
-Each of these keeps the tokens at or above some logit, so together they are one threshold a row;
-tokens as likely as the last one kept are kept too, and no sort order matters. The threshold and the draw are
-found among the 64 most likely tokens. A row that keeps more is drawn without top_p (`draw_wide`), and its token is
-kept if the mass of the likelier ones is below p. If not, neither that token nor a less likely one is in the
-nucleus, and the row is drawn again from the likelier ones: what is kept at last is what has most score within
-the nucleus, and no sort is needed.
+Each of these keeps the tokens whose logit is at or above some value, so together they are one threshold for each row.
+Tokens as likely as the last kept one are kept too, so the order of a sort does not matter. The threshold and the token
+are searched among the 64 most likely tokens. A row that keeps more is drawn without top_p (`draw_wide`), and its token
+is kept if the mass of the likelier ones is below p. If not, neither that token nor a less likely one is in the nucleus,
+and the row is drawn again from the likelier ones. So the last token has the highest score within the nucleus.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from baton.model.gumbel import Draws, GumbelArgmax, LowestNoise, scores_of
 from baton.model.logit_tiles import LogitTiles
 
 WINDOW = 64
-"""Most likely tokens of a row that are looked at first."""
+"""Number of most likely tokens of a row that are searched first."""
 
 _NO_WEIGHT = -80.0
-"""A scaled logit too low to change a sum of weights of which the largest is 1, and high enough for a quick exp."""
+"""A scaled logit that is too low to change a sum of weights up to 1, and high enough for a fast exp."""
 
 _NARROW = 0.5
-"""A top_p below which the first draw is likely to be in vain."""
+"""For a lower top_p, the first draw is likely to be outside the nucleus."""
 
 _BINS, _LAST_BIN = 1 << 15, 0x7F80
-"""Numbers of one sign by the upper half of their bits, in float32; infinity is in the last one."""
+"""Bins of float32 numbers of one sign, by the upper half of their bits; infinity is in bin _LAST_BIN."""
 
 _SLACK = 1e-9
-"""More than the relative error of a sum of weights."""
+"""Bound of the relative error of a sum of weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +50,9 @@ class Limits:
 
 
 def draw_limited(tiles: LogitTiles, draws: Draws, limits: Limits, lowest: LowestNoise) -> Tensor:
-    """The token ids drawn from what `limits` keep, int64 `[R]`.
+    """Draw a token of each row within `limits`; returns token ids, int64 `[R]`.
 
-    top_p counts the mass of what min_p and top_k keep, and keeps a token if the mass of the likelier ones is
-    below p.
+    top_p is a part of the mass that min_p and top_k keep: a token is kept if the mass of the likelier ones is below it.
     """
     window = min(WINDOW, tiles.vocab)
     logits, ids = tiles.top(draws.rows, window)
@@ -86,16 +84,16 @@ def draw_limited(tiles: LogitTiles, draws: Draws, limits: Limits, lowest: Lowest
 def draw_wide(
     tiles: LogitTiles, draws: Draws, floor: Tensor, top_p: Tensor, mass: Tensor, lowest: LowestNoise
 ) -> Tensor:
-    """As `draw_limited`, for rows that keep more tokens than the window, or may do so.
+    """Draw as `draw_limited` does, for rows that keep, or may keep, more tokens than the window.
 
-    `floor` (float32 `[R, 1]`): the least scaled logit that min_p and top_k keep; `mass` (float64 `[R, 1]`): `top_p` of
-    what they keep. Both are infinite without a top_p.
+    `floor`, float32 `[R, 1]`, is the least scaled logit that min_p and top_k keep. `mass`, float64 `[R, 1]`, is `top_p`
+    times the mass that they keep. `top_p` and `mass` are infinite in a row without a top_p.
     """
     search = GumbelArgmax(tiles, draws, lowest)
     tokens = torch.empty_like(draws.rows)
     waiting = torch.arange(len(tokens), device=tokens.device)
     inside = torch.zeros_like(floor)
-    # Else a nucleus that is narrow among many tokens would be drawn for again and again.
+    # Otherwise a narrow nucleus among many tokens would need many draws.
     narrow = (top_p < _NARROW)[:, 0].nonzero()[:, 0]
     while len(waiting):
         if len(narrow):
@@ -115,7 +113,7 @@ def draw_wide(
 
 
 def kth_largest(tiles: LogitTiles, draws: Draws, counts: Sequence[int]) -> Tensor:
-    """The k-th largest scaled logit of each row, k from `counts`: float32 `[R, 1]`."""
+    """The k-th largest scaled logit of each row, with k from `counts`: float32 `[R, 1]`."""
     found = []
     for place, count in enumerate(counts):
         part = draws.take(slice(place, place + 1))
@@ -127,7 +125,7 @@ def kth_largest(tiles: LogitTiles, draws: Draws, counts: Sequence[int]) -> Tenso
 
 
 def _kth(scaled: Tensor, count: int) -> Tensor:
-    """The scaled logit at place `count` of a row: by the upper half of its bits, then by the lower."""
+    """The `count`-th largest scaled logit of a row, found by the upper half of its bits, then by the lower half."""
     bits = scaled.abs().view(torch.int32)
     for shift in (16, 0):
         digits = (bits >> shift).bitwise_and_(0xFFFF).long()
@@ -139,21 +137,21 @@ def _kth(scaled: Tensor, count: int) -> Tensor:
 
 
 def nucleus(tiles: LogitTiles, draws: Draws, mass: Tensor) -> tuple[Tensor, Tensor]:
-    """Two scaled logits, float32 `[R, 1]` each, near the least whose likelier tokens have less than `mass`.
+    """Bounds of the nucleus: two scaled logits, float32 `[R, 1]` each.
 
-    Tokens below the first have `mass` or more above them, those above the second have less.
+    Tokens below the first are outside: the likelier ones have at least `mass`. Tokens above the second are inside.
     """
     scaled = draws.scale(tiles.logits[draws.rows])
     masses = torch.zeros(len(scaled), _BINS, dtype=torch.float64, device=scaled.device)
     reached = masses.scatter_add_(1, _bins(scaled), scaled.exp_().double()).cumsum_(1)
-    # A sum in another order may be another one in its last bits.
+    # A sum in another order may differ in its last bits.
     first = torch.searchsorted(reached, mass * (1 - _SLACK))
     last = torch.searchsorted(reached, mass * (1 + _SLACK))
     return _edge(last + 1), _edge(first)
 
 
 def _bins(scaled: Tensor) -> Tensor:
-    """Scaled logits as the upper halves of their bits, int64 from 0 to _BINS: larger for what is less likely."""
+    """The bins of scaled logits, int64 from 0 to _BINS; a less likely token has a higher bin."""
     return scaled.abs().view(torch.int32).bitwise_right_shift_(16).long()
 
 
@@ -165,12 +163,12 @@ def _edge(bins: Tensor) -> Tensor:
 def mass_above(tiles: LogitTiles, draws: Draws, level: Tensor) -> Tensor:
     """The sum of exp(scaled logit) over the tokens whose scaled logit is above `level`: float64 `[R, 1]`.
 
-    Not for a level that the largest, 0, does not exceed.
+    `level` must be below 0, the largest scaled logit.
     """
     if level.device.type != "cpu":
         return _mass_at_once(tiles, draws, level)
     level = level.clamp(min=_NO_WEIGHT)
-    # A row at a time stays in the cache.
+    # One row at a time, because it stays in the cache.
     sums = torch.empty_like(level, dtype=torch.float64)
     spare = torch.empty(tiles.vocab)
     for i, (row, least) in enumerate(zip(draws.rows.tolist(), level[:, 0].tolist(), strict=True)):
@@ -180,7 +178,7 @@ def mass_above(tiles: LogitTiles, draws: Draws, level: Tensor) -> Tensor:
 
 
 def _mass_at_once(tiles: LogitTiles, draws: Draws, level: Tensor) -> Tensor:
-    """As `mass_above`, for all rows together; NaN for a row that contains NaN, which is not drawn again."""
+    """Compute `mass_above` for all rows at once; NaN for a row that contains NaN, which is not drawn again."""
     level = level.clamp(min=_NO_WEIGHT)
     scaled = draws.scale(tiles.logits[draws.rows])
     return torch.where(scaled <= level, _NO_WEIGHT, scaled).exp_().sum(-1, keepdim=True, dtype=torch.float64)

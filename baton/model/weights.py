@@ -1,9 +1,9 @@
-"""Filling a decoder from safetensors files.
+"""The loading of weights from safetensors files into a decoder.
 
-Files are memory-mapped. A whole weight that native kernels will lay out anew stays a view of its file until then; every
-other tensor is copied straight into its place and dtype. So loading never holds more than the final weights and one
-tensor. The checkpoint must hold exactly what the model needs: a tensor that is missing, misshapen or unknown is an
-error that names it, because a model that ran without a bias it came with would be silently wrong.
+Files are memory-mapped. A whole weight that is packed for native kernels stays a view of its file until then. Every
+other tensor is copied to its place, in its final dtype. So loading never needs memory for more than the final weights
+and one tensor. The checkpoint must contain exactly the tensors of the model. A missing or unknown tensor, or one of a
+wrong shape, is an error that names it, because a model without one of its biases would be silently wrong.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _COMPARED_ROWS = 4096
 
 
 class Checkpoint:
-    """The tensors of a checkpoint directory by name, whichever files hold them.
+    """The tensors of a checkpoint directory by name, from all its files.
 
-    Raises ModelError naming the file that is missing, truncated or no safetensors file.
+    Raises ModelError with the file that is missing, truncated or not a safetensors file.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -52,9 +52,9 @@ class Checkpoint:
                 )
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
-        """A tensor, a view of the file, or a copy of some of its rows; on the CPU, in the checkpoint's dtype.
+        """A tensor as a view of its file, or a copy of some of its rows; on the CPU, in the checkpoint's dtype.
 
-        The file is mapped anew for each tensor, so that what was read leaves memory with the tensor.
+        The file is mapped again for each tensor, so that its pages leave memory with the tensor.
         """
         path = self._files[name]
         with _opened(path) as file:
@@ -75,9 +75,9 @@ def _opened(path: Path) -> Iterator[Any]:
 
 @torch.inference_mode()
 def load_weights(decoder: Decoder, directory: Path) -> None:
-    """Fill every weight of `decoder` from the checkpoint in `directory`; repacked ones are views of it.
+    """Fill all weights of `decoder` from the checkpoint in `directory`; those that are packed later are views of it.
 
-    Raises ModelError, before anything is read, unless the checkpoint holds exactly what the model needs.
+    Raises ModelError, before any tensor is read, unless the checkpoint contains exactly the model's tensors.
     """
     checkpoint = Checkpoint(directory)
     tensors = list(decoder.checkpoint_tensors())
@@ -107,8 +107,8 @@ def _refuse_unknown(decoder: Decoder, known: set[str], checkpoint: Checkpoint) -
 def _is_tied(decoder: Decoder, head: CheckpointTensor, checkpoint: Checkpoint) -> bool:
     """Whether the output projection is the embedding.
 
-    A tied checkpoint may hold the projection all the same. As in transformers, it counts when it differs from
-    the embedding. Compared in blocks of rows, to hold neither in memory.
+    A tied checkpoint may contain the projection too. As in transformers, it is used if it differs from the embedding.
+    They are compared in blocks of rows, so that neither is in memory as a whole.
     """
     if not decoder.config.tie_word_embeddings:
         return False

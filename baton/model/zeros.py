@@ -1,9 +1,9 @@
-"""Large zeroed tensors in host memory that don't make a start wait for their page faults.
+"""Large zeroed tensors in host memory, whose page faults do not delay the start of a worker.
 
-Zeroing a pool of 3.4 GB took 1.3 s, and 8 s on a virtual machine whose host had to find the memory, which was most of a
-worker's start. The kernel gives zeroed pages anyway. Here a thread asks for them (MADV_POPULATE_WRITE,
-https://man7.org/linux/man-pages/man2/madvise.2.html, Linux 5.14) while the worker already serves. So memory is still
-committed soon after the start, and not in mid-request: a machine that has too little shows it at once.
+Zeroing a pool of 3.4 GB took 1.3 s, and 8 s on a virtual machine whose host had to find the memory: most of the start.
+The kernel's new pages are zero anyway. Here a thread asks for them (MADV_POPULATE_WRITE, Linux 5.14,
+https://man7.org/linux/man-pages/man2/madvise.2.html) while the worker already serves. So memory is committed soon after
+the start, not during a request, and a machine with too little memory fails early.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _POPULATE_WRITE, _COLLAPSE = 23, 25
 """MADV_POPULATE_WRITE and MADV_COLLAPSE, from linux/mman.h."""
 
 _PIECE = 2 << 20
-"""Bytes populated in one call, a huge page: other threads' mmap, munmap and brk wait as long, for a millisecond or so,
-and a thread that waits may have the interpreter's lock."""
+"""Bytes populated in one call: one huge page. Meanwhile mmap, munmap and brk of other threads wait, for about a
+millisecond, and a thread that waits may hold the interpreter's lock."""
 
 _COLLAPSED = 64 << 20
-"""Bytes put in huge pages in one call. Before a call does so, all cores put away what they hold back of the kernel's
-lists of pages, and whoever needs the address space waits for that too: on busy cores for milliseconds."""
+"""Bytes moved to huge pages in one call. Each call first empties the lists of free pages of all cores. Threads that
+need the address space wait for that too: on busy cores for milliseconds."""
 
 _PAUSE_S = 0.001
-"""Time between two pieces, in which threads that wait for the address space get their turn."""
+"""Seconds between two calls, so that threads that wait for the address space get it."""
 
 _SMALL = 8 << 20
-"""Bytes that are zeroed at once."""
+"""Largest number of bytes that are zeroed at once, without a thread."""
 
 
 class RegistrationError(RuntimeError):
@@ -44,10 +44,10 @@ class RegistrationError(RuntimeError):
 
 
 def host_zeros(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool = False) -> Tensor:
-    """Zeros, as of torch.zeros; memory after the first 2 MiB is committed in the background, where the kernel can.
+    """Make a tensor as torch.zeros does; memory after the first 2 MiB is committed in the background if the kernel can.
 
-    `pinned`: all of it is committed at once, and registered with CUDA until the tensor and its views are gone, so that
-    copies can overlap with kernels. Raises RegistrationError if CUDA refuses that.
+    If `pinned`, all memory is committed at once, and registered with CUDA until the tensor and its views are gone, so
+    that copies can overlap with kernels. Raises RegistrationError if CUDA refuses that.
     """
     count = math.prod(shape)
     size = count * dtype.itemsize
@@ -66,7 +66,7 @@ def host_zeros(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool = False
     if not _advise(libc, *next(calls)):
         return tensor.zero_()
     if huge:
-        # Where free memory lies in pieces the kernel gave small pages; see baton.engine.huge_pages.
+        # The kernel has given small pages if free memory is fragmented; see baton.engine.huge_pages.
         calls = chain(calls, ((_COLLAPSE, *piece) for piece in _pieces(start, size, _COLLAPSED)))
     rest = threading.Thread(
         target=_populate_rest, args=(libc, weakref.ref(memory), calls), name="kv-pages", daemon=True
@@ -76,25 +76,25 @@ def host_zeros(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool = False
 
 
 def _register(memory: mmap.mmap, size: int) -> ctypes.Array[ctypes.c_ubyte]:
-    """The memory, registered with CUDA for the life of what is returned.
+    """Register the memory with CUDA while the returned array exists.
 
-    torch's own pinned memory would be rounded up to a power of two.
+    The size of torch's own pinned memory would be rounded up to a power of two.
     """
     cuda = torch.cuda.cudart()
-    # Ends before the memory does; an mmap's own finalizer would run when it is unmapped already.
+    # It ends before the memory; a finalizer of the mmap itself would run after the unmapping.
     held = (ctypes.c_ubyte * size).from_buffer(memory)
     address = ctypes.addressof(held)
     try:
         torch.cuda.check_error(cuda.cudaHostRegister(address, size, 0))
     except RuntimeError as error:
         raise RegistrationError(f"CUDA can't register {size} bytes of host memory: {error}") from error
-    # At the end of the process the driver does it.
+    # At the end of the process the driver unregisters it.
     weakref.finalize(held, cuda.cudaHostUnregister, address).atexit = False
     return held
 
 
 def _pieces(start: int, size: int, most: int) -> Iterator[tuple[int, int]]:
-    """Address and size of each piece. They end where huge pages do."""
+    """Address and size of each piece; pieces end at the borders of huge pages."""
     begin, stop = start, start + size
     while begin < stop:
         end = min(begin // most * most + most, stop)
@@ -104,7 +104,7 @@ def _pieces(start: int, size: int, most: int) -> Iterator[tuple[int, int]]:
 
 def _populate_rest(libc: ctypes.CDLL, memory: weakref.ref[mmap.mmap], calls: Iterator[tuple[int, int, int]]) -> None:
     for call in calls:
-        # Held during the call; None when the tensor is gone.
+        # It keeps the memory during the call; None if the tensor is gone.
         held = memory()
         if held is None:
             return
@@ -114,5 +114,5 @@ def _populate_rest(libc: ctypes.CDLL, memory: weakref.ref[mmap.mmap], calls: Ite
 
 
 def _advise(libc: ctypes.CDLL, advice: int, begin: int, length: int) -> bool:
-    """Whether the kernel has followed the advice; what the pages hold stays as it is."""
+    """Whether the kernel has followed the advice, which does not change the contents of pages."""
     return not libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), advice)

@@ -1,6 +1,6 @@
 """Fetches KV into a handle's pages; returns the handoff only if everything arrived and is committed.
 
-    each shard:  frames ──▶ Receiver.add_frame (in an executor) ──▶ gaps? fetch each once more ──▶ commit
+    each shard:  frames up to the commit ──▶ Receiver.add_frame (in an executor) ──▶ fetch each gap once more
     all shards:  ──▶ release
 
 `fetch` fetches the KV of a request, except tokens that are here already, and its handoff. `fetch_prefix` fetches KV
@@ -34,16 +34,15 @@ from baton.transfer.wire import HANDOFF_VERSION, Box, Commit, Coverage, Manifest
 
 
 async def fetch(
-    sources: Sequence[KvSource], engine: Engine, handle: KvHandle, *, tokens: int, first: int = 0, timeout_s: float
+    sources: Sequence[KvSource], engine: Engine, handle: KvHandle, *, tokens: range, length: int, timeout_s: float
 ) -> Handoff:
-    """Fetch tokens `[first, tokens)` of an export into the handle, and release the export, also after an error.
+    """Fetch `tokens` of an export of `length` tokens into the handle, and release the export, also after an error.
 
-    `sources` are the shards of the export. If `first` equals `tokens`, only manifests and commits are fetched.
+    `sources` are the shards of the export. If `tokens` is empty, only manifests and commits are fetched.
     `timeout_s` limits the whole fetch. Raises TransferError and its subclasses, and no other errors.
     """
     async with _release_at_end(sources):
-        box = _whole(engine, range(first, tokens))
-        return await fetch_box(sources, engine, handle, box, length=tokens, timeout_s=timeout_s)
+        return await fetch_box(sources, engine, handle, _whole(engine, tokens), length=length, timeout_s=timeout_s)
 
 
 async def fetch_prefix(
@@ -144,7 +143,7 @@ async def _fetch_shard(
     """Fetch a shard's part of a box, and fill its gaps; returns the receiver that got the commit."""
 
     def receiver(box: Box) -> Receiver:
-        return Receiver(engine, handle, box, length, shards, source.seed)
+        return Receiver(engine, handle, box, length, shards, source.checksum_seed)
 
     receivers = [receiver(box)]
     for gap in await _receive(source, receivers[0]):

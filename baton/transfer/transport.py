@@ -58,7 +58,7 @@ class KvSource(Protocol):
         """Its layers and heads."""
 
     @property
-    def seed(self) -> int:
+    def checksum_seed(self) -> int:
         """The seed of its frames' checksums (`wire.seed_of`)."""
 
     def frames(self, box: Box) -> AsyncGenerator[bytes, None]:
@@ -128,7 +128,7 @@ class GrpcSource:
         consumer: str = "",
     ) -> None:
         self.shard = shard
-        self.seed = wire.seed_of(export.transfer_id)
+        self.checksum_seed = wire.seed_of(export.transfer_id)
         self._transfer_id = export.transfer_id
         self._incarnation = export.incarnation
         self._ticket = export.ticket

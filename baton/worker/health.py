@@ -147,7 +147,7 @@ def _compute_own(engine: Engine, progress: Progress, *, step: bool) -> None:
         chunk = PromptChunk(handle, ids, 0, len(ids), lambda _: progress.record(), (prompt,))
         result = compute_chunk(engine, chunk)
         if step:
-            engine.insert(contract.Sequence(handle, SequenceState(greedy, ids, (result.tokens[0].token_id,))))
+            engine.insert(contract.EngineSequence(handle, SequenceState(greedy, ids, (result.tokens[0].token_id,))))
             for _, found in engine.launch().result().steps:
                 if isinstance(found, NoToken):
                     raise found

@@ -58,7 +58,7 @@ def test_on_layer_is_called_once_more_when_the_prompt_is_scored(rig: Rig) -> Non
     engine.free(handle)
 
 
-def test_what_on_layer_raises_ends_the_chunk_and_passes(rig: Rig) -> None:
+def test_an_error_of_on_layer_ends_its_chunk(rig: Rig) -> None:
     engine = rig.engine()
     prompt = rig.prompt(20)
     expected = generate(engine, state(prompt), 4)

@@ -112,7 +112,7 @@ def test_passes_in_flight_are_listed_until_their_results_are_taken(rig: Rig, ahe
     assert sequence.output_ids == generate(rig.engine(), state(rig.prompt(10)), 4)
 
 
-def test_who_ended_with_an_unread_step_keeps_its_pages_in_the_next(rig: Rig, ahead: Callable[..., Any]) -> None:
+def test_a_sequence_freed_in_an_unread_step_keeps_its_pages(rig: Rig, ahead: Callable[..., Any]) -> None:
     engine = ahead(slots=2)
     wanted = [state(rig.prompt(10 + i, seed=i), MIXED[i]) for i in range(3)]
     expected = [generate(rig.engine(), one, 8) for one in wanted]

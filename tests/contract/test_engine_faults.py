@@ -101,7 +101,7 @@ def test_a_prompt_without_a_token_says_so(rig: Rig) -> None:
     assert generate(engine, wanted, 4) == generate(rig.engine(), wanted, 4)
 
 
-def test_what_is_uncached_is_not_found_and_other_prefixes_are(rig: Rig) -> None:
+def test_uncache_removes_only_its_own_prefix(rig: Rig) -> None:
     engine = rig.engine()
     names, others = digests(engine, range(48)), digests(engine, range(100, 148))
     for owner, published in (("a/1", names), ("b/1", others)):

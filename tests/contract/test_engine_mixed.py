@@ -203,7 +203,7 @@ def test_an_error_of_a_chunk_keeps_nothing_alive(rig: Rig) -> None:
         gc.enable()
 
 
-def test_who_cant_join_is_told_even_if_a_pass_before_fails_meanwhile(rig: Rig) -> None:
+def test_a_failed_join_is_reported_although_an_earlier_pass_fails(rig: Rig) -> None:
     engine = rig.engine(slots=6, steps_ahead=1)
     sequences, _ = running(rig, engine)
 

@@ -82,7 +82,7 @@ async def test_an_empty_cache_misses(cache: PrefixCache) -> None:
         cache.touch(digests)
 
 
-async def test_what_was_put_is_found_however_often_it_is_put_and_touched(cache: PrefixCache) -> None:
+async def test_blocks_are_found_after_repeated_puts_and_touches(cache: PrefixCache) -> None:
     for stored in (1, 1, 5, 10):
         await fill(cache, range(stored))
         for _ in range(10):
@@ -187,7 +187,7 @@ async def test_counts_of_tiers_add_up(cache: PrefixCache) -> None:
     assert all(tier.blocks * SIZE == tier.bytes for tier in tiers if tier.name in IN_PROCESS)
 
 
-async def test_what_is_cleared_is_gone(cache: PrefixCache, shared: bool) -> None:
+async def test_cleared_blocks_are_gone(cache: PrefixCache, shared: bool) -> None:
     await fill(cache, range(6))
     await cache.clear(shared=False)
     assert await found(cache, DIGESTS) == 6 * shared, "others share it"

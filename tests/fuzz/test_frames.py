@@ -99,7 +99,7 @@ class Streams:
 
 class _Source:
     shard = WHOLE
-    seed = SEED
+    checksum_seed = SEED
 
     def __init__(self, of: dict[Box, list[bytes]], mangle: Callable[[list[bytes]], list[bytes]]) -> None:
         self._of, self._mangle = of, mangle

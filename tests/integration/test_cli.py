@@ -206,7 +206,7 @@ def wants_its_key(target: str, secrets: Path, key: str) -> None:
         assert refused.stderr.startswith(f"error: {status}: "), refused.stderr
 
 
-def test_demo() -> None:
+def test_the_demo_command_serves_from_cache_and_ends_all_processes() -> None:
     done = subprocess.run([*BATON, "demo"], capture_output=True, text=True, timeout=2 * HANG_S)
     assert done.returncode == 0, done.stderr
     assert "the same prompt again" in done.stdout

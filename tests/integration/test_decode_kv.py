@@ -105,7 +105,7 @@ async def test_a_fault_with_one_choice_leaves_no_output_of_the_others() -> None:
     async with rig(slots=2, admits=9, pages=1024, max_model_len=1600, step_time=0.03) as all_:
         router, insert = await all_.router(), all_.engine.insert
 
-        def inserted(sequence: contract.Sequence) -> None:
+        def inserted(sequence: contract.EngineSequence) -> None:
             if sequence.handle.owner.startswith("b/") and sequence.state.choice_index == 1:
                 raise EngineError("told so by the test")
             insert(sequence)

@@ -230,7 +230,7 @@ async def test_the_worker_leaves_no_task_and_no_thread_behind() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("decode-engine")]
 
 
-async def test_what_a_router_does_not_list_is_ended_and_the_rest_goes_on() -> None:
+async def test_attempts_that_a_router_does_not_list_are_ended() -> None:
     async with rig() as all_:
         router, other = await all_.router(beats=False), await all_.router()
         all_.engine.gate.clear()

@@ -46,7 +46,7 @@ async def test_a_server_that_does_not_start_says_why(monkeypatch: pytest.MonkeyP
             pytest.fail("it has started")
 
 
-async def test_it_evicts_and_ends() -> None:
+async def test_an_embedded_valkey_evicts_blocks_and_ends() -> None:
     async with embedded_valkey(maxmemory=4 << 20) as url:
         directory = Path(url.removeprefix("unix://")).parent
         cache = open_cache(url)

@@ -65,7 +65,7 @@ async def test_a_transfer_id_is_used_once() -> None:
     async with serving() as client:
         await client.done(transfer_id="t")
         assert (await status_of(client.call(transfer_id="t")))[0] is grpc.StatusCode.INVALID_ARGUMENT
-        client.app.worker.load()
+        client.app.worker.load_report()
         assert (await client.done(transfer_id="u")).first_tokens
 
 
@@ -236,7 +236,7 @@ async def test_stopping_in_the_middle_of_everything_leaves_nothing() -> None:
     assert all(isinstance(end, asyncio.CancelledError) or end[0] is unavailable for end in outcomes), outcomes  # type: ignore[index]
 
 
-async def test_what_ended_is_forgotten() -> None:
+async def test_no_timer_keeps_an_ended_job_in_memory() -> None:
     """A prompt may be long, and the limits of its states are minutes: no timer keeps it until they have passed."""
     async with serving(FakeEngine(), lease_s=0.05) as client:
         for number in range(5):
@@ -357,7 +357,7 @@ async def cancelled(client: Client, reading: "asyncio.Task[Any]", call: Any) -> 
 
 
 @pytest.mark.parametrize("by", ["cancel", "abandon"])
-async def test_queued(by: str) -> None:
+async def test_a_queued_prompt_that_is_abandoned_or_cancelled_never_runs(by: str) -> None:
     gate = Gate()
     async with serving(FakeEngine(chunk_time=1.0, delay=gate)) as client:
         first = client.call()

@@ -146,7 +146,7 @@ async def test_a_request_uses_the_cache_as_it_says(valkey: Server, policy: Cache
         assert (await client.done(mine)).cached_tokens == (96 if policy.writes else 0)
 
 
-async def test_what_was_loaded_stays_though_its_job_is_aborted() -> None:
+async def test_loaded_blocks_of_an_aborted_job_stay() -> None:
     gate = Gate()
     gate.open()
     async with serving(FakeEngine(chunk_time=1.0, delay=gate), **HOST) as client:
@@ -286,7 +286,7 @@ async def test_an_aborted_job_leaves_what_it_has_computed() -> None:
         assert by_tier(await client.done()) == {"pool": 32}
 
 
-async def test_pages_that_lost_their_blocks_after_the_look_up_send_it_round_again() -> None:
+async def test_blocks_evicted_after_the_lookup_are_looked_up_again() -> None:
     gate = Gate()
     engine = FakeEngine(chunk_time=1.0, delay=gate, pages=16)
     async with serving(engine, **HOST) as client:

@@ -147,7 +147,7 @@ async def test_too_many_waiting_are_refused_with_a_delay() -> None:
         await asyncio.gather(*calls)
 
 
-async def test_what_can_never_fit_is_refused_with_both_numbers() -> None:
+async def test_too_long_prompts_are_refused_with_both_numbers() -> None:
     async with serving(FakeEngine(pages=6, max_model_len=200)) as client:
         code, details = await status_of(client.call())
         assert code is grpc.StatusCode.INVALID_ARGUMENT

@@ -36,7 +36,7 @@ CHECKSUM = slice(80, 84)
 SETTINGS: dict[str, Any] = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
 
 
-async def test_nobody_gains_by_others_prompts(valkey: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_others_prompts_are_not_found(valkey: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The victim's prompt, asked by another tenant or with another salt, is neither found nor looked for in any other
     way than one that nobody ever asked, so that not even its time can tell them apart."""
     fetch_all(monkeypatch)

@@ -44,7 +44,7 @@ async def test_records_expire(server: Server) -> None:
     await cache.close()
 
 
-async def test_of_a_longer_value_no_more_comes_than_a_record(server: Server, cache: RedisPrefixCache) -> None:
+async def test_a_too_long_value_is_read_only_in_part(server: Server, cache: RedisPrefixCache) -> None:
     """A writer without the secret may put one there once the look-up is over."""
     await fill(cache)
     assert await found(cache) == 6
@@ -240,7 +240,7 @@ async def test_parts_share_one_budget(server: Server, cache: RedisPrefixCache, m
 
 
 @pytest.mark.parametrize("keys", [2, 256])
-async def test_touching_prolongs_lives(server: Server, monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
+async def test_touch_extends_the_ttl_of_records(server: Server, monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
     monkeypatch.setattr("baton.kv.prefix.redis.cache.LOOKUP_KEYS", keys)
     cache = open_cache(server.url, ttl_s=1000)
     await fill(cache)

@@ -86,7 +86,7 @@ def refused() -> list[float]:
 
 
 @pytest.mark.parametrize(("servers", "scheme"), [(standalone, "redis"), (cluster, "redis+cluster")])
-async def test_the_documented_user_suffices(
+async def test_the_documented_redis_user_has_enough_rights(
     servers: object, scheme: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert RULE is not None

@@ -235,7 +235,7 @@ async def test_large_chains_from_all_nodes(shared: list[Server], monkeypatch: py
     await cache.close()
 
 
-async def test_slots_that_nobody_had_are_found_once_somebody_has(servers: list[Server]) -> None:
+async def test_hash_slots_without_a_node_are_used_again_once_assigned(servers: list[Server]) -> None:
     lost = [number for number, key in enumerate(KEYS) if owner(key) == owner(KEYS[0])]
     slots = sorted({key_slot(KEYS[number].encode()) for number in lost})
     for server in servers:

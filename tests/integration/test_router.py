@@ -18,7 +18,7 @@ from tests.integration.router_rig import router_rig, whole
 from tests.integration.router_stubs import KV, LENGTH, MAX_MODEL_LEN, STOP, DownStream, letter, never_ending, text
 
 
-async def test_happy_path(tmp_path: Path) -> None:
+async def test_a_request_gets_its_text_tokens_usage_and_finish_reason(tmp_path: Path) -> None:
     async with router_rig(tmp_path) as b:
         b.prefill[0].cached_tokens = 2
         answer = await b.answer(max_tokens=6, temperature=0)

@@ -103,11 +103,10 @@ class Pair:
         self.channel: grpc.aio.Channel
 
     async def fetch(self, transfer_id: str = "t", **changes: Any) -> Handoff:
-        """Fetch all; `changes` are those of `source`, and `first`."""
-        first = changes.pop("first", 0)
+        """Fetch all; `changes` are those of `source`."""
         timeout_s = changes.get("timeout_s", 30.0)
-        sources = [self.source(transfer_id, **changes)]
-        return await fetch(sources, self.engine, self.handle, tokens=TOKENS, first=first, timeout_s=timeout_s)
+        sources, wanted = [self.source(transfer_id, **changes)], range(TOKENS)
+        return await fetch(sources, self.engine, self.handle, tokens=wanted, length=TOKENS, timeout_s=timeout_s)
 
     async def fetch_prefix(self, tokens: range, **changes: Any) -> None:
         options = {"length": TOKENS, "digest": b"name", "timeout_s": 30.0, **changes}
@@ -155,7 +154,7 @@ async def sharded(*layers: range) -> AsyncIterator[list[Pair]]:
 async def fetch_shards(*pairs: Pair) -> Handoff:
     """Fetch all from these processes of one exporter, into the first consumer's pages."""
     sources = [pair.source() for pair in pairs]
-    return await fetch(sources, pairs[0].engine, pairs[0].handle, tokens=TOKENS, timeout_s=30.0)
+    return await fetch(sources, pairs[0].engine, pairs[0].handle, tokens=range(TOKENS), length=TOKENS, timeout_s=30.0)
 
 
 def flip(frame: bytes) -> bytes:
@@ -298,7 +297,7 @@ async def test_shards_that_are_not_those_of_the_exporter_are_refused(pair: Pair)
     ready(pair.exports, pair.exporter, "t", TOKENS)
     halves = [pair.source(shard=Shard("", layers, range(HEADS))) for layers in (range(2), range(2, LAYERS))]
     with pytest.raises(IncompleteTransfer, match="the exporter has the shards"):
-        await fetch(halves, pair.engine, pair.handle, tokens=TOKENS, timeout_s=30)
+        await fetch(halves, pair.engine, pair.handle, tokens=range(TOKENS), length=TOKENS, timeout_s=30)
 
 
 @pytest.mark.parametrize("tokens", [range(TOKENS), range(8, 24)])
@@ -508,7 +507,7 @@ async def test_a_stalled_exporter_is_left(pair: Pair, final: int) -> None:
     assert faults("source_unreachable") == before + 1
 
 
-async def test_standing_in_line_is_no_stall(pair: Pair) -> None:
+async def test_a_wait_for_an_announced_export_is_not_a_stall(pair: Pair) -> None:
     pair.exports.announce("t")
     fetching = asyncio.create_task(pair.fetch(stall_timeout_s=0.1))
     await pair.servicer.requested.wait()
@@ -519,7 +518,7 @@ async def test_standing_in_line_is_no_stall(pair: Pair) -> None:
         await fetching
 
 
-async def test_the_whole_is_bounded(pair: Pair) -> None:
+async def test_a_fetch_that_exceeds_its_timeout_fails(pair: Pair) -> None:
     export = pair.exports.open("t", prefilled(pair.exporter, TOKENS), TOKENS, on_closed=lambda: None)
     mark_all_final(export, TOKENS)
     before = faults("timeout") + faults("incomplete_transfer")

@@ -58,7 +58,7 @@ async def test_fleet_equals_generate(family: str, tied: bool, tmp_path: Path) ->
         await check(16, 16, decode, **IN_HOST_MEMORY)
 
 
-async def test_what_is_preempted_and_replayed_equals_generate(tmp_path: Path) -> None:
+async def test_preempted_requests_equal_generate(tmp_path: Path) -> None:
     """In a pool that can't hold all of them: they need 25 pages at their ends, and more for several choices."""
     checkpoint = make_checkpoint("llama", tmp_path)
     expected, preempted = references(checkpoint), count(SEQUENCES_PREEMPTED)

@@ -278,7 +278,7 @@ def test_a_request_that_must_run_alone_waits_for_workers_as_well() -> None:
         assert storm.streams[0].right, storm.streams[0].error
 
 
-def test_a_freeze_is_no_death() -> None:
+def test_frozen_workers_do_not_isolate_a_request() -> None:
     """Two freezes of five seconds and more, under a request that is all alone: it never must run alone."""
 
     async def work() -> None:

@@ -96,18 +96,18 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
 
         return noted
 
-    async def _fetch(self, source: RemoteExport, handle: KvHandle, *, tokens: int, first: int) -> Handoff:
+    async def _fetch(self, source: RemoteExport, handle: KvHandle, *, tokens: range, length: int) -> Handoff:
         ours, engine = self.tries_of[source.transfer_id], self.engine
-        assert first == ours.cached
+        assert tokens == range(ours.cached, length)
         try:
             await ours.fetched
         except BaseException:
             # A frame that was on its way when the attempt ended: if it landed anywhere, tokens would differ.
             if not handle.alive:
                 with contextlib.suppress(EngineError):
-                    ours.ready.write(engine, handle, first)
+                    ours.ready.write(engine, handle, tokens.start)
             raise
-        ours.ready.write(engine, handle, first)
+        ours.ready.write(engine, handle, tokens.start)
         return ours.ready.handoff
 
     @initialize(target=sessions)
@@ -379,9 +379,9 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         check_left(self.engine, self.cache, self.tries_of.values())
         assert self.service.worker._timer is None
         assert not len(self.service.worker._transfers)
-        turning = self.loop.create_future()
-        turning.set_result(None)
-        self.loop.run_until_complete(self.service.close(turning))
+        loop_run = self.loop.create_future()
+        loop_run.set_result(None)
+        self.loop.run_until_complete(self.service.close(loop_run))
         self.loop.finish()
 
 

@@ -69,7 +69,7 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 99), hit=st.floats(0, 0.99), loads=st.booleans())
     def look_up(self, index: int, hit: float, loads: bool = False) -> None:
         if prompt := self.picked(index, Stage.LOOKUP):
-            self.scheduler.await_pages(prompt.work, int(prompt.work.tokens * hit), loads=loads)
+            self.scheduler.finish_lookup(prompt.work, int(prompt.work.tokens * hit), loads=loads)
 
     @rule(tokens=st.one_of(st.integers(1, 100), st.integers(400, LONGEST - 200)), hit=st.floats(0, 0.9))
     def arrive(self, tokens: int, hit: float) -> None:

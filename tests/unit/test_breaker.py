@@ -36,7 +36,7 @@ def test_one_trial_a_pause_and_the_pause_doubles() -> None:
         assert breaker.request() is None
 
 
-def test_success_closes() -> None:
+def test_a_success_closes_the_breaker() -> None:
     breaker = opened(Clock())
     trial(breaker)
     breaker.record_success()

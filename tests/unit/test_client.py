@@ -37,7 +37,7 @@ async def router() -> Router:
 
 
 @pytest.mark.parametrize("face", ["async", "sync"])
-async def test_complete(router: Router, face: str) -> None:
+async def test_complete_returns_texts_tokens_and_log_probabilities(router: Router, face: str) -> None:
     arguments: dict[str, Any] = {"max_tokens": 4, "temperature": 0.0, "stop": "b", "logit_bias": {7: 1.0}, "n": 2}
     async with served(router) as listener:
         completion = await ask(face, listener.address, lambda client: client.complete("hello", **arguments))
@@ -100,7 +100,7 @@ async def test_what_can_not_be_said_of_the_cache_or_progress_is_refused(argument
         client.generate("x", **arguments)
 
 
-async def test_none_is_as_good_as_nothing(router: Router) -> None:
+async def test_an_argument_of_none_equals_an_omitted_one(router: Router) -> None:
     async with served(router) as listener, AsyncClient(listener.address) as client:
         await client.complete("x", stop=None, stop_token_ids=None, allowed_token_ids=None, logit_bias=None, seed=None)
         await client.complete("x")
@@ -108,7 +108,7 @@ async def test_none_is_as_good_as_nothing(router: Router) -> None:
 
 
 @pytest.mark.parametrize("face", ["async", "sync"])
-async def test_the_other_calls(router: Router, face: str) -> None:
+async def test_tokenize_detokenize_model_and_health_answer(router: Router, face: str) -> None:
     async with served(router) as listener:
         calls: list[Callable[[Any], Any]] = [
             lambda client: client.tokenize("x", add_special_tokens=False),
@@ -193,7 +193,7 @@ async def test_refusals_keep_their_class(router: Router) -> None:
         ("nobody.invalid:1", r"cannot find the host of nobody.invalid:1; check the address"),
     ],
 )
-async def test_nobody_there(target: str, words: str) -> None:
+async def test_an_unreachable_router_is_unavailable(target: str, words: str) -> None:
     async with AsyncClient(target) as client:
         with pytest.raises(Unavailable, match=f"^{words}$"):
             await client.complete("x", timeout=60)

@@ -97,7 +97,7 @@ def test_files_that_can_not_be_used_are_named_by_their_flags(command: list[str],
 
 
 @pytest.mark.parametrize("face", ["library", "command"])
-async def test_who_speaks_in_the_clear_to_tls_is_given_a_hint(face: str) -> None:
+async def test_clients_without_tls_get_a_hint(face: str) -> None:
     async with served(Router(), tls=tls("router")) as listener:
         if face == "library":
             async with AsyncClient(listener.address) as client:

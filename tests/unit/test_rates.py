@@ -5,7 +5,7 @@ import pytest
 from baton.rates import DecayingAverage, DecayingRate
 
 
-def test_a_rate_forgets() -> None:
+def test_a_rate_forgets_old_samples() -> None:
     rate = DecayingRate()
     assert rate.value == 0.0
     rate.add(1_000, 1.0)

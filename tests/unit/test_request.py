@@ -36,7 +36,7 @@ def test_values_out_of_range_are_named(field: str, value: Any) -> None:
     ("field", "value"),
     [("temperature", 0.0), ("top_p", 1e-300), ("repetition_penalty", MIN_REPETITION_PENALTY), ("seed", 2**64 - 1)],
 )
-def test_borders_are_allowed(field: str, value: Any) -> None:
+def test_sampling_values_at_their_limits_are_accepted(field: str, value: Any) -> None:
     assert getattr(SamplingParams(**{field: value}), field) == value
 
 

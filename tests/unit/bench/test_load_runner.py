@@ -80,7 +80,7 @@ async def test_the_wait_for_the_cap_is_told_apart_from_the_generators_own() -> N
     assert second.ttft <= second.ended - second.sent
 
 
-async def test_who_waits_too_long_is_not_sent() -> None:
+async def test_late_requests_are_not_sent() -> None:
     run = LoadRun(LoadPlan(max_concurrency=1, timeout_s=1.0))
 
     # The first ends once both others wait, the second once the third waits no more.

@@ -53,7 +53,7 @@ def test_lengths_of_each_distribution() -> None:
         ("uniform:5:4", "the lower bound 5 is greater than the upper bound 4"),
     ],
 )
-def test_what_is_no_distribution_is_refused(text: str, words: str) -> None:
+def test_invalid_distributions_are_refused(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         lengths(text)
 
@@ -88,7 +88,7 @@ def file(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_lines_of_every_form(tmp_path: Path) -> None:
+def test_workload_lines_of_all_forms_are_read(tmp_path: Path) -> None:
     text = """{"text": "a\u2028b", "max_tokens": 3}
 {"prompt": "c"}
 
@@ -120,7 +120,7 @@ def test_lines_of_every_form(tmp_path: Path) -> None:
         ('{"text": "a", "cache_salt": 3}', "cache_salt: must be text, got 3"),
     ],
 )
-def test_what_can_not_be_asked_is_refused_with_its_line(line: str, words: str, tmp_path: Path) -> None:
+def test_invalid_prompts_are_refused_with_their_line(line: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(PromptFileError) as error:
         read(file(tmp_path, f'{{"text": "fine"}}\n\n{line}\n'))
     assert str(error.value).startswith("line 3: ")

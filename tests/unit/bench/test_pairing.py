@@ -5,7 +5,7 @@ from typing import Any
 from bench.pairing import attempt, failures, median, medians, ratio, turned
 
 
-def test_who_was_first_is_last_in_the_next_round() -> None:
+def test_the_order_rotates_in_each_round() -> None:
     assert [turned("abc", number) for number in range(4)] == [list(each) for each in ("abc", "bca", "cab", "abc")]
 
 

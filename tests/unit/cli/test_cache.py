@@ -174,7 +174,7 @@ async def test_a_clear_of_a_process_that_falls_silent_is_given_up(monkeypatch: p
     assert f"error: {listener.address}: " in result.stderr
 
 
-async def test_a_silent_process_and_a_bad_flag_have_statuses_of_their_own() -> None:
+async def test_an_unreachable_process_exits_75_and_a_bad_flag_exits_2() -> None:
     assert (await cache("stats", "--target=127.0.0.1:1")).exit_code == 75
     assert (await cache("clear", "--yes")).exit_code == 2
     assert (await cache("stats", "--target=nowhere")).exit_code == 2

@@ -217,7 +217,7 @@ def test_a_bad_file_is_named(content: bytes | None, flag: str, part: str, tmp_pa
 
 
 @pytest.mark.parametrize("arguments", ["hello --token-ids=1", "--token-ids=1,x", "hello --logprobs=1"])
-def test_usage(arguments: str) -> None:
+def test_bad_arguments_of_generate_exit_2(arguments: str) -> None:
     assert CliRunner().invoke(main, ["generate", *arguments.split()]).exit_code == 2
 
 

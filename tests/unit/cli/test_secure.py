@@ -17,7 +17,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-def test_what_lacks_is_made_and_what_is_there_is_kept(tmp_path: Path) -> None:
+def test_missing_secrets_are_made_and_existing_ones_are_kept(tmp_path: Path) -> None:
     directory = tmp_path / "new"
     fleet = SecureFleet.prepare(directory, ["0.0.0.0"], {"prefill": 1, "decode": 2})
     before = contents(directory)

@@ -51,7 +51,7 @@ def invoke(*flags: str, **environ: str) -> Result:
         ([], {"BATON_CLIENT_CERTS": "1"}, ["BATON_CLIENT_CERTS", "needs tls_cert"]),
     ],
 )
-def test_what_is_wrong_is_named_once(
+def test_bad_options_are_named_once(
     flags: list[str],
     environ: dict[str, str],
     parts: list[str],

@@ -10,13 +10,13 @@ from baton.errors import ConfigError
     ("text", "size"),
     [("0", 0), ("512", 512), ("4GiB", 4 << 30), ("4gb", 4 * 10**9), ("64M", 64 << 20), ("1.5 KiB", 1536)],
 )
-def test_sizes(text: str, size: int) -> None:
+def test_byte_sizes_are_parsed_and_formatted(text: str, size: int) -> None:
     assert parse_bytes(text) == size
     assert parse_bytes(format_bytes(size)) == size
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "4 GiBs", "nan"])
-def test_bad_sizes(text: str) -> None:
+def test_invalid_byte_sizes_are_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_bytes(text)
 

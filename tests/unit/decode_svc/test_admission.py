@@ -467,7 +467,7 @@ def test_without_measurements_the_slots_are_the_limit() -> None:
     assert refused.value.retry_after == USUAL_RETRY_S
 
 
-def test_as_many_more_as_end_while_a_new_one_is_made_ready() -> None:
+def test_admission_allows_for_the_slots_that_become_free_in_time() -> None:
     admission, now = busy(32, rate=10.0, lead_s=0.5), 10 * SPAN_S
     assert admission.rate(now) == pytest.approx(10.0, rel=0.02)
     assert admission.lookahead(now) == 5

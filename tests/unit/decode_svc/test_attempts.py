@@ -80,7 +80,7 @@ def test_a_reservation_holds_the_context_and_one_choices_first_outputs_and_the_p
         (4, 4, 65, "choices: .*at most 64, got 65"),
     ],
 )
-def test_what_can_never_fit_is_refused_with_the_numbers(context: int, new: int, choices: int, words: str) -> None:
+def test_too_large_reservations_are_refused(context: int, new: int, choices: int, words: str) -> None:
     attempts = of(engine())
     with pytest.raises(InvalidReservation, match=words):
         attempts.reserve(1, Reserve(KEY, context, new, choices), 0.0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine.contract import Sequence
+from baton.engine.contract import EngineSequence
 from baton.errors import EngineError
 from baton.request import FinishReason, SequenceState
 from baton.worker.health import Progress
@@ -164,7 +164,7 @@ def test_requests_without_tokens_are_no_fault_of_a_worker_that_computes_its_own_
 def test_a_worker_that_computes_tokens_for_nobody_ends(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     turns, insert = Turns(steps_ahead=ahead), LoggingEngine.insert
 
-    def spoiled(engine: LoggingEngine, sequence: Sequence) -> None:
+    def spoiled(engine: LoggingEngine, sequence: EngineSequence) -> None:
         insert(engine, sequence)
         spoil(engine, sequence.handle, 1)
 
@@ -374,7 +374,7 @@ def test_stopping_waits_for_what_is_in_flight() -> None:
     assert turns.engine.audit() == {}
 
 
-def test_what_the_engine_has_read_by_itself_is_reported_in_order() -> None:
+def test_steps_that_the_engine_reads_are_reported_in_order() -> None:
     turns = Turns(steps_ahead=1)
     turns.engine._spec = replace(turns.engine.spec, steps_ahead=2)
     turns.add(1, [3, 1, 4], 9)

@@ -122,7 +122,7 @@ def source(**fields: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_what_is_kept_of_a_router_is_short(field: str, message: dict[str, Any]) -> None:
+def test_ids_of_a_router_are_bounded(field: str, message: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=f"^{field}: must have at most ") as refused:
         command_from_proto(decode_pb2.SessionUp(**message))
     assert len(str(refused.value)) < 250

@@ -52,9 +52,9 @@ def test_a_fetch_that_ends_at_the_deadline_is_in_time(loop: VirtualLoop, late_s:
     engine, ready = FakeEngine(), prefill(PROMPT, SamplingParams(max_tokens=8, seed=1), request_id="r")
     fetched: asyncio.Future[None] = loop.create_future()
 
-    async def fetch(source: RemoteExport, handle: KvHandle, *, tokens: int, first: int) -> Handoff:
+    async def fetch(source: RemoteExport, handle: KvHandle, *, tokens: range, length: int) -> Handoff:
         await fetched
-        ready.write(engine, handle, first)
+        ready.write(engine, handle, tokens.start)
         return ready.handoff
 
     worker = made(loop, engine, fetch)
@@ -76,8 +76,8 @@ def test_a_router_is_told_of_an_attempt_that_ends_with_its_first_token(loop: Vir
     """Its own word for it may come late: it must not take the attempt for lost meanwhile."""
     engine, ready = FakeEngine(), prefill(PROMPT, SamplingParams(max_tokens=1, seed=1), request_id="r")
 
-    async def fetch(source: RemoteExport, handle: KvHandle, *, tokens: int, first: int) -> Handoff:
-        ready.write(engine, handle, first)
+    async def fetch(source: RemoteExport, handle: KvHandle, *, tokens: range, length: int) -> Handoff:
+        ready.write(engine, handle, tokens.start)
         return ready.handoff
 
     worker = made(loop, engine, fetch)
@@ -180,11 +180,11 @@ def test_blocks_of_a_long_context_are_published_in_slices(evicting: Evicting, mo
     monkeypatch.setattr(evicting.engine, "publish", lambda *each: (published.append(len(each[1])), publish(*each)))
     ready = prefill([7] * 90, GREEDY, page_size=16)
 
-    async def fetch(source: RemoteExport, handle: KvHandle, *, tokens: int, first: int) -> Handoff:
-        ready.write(evicting.engine, handle, first)
+    async def fetch(source: RemoteExport, handle: KvHandle, *, tokens: range, length: int) -> Handoff:
+        ready.write(evicting.engine, handle, tokens.start)
         return ready.handoff
 
-    evicting.worker._fetch = fetch
+    evicting.worker._fetch_kv = fetch
     session, key = evicting.open_session(), AttemptKey("r", 0)
     evicting.loop.call(evicting.worker.handle, session, Reserve(key, 90, 4, 1))
     evicting.loop.call(evicting.worker.handle, session, Start(key, RemoteExport("t", "theirs", ())))
@@ -204,11 +204,11 @@ def test_what_a_request_may_only_read_is_not_published(evicting: Evicting) -> No
     evicting.engine.free(evicting.engine.reserve("cached", 32), digests(evicting.engine, ids[:32]))
     ready = prefill(ids, GREEDY, page_size=16)
 
-    async def fetch(source: RemoteExport, handle: KvHandle, *, tokens: int, first: int) -> Handoff:
-        assert first == 32
+    async def fetch(source: RemoteExport, handle: KvHandle, *, tokens: range, length: int) -> Handoff:
+        assert tokens.start == 32
         return ready.handoff
 
-    evicting.worker._fetch = fetch
+    evicting.worker._fetch_kv = fetch
     session, key = evicting.open_session(), AttemptKey("r", 0)
     names = b"".join(digests(evicting.engine, ids[:32]))
     reserve = Reserve(key, 90, 4, 1, prefix_digests=names, cache=CachePolicy.READ)
@@ -223,8 +223,8 @@ def test_what_does_not_belong_to_the_pinned_blocks_is_not_published(loop: Virtua
     engine, ids = FakeEngine(pages=8, page_size=64), [7] * 32 + [8] * 58
     ready = prefill(ids, GREEDY, page_size=64)
 
-    async def fetch(source: RemoteExport, handle: KvHandle, *, tokens: int, first: int) -> Handoff:
-        assert first == 32
+    async def fetch(source: RemoteExport, handle: KvHandle, *, tokens: range, length: int) -> Handoff:
+        assert tokens.start == 32
         return ready.handoff
 
     worker = made(loop, engine, fetch)

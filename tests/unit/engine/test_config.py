@@ -43,7 +43,7 @@ def test_pages_are_larger_where_sequences_are_longer(device: str, max_model_len:
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:1"])
-def test_good_devices(device: str) -> None:
+def test_valid_devices_are_accepted(device: str) -> None:
     assert EngineConfig("m", device=device).device == device
 
 

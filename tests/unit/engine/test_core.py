@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from baton.engine.contract import EngineSpec, Sequence
+from baton.engine.contract import EngineSequence, EngineSpec
 from baton.engine.core import EngineCore, KvManager
 from baton.engine.plan import ForwardPlan, Growth, PlanResult, Row, RowResult
 from baton.errors import EngineError, Overloaded
@@ -23,7 +23,7 @@ def kv() -> KvManager:
 
 
 def insert(kv: KvManager, handle: PageHandle, ids: list[int], params: SamplingParams = GREEDY) -> None:
-    kv.insert(Sequence(handle, SequenceState(params, ids)), handle)
+    kv.insert(EngineSequence(handle, SequenceState(params, ids)), handle)
 
 
 def join(kv: KvManager, owner: str, tokens: int, params: SamplingParams = GREEDY) -> PageHandle:
@@ -37,7 +37,7 @@ def plan(kv: KvManager) -> ForwardPlan:
         return kv.plan((), steps)
 
 
-def grow(kv: KvManager) -> list[Sequence]:
+def grow(kv: KvManager) -> list[EngineSequence]:
     """Each sequence of the batch got a token."""
     for sequence in kv.batch:
         sequence.output_ids.append(7)
@@ -121,7 +121,7 @@ def test_slots_and_lengths_are_checked_before_anything_changes(kv: KvManager) ->
         pytest.fail("it has no room")
 
 
-class Wide(Sequence):
+class Wide(EngineSequence):
     """A sequence whose steps have three new tokens."""
 
     @property

@@ -45,7 +45,7 @@ def test_what_was_touched_is_moved_and_nothing_else_is_filled() -> None:
     assert grown < 1 << 20
 
 
-def test_what_processes_share_is_counted_and_libraries_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_is_counted_without_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
     size, library = 32 << 20, Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     before = huge_pages.resident()

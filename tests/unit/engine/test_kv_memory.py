@@ -145,7 +145,7 @@ def test_blocks_are_written_from_any_token_on_and_none_beside_them(kind: Kind, d
         assert all(torch.equal(kv.parts[name], part) for name, part in expected.items())
 
 
-def test_what_is_read_is_a_copy(kind: Kind) -> None:
+def test_kv_that_is_read_is_a_copy(kind: Kind) -> None:
     kv = cache_of(torch.float32)
     part: PartData = kind(kv).read([3], 0, range(PAGE), range(HEADS))[0]
     before = bytes(part.data)

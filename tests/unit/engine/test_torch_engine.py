@@ -143,7 +143,7 @@ def test_log_probabilities_equal_transformers(checkpoint: Path, monkeypatch: pyt
     assert len(token.top) == 3
 
 
-def test_what_the_model_raises_becomes_an_engine_error(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_the_model_become_engine_errors(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(checkpoint, kernels="torch")
     handle, outputs = start(engine, "a/1", state(list(range(10))))
 

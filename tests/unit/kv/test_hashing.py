@@ -43,7 +43,7 @@ def test_golden_vectors() -> None:
 
 @pytest.mark.parametrize("block_size", [1, 7, 16, 256])
 @pytest.mark.parametrize("tokens", [0, 1, 15, 16, 17, 500, 40_000])
-def test_equals_the_definition(block_size: int, tokens: int) -> None:
+def test_block_digests_equal_the_definition(block_size: int, tokens: int) -> None:
     ids = random.Random(tokens).choices(range(2**32), k=tokens)
     got = block_digests(chain_root("m", FORMAT, b"s"), ids, block_size)
     assert got == by_the_book("m", FORMAT, b"s", ids, block_size)

@@ -21,7 +21,7 @@ def test_a_handle_grows_and_a_freed_one_is_refused() -> None:
             call()
 
 
-def test_who_is_told_of_pages_may_take_them_at_once() -> None:
+def test_a_watcher_may_take_pages_at_once() -> None:
     pool, told = PagePool(1, 4), list[int]()
 
     def take() -> None:

@@ -28,7 +28,7 @@ def read(architecture: str = "LlamaForCausalLM", **fields: Any) -> ModelConfig:
     return ModelConfig.from_dict({**LLAMA, "architectures": [architecture], **fields})
 
 
-def test_what_is_left_out_is_derived() -> None:
+def test_omitted_config_fields_get_transformers_defaults() -> None:
     config = read()
     assert config.num_kv_heads == 4
     assert config.head_dim == 16
@@ -78,12 +78,12 @@ def test_rope_spellings(spelling: dict[str, Any]) -> None:
         ({"rope_scaling": {"type": "linear", "factor": 2}}, RopeConfig(1e4, "linear", 2.0)),
     ],
 )
-def test_simple_rope_spellings(spelling: dict[str, Any], rope: RopeConfig) -> None:
+def test_simple_rope_settings_are_read_in_all_spellings(spelling: dict[str, Any], rope: RopeConfig) -> None:
     assert read(**spelling).rope == rope
 
 
 @pytest.mark.parametrize("spelling", [{"dtype": "bfloat16"}, {"torch_dtype": "bfloat16"}, {"dtype": "torch.bfloat16"}])
-def test_dtype_spellings(spelling: dict[str, str]) -> None:
+def test_dtypes_are_read_in_all_spellings(spelling: dict[str, str]) -> None:
     assert read(**spelling).dtype == "bfloat16"
 
 
@@ -114,7 +114,7 @@ def test_dtype_spellings(spelling: dict[str, str]) -> None:
         ("Qwen3ForCausalLM", {"sliding_window": None, "layer_types": ["full_attention"] * 4}, (None,) * 4),
     ],
 )
-def test_windows(architecture: str, fields: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+def test_windows_of_layers(architecture: str, fields: dict[str, Any], windows: tuple[int | None, ...]) -> None:
     assert read(architecture, **fields).windows == windows
 
 

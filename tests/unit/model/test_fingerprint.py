@@ -40,14 +40,14 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_is_known_without_hashing_twice(checkpoint: Path, hashed: list[str]) -> None:
+def test_an_unchanged_weight_file_is_hashed_only_once(checkpoint: Path, hashed: list[str]) -> None:
     first = weights_digest(checkpoint)
     assert weights_digest(checkpoint) == first
     assert hashed == ["model.safetensors"]
     assert len(list(cache_folder().iterdir())) == 1
 
 
-def test_place_and_file_names_do_not_matter(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_weights_digest_ignores_paths_and_file_names(checkpoint: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(checkpoint, tmp_path / "copy")
     assert load_model(copy, dtype=torch.float32).fingerprint == load_model(checkpoint, dtype=torch.float32).fingerprint
 

@@ -32,7 +32,7 @@ def race(logits: Tensor, keys: Tensor, temperature: float = 1.0) -> tuple[Gumbel
     return GumbelArgmax(tiles, draws, lowest_noise), draws.scale(logits)
 
 
-def test_the_finalizer_is_murmurs() -> None:
+def test_fmix32_equals_murmurhash3() -> None:
     """Values of the reference implementation in smhasher."""
     assert [fmix32(x) for x in (0, 1, 0xFFFFFFFF)] == [0, 0x514E28B7, 0x81F16F39]
 
@@ -44,7 +44,7 @@ def test_bits_are_those_of_the_plain_hash() -> None:
     assert _bits(ids, keys_of(rows)).tolist() == expected
 
 
-def test_the_winner_is_the_plain_one() -> None:
+def test_the_draw_equals_the_argmax_of_logits_plus_gumbel_noise() -> None:
     rows = [(seed, seed % 3, seed * 7) for seed in range(40)]
     scaled = torch.randn(40, 999, generator=torch.Generator().manual_seed(0)) * 3
     expected = [
@@ -158,7 +158,7 @@ FULL = 0xFFFFFFFF
         ),
     ],
 )
-def test_published_vectors(
+def test_philox_equals_published_test_vectors(
     counter: tuple[int, int, int, int], key: tuple[int, int], expected: tuple[int, int, int, int]
 ) -> None:
     assert philox(counter, key) == expected

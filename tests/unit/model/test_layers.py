@@ -63,7 +63,7 @@ def test_ranks_equal_one_rank(family: str, tied: bool, overrides: dict[str, obje
             torch.testing.assert_close(found, alone, rtol=0, atol=1e-4)
 
 
-def test_what_does_not_divide_is_refused(tmp_path: Path) -> None:
+def test_kv_heads_that_ranks_do_not_divide_are_refused(tmp_path: Path) -> None:
     path = make_checkpoint("llama", tmp_path)
     with pytest.raises(ModelError, match="num_key_value_heads 2 is not divisible by 4 tensor-parallel ranks"):
         load_model(path, dtype=torch.float32, parallel=TensorParallel(0, 4))

@@ -54,7 +54,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("page_size", [16, 256])
 @pytest.mark.parametrize("chunk", [1, 7, 16, 64, LENGTH])
-def test_logits(pair: Pair, chunk: int, page_size: int) -> None:
+def test_logits_equal_transformers_for_any_chunk_and_page_size(pair: Pair, chunk: int, page_size: int) -> None:
     ids = prompt_ids(LENGTH)
     found = chunked_logits(pair.ours, ids, chunk, page_size)
     assert found.shape == (LENGTH, VOCAB_SIZE)
@@ -69,7 +69,7 @@ def test_greedy_equals_generate(pair: Pair, chunk: int, page_size: int) -> None:
 
 
 @pytest.mark.parametrize("sampled", [[], [-1], [0, 1, 2, 7, -2, -1]])
-def test_some_tokens_alone(pair: Pair, sampled: list[int]) -> None:
+def test_a_pass_for_some_hidden_states_leaves_the_same_kv(pair: Pair, sampled: list[int]) -> None:
     """A pass of which only some tokens' hidden states are wanted yields those, and leaves the same KV."""
     ids, chunk = prompt_ids(LENGTH), 40
     pools = [pair.ours.new_kv_cache(8, 16) for _ in range(2)]
@@ -125,7 +125,7 @@ def test_bfloat16_stays_close(pair: Pair, native: CDLL | None) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_variants(family: str, overrides: dict[str, Any], tmp_path: Path, native: CDLL | None) -> None:
+def test_family_variants(family: str, overrides: dict[str, Any], tmp_path: Path, native: CDLL | None) -> None:
     make_checkpoint(family, tmp_path, **overrides)
     both = Pair(load_model(tmp_path, dtype=torch.float32, native=native), load_reference(tmp_path))
     ids = prompt_ids(LENGTH)

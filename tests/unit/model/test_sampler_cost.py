@@ -117,7 +117,7 @@ def test_a_row_costs_its_mates_nothing(one: SamplingParams, others: SamplingPara
     ],
     ids=["top_k", "logprobs", "top_p", "allowed_token_ids"],
 )
-def test_what_is_dear_for_one_row_is_not_done_for_all(one: SamplingParams) -> None:
+def test_the_cost_of_one_rows_parameters_is_not_paid_for_all_rows(one: SamplingParams) -> None:
     like = SamplingParams(seed=1, top_k=100, logprobs=0, temperature=100.0)
     mates = [(number, like) for number in range(1, BATCH)]
     touched, ordered = a_step([(0, one)])
@@ -139,7 +139,7 @@ def test_many_tokens_with_penalties_are_counted_for_their_row_alone() -> None:
 
 
 @pytest.mark.parametrize("joins", [PLAIN, ALL_BUT_ONE, SamplingParams(seed=1, logit_bias=((1, 2.0),), min_tokens=9)])
-def test_who_joins_or_leaves_touches_its_own_row(joins: SamplingParams) -> None:
+def test_joining_or_leaving_the_sampler_touches_only_one_row(joins: SamplingParams) -> None:
     full = SamplingParams(
         temperature=0.0,
         repetition_penalty=1.2,

@@ -148,6 +148,6 @@ def test_memory_that_cuda_does_not_register_is_refused(runtime: Runtime) -> None
     assert not runtime.registered
 
 
-def test_small_ones_are_ordinary() -> None:
+def test_small_zeros_are_allocated_without_a_thread() -> None:
     assert torch.equal(zeros.host_zeros((3, 5), torch.float16), torch.zeros(3, 5, dtype=torch.float16))
     assert not committing()

@@ -107,7 +107,7 @@ def test_a_library_of_another_abi_is_refused(sources: Path, tmp_path: Path) -> N
         open_library(tmp_path / "other.so", source_hash(sources))
 
 
-def test_what_is_no_library_is_refused(tmp_path: Path) -> None:
+def test_invalid_libraries_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NativeUnavailable, match=r"none\.so does not exist"):
         open_library(tmp_path / "none.so", "")
     (tmp_path / "text.so").write_text("text")

@@ -105,7 +105,7 @@ def untouched(kv: KvCache) -> bool:
 
 @settings(deadline=None)
 @given(data=st.data())
-def test_what_would_be_outside_is_refused_before_anything_is_written(model: LoadedModel, data: st.DataObject) -> None:
+def test_indexes_outside_of_pages_are_refused_before_any_write(model: LoadedModel, data: st.DataObject) -> None:
     """A page, a length or a token id that is outside: an error, and untouched pages."""
     kv = model.new_kv_cache(9, 4)
     for part in kv.parts.values():

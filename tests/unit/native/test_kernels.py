@@ -204,7 +204,7 @@ def test_weights_are_those_of_softmax(library: ctypes.CDLL, dtype: torch.dtype, 
 
 @pytest.mark.parametrize("query", [1, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_attention_starts_from_nothing(library: ctypes.CDLL, dtype: torch.dtype, query: int) -> None:
+def test_sequences_ignore_values_of_others(library: ctypes.CDLL, dtype: torch.dtype, query: int) -> None:
     """The second sequence has neither the NaN of the first one nor scores above -400, all alike."""
     torch.manual_seed(0)
     size, length = 32, 80

@@ -290,7 +290,7 @@ def test_a_slow_builder_is_left(path: str, monkeypatch: pytest.MonkeyPatch, capl
     assert "another worker has been building it" in caplog.text
 
 
-def test_without_space_none_share(path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_shares_none(path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def full(address: int, size: int, *, write: bool, threads: int = 1) -> None:
         raise OSError(errno.EFAULT, "Bad address")
 

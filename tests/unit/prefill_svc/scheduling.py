@@ -16,6 +16,6 @@ def scheduler(
 
 def admit_ready(s: PrefillScheduler, tokens: int, done: int = 0, tenant: bytes = b"") -> ScheduledJob:
     prompt = s.admit(tokens, tenant)
-    s.await_pages(prompt, done)
+    s.finish_lookup(prompt, done)
     s.make_ready(prompt, done)
     return prompt

@@ -98,7 +98,7 @@ def test_chunks_hide_copies_for_a_prompt_that_has_pages_in_host_memory() -> None
     # A short one too: it may share a prefix that is there.
     for tokens, in_host, end in ((1_500, False, 500), (1_500, True, 900), (3_000, True, 900), (800, True, 800)):
         prompt = s.admit(tokens)
-        s.await_pages(prompt, 0)
+        s.finish_lookup(prompt, 0)
         s.allocate(prompt, 0, in_host=in_host)
         s.make_ready(prompt, 0)
         assert s.next_chunk() == (prompt, end)

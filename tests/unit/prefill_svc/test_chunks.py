@@ -13,7 +13,7 @@ from baton.process.executors import EngineThread
 from baton.request import SamplingParams
 from baton.worker.health import Progress
 from prefill_svc import worker as worker_module
-from prefill_svc.job import PrefillJob, PrefillTask
+from prefill_svc.job import PrefillJob, PrefillRequest
 from prefill_svc.scheduler import PrefillScheduler, ScheduledJob
 from prefill_svc.worker import ChunkRunner
 
@@ -49,19 +49,19 @@ class Worker:
         self.rates: list[tuple[str, float]] = []
 
     def start(self, name: str, tokens: int) -> asyncio.Task[None]:
-        task = PrefillTask(name, 0, "", range(tokens), (), (0,), SamplingParams(max_tokens=1, temperature=0.0))
+        request = PrefillRequest(name, 0, "", range(tokens), (), (0,), SamplingParams(max_tokens=1, temperature=0.0))
         entry = self._scheduler.admit(tokens)
-        job = self._jobs[entry] = PrefillJob.create(task, entry, time.monotonic())
+        job = self._jobs[entry] = PrefillJob.create(request, entry, time.monotonic())
         job.handle = self.engine.reserve(name, tokens)
         return asyncio.create_task(self._compute(job))
 
     async def _compute(self, job: PrefillJob) -> None:
         while job.computed < len(job.ids):
             async with self._chunks.acquire_engine(job) as end:
-                self.order.append(job.task.request_id)
+                self.order.append(job.request.request_id)
                 self.progress.record()
                 await self._chunks.run(job, end)
-                self.rates.append((job.task.request_id, job.scheduled.rate))
+                self.rates.append((job.request.request_id, job.scheduled.rate))
         self._scheduler.remove(job.scheduled)
 
 

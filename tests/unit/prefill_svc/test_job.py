@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from baton.engine.fake import FakeEngine
 from baton.request import Prefilled, PrefillProgress, PromptLogprobs, SamplingParams, TokenInfo
-from prefill_svc.job import PREPARING_S, PrefillJob, PrefillTask
+from prefill_svc.job import PREPARING_S, PrefillJob, PrefillRequest
 from prefill_svc.scheduler import PrefillScheduler
 
 DONE = Prefilled((), 0)
@@ -13,8 +13,8 @@ DONE = Prefilled((), 0)
 
 def create(ids: Sequence[int]) -> PrefillJob:
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=20)
-    task = PrefillTask("r", 0, "", ids, (), (0,), params, report_progress=True)
-    return PrefillJob.create(task, PrefillScheduler(FakeEngine().spec, 0, 8).admit(100), 1000.0)
+    request = PrefillRequest("r", 0, "", ids, (), (0,), params, report_progress=True)
+    return PrefillJob.create(request, PrefillScheduler(FakeEngine().spec, 0, 8).admit(100), 1000.0)
 
 
 async def test_a_caller_that_reads_slowly_gets_the_last_progress_before_the_result() -> None:
@@ -37,10 +37,10 @@ async def test_a_report_comes_in_parts_and_the_first_tokens_do_not_wait_for_it()
     job = create(range(3000))
     events = job.events()
     alternatives = tuple((each, -1.0) for each in range(20))
-    job.report([TokenInfo(each, -1.0, alternatives) for each in range(1, 1000)])
+    job.add_prompt_logprobs([TokenInfo(each, -1.0, alternatives) for each in range(1, 1000)])
     first = await anext(events)
     assert isinstance(first, PromptLogprobs)
-    job.report([TokenInfo(each, -1.0, alternatives) for each in range(1000, 3100)])
+    job.add_prompt_logprobs([TokenInfo(each, -1.0, alternatives) for each in range(1000, 3100)])
     job.finish(DONE)
     assert await anext(events) == DONE
     parts = [first, *[event async for event in events if isinstance(event, PromptLogprobs)]]

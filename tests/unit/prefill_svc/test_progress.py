@@ -30,7 +30,7 @@ def follow(ends: list[int], total: int, *, slower: float = 1.0) -> PrefillProgre
 
 
 @pytest.mark.parametrize("ends", [[0, 4096, 8192], [16_000, 20_000, 36_000, 40_000], list(range(0, 500_000, 4096))])
-def test_later_tokens_take_longer(ends: list[int]) -> None:
+def test_the_time_left_allows_for_slower_later_tokens(ends: list[int]) -> None:
     total, done = 1_000_000, ends[-1]
     progress = follow(ends, total)
     assert (progress.tokens_done, progress.tokens_total) == (done, total)

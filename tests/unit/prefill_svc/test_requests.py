@@ -9,7 +9,7 @@ from baton.errors import InvalidRequest
 from baton.pb import kv_pb2, prefill_pb2
 from baton.request import SamplingParams
 from baton.rpc.convert import sampling_to_proto
-from prefill_svc.servicer import task_from_proto
+from prefill_svc.servicer import request_from_proto
 from tests.unread import COUNT, WithUnread
 
 LONG = "x" * (1 << 20)
@@ -42,10 +42,10 @@ def source(**fields: Any) -> dict[str, Any]:
         ("prefix_source.export.ticket", source(ticket=LONG.encode())),
     ],
 )
-def test_what_is_kept_of_a_caller_is_short(field: str, changes: dict[str, Any]) -> None:
-    assert task_from_proto(request(), SPEC, None).request_id == "r"
+def test_ids_of_a_caller_are_bounded(field: str, changes: dict[str, Any]) -> None:
+    assert request_from_proto(request(), SPEC, None).request_id == "r"
     with pytest.raises(InvalidRequest, match=f"^{field}: must have at most ") as refused:
-        task_from_proto(request(**changes), SPEC, None)
+        request_from_proto(request(**changes), SPEC, None)
     assert len(str(refused.value)) < 250
 
 
@@ -55,4 +55,4 @@ def test_what_is_kept_of_a_caller_is_short(field: str, changes: dict[str, Any]) 
 def test_a_field_is_counted_before_any_of_it_is_read(path: str) -> None:
     message: Any = WithUnread(request(), path)
     with pytest.raises(InvalidRequest, match=rf"^{path.rpartition('.')[2]}: at most \d+ .*, got {COUNT}$"):
-        task_from_proto(message, SPEC, None)
+        request_from_proto(message, SPEC, None)

@@ -10,7 +10,7 @@ from baton.engine.fake import FakeEngine
 from baton.kv.prefix.contract import Payload
 from baton.request import CachePolicy, SamplingParams
 from baton.worker.prefix_cache import BlockCopier
-from prefill_svc.job import PrefillJob, PrefillTask
+from prefill_svc.job import PrefillJob, PrefillRequest
 from prefill_svc.prefix import ChunkSaver
 from prefill_svc.scheduler import PrefillScheduler
 from tests.engine_calls import prefill_chunk
@@ -45,14 +45,14 @@ class Rig:
         with mock.patch("prefill_svc.prefix.SAVE_WAIT_S", wait_s):
             self.saver = ChunkSaver(self.store, blocks, self.block, long_chunks)
         params = SamplingParams(max_tokens=1, temperature=0.0)
-        task = PrefillTask("r", 0, "", IDS, (), (0,), params, cache=cache or CachePolicy.READ_WRITE)
-        self.job = PrefillJob.create(task, PrefillScheduler(self.engine.spec, CHUNK, 8).admit(len(IDS)), 0.0)
+        request = PrefillRequest("r", 0, "", IDS, (), (0,), params, cache=cache or CachePolicy.READ_WRITE)
+        self.job = PrefillJob.create(request, PrefillScheduler(self.engine.spec, CHUNK, 8).admit(len(IDS)), 0.0)
         self.job.handle = self.engine.reserve("r", len(IDS))
         self.job.prefix.digests = blocks.digests(IDS, b"")
 
     def compute(self) -> None:
         job, end = self.job, self.job.computed + CHUNK
-        prefill_chunk(self.engine, job.pages, IDS, job.computed, end, on_layer=lambda _: None)
+        prefill_chunk(self.engine, job.kv, IDS, job.computed, end, on_layer=lambda _: None)
         job.computed = end
 
     async def chunk(self) -> None:
@@ -70,7 +70,7 @@ class Rig:
 
     def right(self, blocks: int) -> bool:
         """Whether the store has just these leading blocks, with the KV of the job's pages."""
-        payloads = self.engine.read_blocks(self.job.pages, 0, blocks)
+        payloads = self.engine.read_blocks(self.job.kv, 0, blocks)
         return dict(self.store.blocks) == dict(zip(self.job.prefix.digests[:blocks], payloads, strict=True))
 
 

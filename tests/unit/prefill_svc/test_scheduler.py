@@ -223,7 +223,7 @@ def test_only_a_few_are_prepared_ahead() -> None:
     entries = [s.admit(tokens) for tokens in (400, 300, 200, 100)]
     assert allocate(s, 0.0) == [], "no hit is known yet"
     for prompt in entries:
-        s.await_pages(prompt, 0)
+        s.finish_lookup(prompt, 0)
     assert allocate(s, 0.0) == [entries[3], entries[2]]
     assert allocate(s, 0.0) == []
     s.make_ready(entries[3], 0)
@@ -237,26 +237,26 @@ def test_prompts_that_load_hold_up_only_others_that_load() -> None:
     s = scheduler()
     slow = [s.admit(tokens, b"a") for tokens in (900, 910, 920)]
     for prompt in slow:
-        s.await_pages(prompt, 890, loads=True)
+        s.finish_lookup(prompt, 890, loads=True)
     assert allocate(s, 0.0, loads=True) == slow[:2]
     others = [s.admit(tokens, b"b") for tokens in (500, 510, 520)]
     for prompt in others:
-        s.await_pages(prompt, 0)
+        s.finish_lookup(prompt, 0)
     assert allocate(s, 0.0) == others[:2]
     s.make_ready(slow[0], 890)
     assert allocate(s, 0.0) == [], "it is prepared now as the others are"
 
 
-def test_small_ones_pass_one_without_pages_until_its_patience_ends() -> None:
+def test_small_prompts_overtake_one_without_pages_until_its_patience_ends() -> None:
     s = scheduler()
     big = s.admit(50)
-    s.await_pages(big, 0)
+    s.finish_lookup(big, 0)
     assert allocate(s, 0.0, lambda prompt: prompt is not big) == []
     small = s.admit(60)
-    s.await_pages(small, 0)
+    s.finish_lookup(small, 0)
     assert allocate(s, 0.1, lambda prompt: prompt is not big) == [small]
     late = s.admit(10)
-    s.await_pages(late, 0)
+    s.finish_lookup(late, 0)
     assert allocate(s, PATIENCE_S, lambda prompt: prompt is not big) == [], "none before the starved one"
     assert allocate(s, PATIENCE_S) == [big, late]
     assert late.stage is Stage.LOADING
@@ -265,8 +265,8 @@ def test_small_ones_pass_one_without_pages_until_its_patience_ends() -> None:
 def test_what_the_pages_hold_counts_more_than_what_was_expected() -> None:
     s = scheduler()
     grown, shrunk = s.admit(1_000), s.admit(1_000)
-    s.await_pages(grown, 100)
-    s.await_pages(shrunk, 500)
+    s.finish_lookup(grown, 100)
+    s.finish_lookup(shrunk, 500)
     found = {grown: 800, shrunk: 0}
 
     for prompt in (shrunk, grown):
@@ -282,7 +282,7 @@ def test_one_that_waits_for_another_is_passed_over_and_loses_no_pages_to_patienc
     s = scheduler()
     follower, other, third = s.admit(50), s.admit(60), s.admit(70)
     for prompt in (follower, other, third):
-        s.await_pages(prompt, 0)
+        s.finish_lookup(prompt, 0)
     assert allocate(s, 0.0, lambda prompt: False) == []
     assert allocate(s, PATIENCE_S, deferred={follower}) == [other, third], "in the order of arrival"
     s.make_ready(other, 0)

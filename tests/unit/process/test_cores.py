@@ -45,7 +45,7 @@ V1 = "4:cpu,cpuacct:/docker/ab\n3:cpuset:/other\n0::/\n"
         (V1, {"cpu,cpuacct__cpu_dot_cfs_quota_us": "-1", "cpu,cpuacct__cpu_dot_cfs_period_us": "100000"}, None),
     ],
 )
-def test_quotas(groups: str, files: dict[str, str], limit: float | None, tmp_path: Path) -> None:
+def test_quotas_of_both_cgroups(groups: str, files: dict[str, str], limit: float | None, tmp_path: Path) -> None:
     assert cores.quota(*system(tmp_path, groups, **files)) == limit
 
 
@@ -54,18 +54,18 @@ def test_no_cgroups_are_no_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("limit", "usable"), [(None, 8), (2.5, 3), (0.1, 1), (64.0, 8)])
-def test_usable(limit: float | None, usable: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quota_limits_usable_cores(limit: float | None, usable: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(cores, "quota", lambda: limit)
     assert cores.usable() == usable
 
 
 @pytest.mark.parametrize(("text", "cpus"), [("", set()), ("0", {0}), ("0-2,7", {0, 1, 2, 7}), ("3,3-3", {3})], ids=repr)
-def test_lists_of_cores(text: str, cpus: set[int]) -> None:
+def test_core_lists_are_parsed(text: str, cpus: set[int]) -> None:
     assert parse_cpus(text) == cpus
 
 
 @pytest.mark.parametrize("text", ["a", "1-", "-1", "2-1", "1,,2", "1;2", " ", "0-99999999999"])
-def test_no_list_of_cores(text: str) -> None:
+def test_invalid_core_lists_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="cpus: must be a list like 0-3,8, got"):
         parse_cpus(text)

@@ -167,7 +167,7 @@ async def test_a_stop_lets_children_drain_unless_a_second_one_cuts_that_short(sa
     assert said.lines == (["w: drains"] if cut else ["w: drains", "w: finishes"])
 
 
-async def test_whoever_ignores_sigterm_is_killed_after_two(said: Lines) -> None:
+async def test_a_child_that_ignores_sigterm_is_killed_at_the_second_stop(said: Lines) -> None:
     async with Supervisor(said.add, SupervisorTimes(kill_s=0.01)) as group:
         await started(group, DEAF)
         async with asyncio.timeout(WAIT_S):

@@ -62,7 +62,7 @@ async def test_a_token_that_has_arrived_beats_the_deadline(monkeypatch: pytest.M
     assert output.unfinished([0]) == ()
 
 
-async def test_without_it_the_deadline_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_attempt_without_a_token_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DeadlineExceeded):
         await outcome(monkeypatch, arrives=False)
 

@@ -184,7 +184,7 @@ async def test_a_cancelled_probe_leaves_the_queue_able_to_move() -> None:
     assert pool.assignments == 0
 
 
-async def test_what_needs_no_decode_does_not_wait_for_it() -> None:
+async def test_requests_that_need_no_decode_do_not_wait_for_decode() -> None:
     pool = FakePool()
     d = dispatcher(pool)
     pool.answer_all(FULL)
@@ -216,7 +216,7 @@ async def test_without_workers_new_requests_and_accepted_ones_wait_a_while() -> 
     await asyncio.gather(saved.end(), new.end())
 
 
-async def test_where_nobody_is_to_wait_for_workers_new_requests_are_refused_at_once() -> None:
+async def test_without_a_worker_wait_new_requests_are_refused_at_once() -> None:
     pool = FakePool()
     d = dispatcher(pool, worker_wait_s=0)
     pool.there = False

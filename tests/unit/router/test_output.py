@@ -143,7 +143,7 @@ async def test_usage_counts_all_choices_and_the_first_attempts_cache() -> None:
     assert news.timings is not None
 
 
-async def test_an_error_comes_after_what_was_said() -> None:
+async def test_an_error_follows_the_output_before_it() -> None:
     e = output()
     e.add(Output(0, 0, infos("a")))
     e.queue.fail(EngineError("dead"))
@@ -156,7 +156,7 @@ SECONDS = st.floats(0, 100)
 
 
 @given(SECONDS, SECONDS, SECONDS, st.floats(0, 1e6), st.floats(0, 1e6), st.booleans())
-def test_accounts_add_up(line: float, prefill: float, rest: float, fetch: float, wait: float, decoded: bool) -> None:
+def test_timings_add_up(line: float, prefill: float, rest: float, fetch: float, wait: float, decoded: bool) -> None:
     account = Account(5.0)
     account.on_placed(5.0 + line)
     account.on_tokens(0, 1, 5.0 + line + prefill)

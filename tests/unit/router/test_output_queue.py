@@ -91,7 +91,7 @@ async def test_messages_are_bounded_and_joined_are_all_that_was_said(
         await queue.take()
 
 
-async def test_what_fits_comes_in_one_message() -> None:
+async def test_output_that_fits_is_one_message() -> None:
     queue = OutputQueue(2)
     queue.add_prompt_logprobs([token(20)] * 2)
     for choice in (0, 1, 0, 1):
@@ -116,7 +116,7 @@ async def test_output_waits_for_the_whole_report() -> None:
     assert (len(last.prompt_tokens), list(last.deltas)) == (2, [0])
 
 
-async def test_of_waiting_progress_only_the_newest_is_told_and_alone() -> None:
+async def test_only_the_newest_progress_is_sent_and_in_a_message_of_its_own() -> None:
     queue = OutputQueue(1)
     for done in range(1000):
         queue.report_progress(PrefillProgress(done, 1000))

@@ -40,7 +40,7 @@ TOKEN = TokenInfo(5, -0.5, ((5, -0.5), (6, -1.25)))
 @pytest.mark.parametrize(
     "params", [SamplingParams(), RICH, SamplingParams(temperature=0.0, seed=2**64 - 1, logprobs=0)]
 )
-def test_sampling(params: SamplingParams) -> None:
+def test_sampling_parameters_survive_the_wire(params: SamplingParams) -> None:
     wire = convert.sampling_to_proto(params).SerializeToString()
     assert convert.sampling_from_proto(inference_pb2.SamplingParams.FromString(wire)) == params
 
@@ -85,7 +85,7 @@ def test_all_values_of_a_kind_come_back(kind: str) -> None:
     assert [back(there(value)) for value in KINDS[kind]] == KINDS[kind]
 
 
-def test_handoff() -> None:
+def test_a_handoff_survives_the_wire_and_is_checked() -> None:
     first = (FirstToken(0, TOKEN), FirstToken(2, TokenInfo(1), FinishReason.STOP))
     handoff = Handoff("r", 3, array("I", (1, 2, 3)), array("I", (4,)), RICH, first)
     wire = b"".join(convert.handoff_to_wire(handoff))

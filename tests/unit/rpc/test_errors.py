@@ -45,7 +45,7 @@ def test_nested_and_repeated_fields_are_named() -> None:
     assert refusal(request, b"X").startswith("sampling.stop[2]: not valid UTF-8 at byte 0")
 
 
-def test_maps_do_not_disturb() -> None:
+def test_invalid_utf8_is_found_in_messages_with_maps() -> None:
     sampling = inference_pb2.SamplingParams(logit_bias={3: 1.0}, stop=["X"])
     assert refusal(inference_pb2.GenerateRequest(sampling=sampling), b"X").startswith("sampling.stop[0]")
 
@@ -55,7 +55,7 @@ def test_surrogates_and_overlong_forms_are_no_utf8() -> None:
         assert refused(b"\x0a" + bytes([len(bad)]) + bad).startswith("model: not valid UTF-8 at byte 0")
 
 
-def test_what_is_no_message_at_all_is_said_so() -> None:
+def test_bytes_that_are_no_message_are_refused_as_such() -> None:
     problem = refused(b"\x0a\xff", decode_pb2.SessionUp, "/baton.v1.Decode/Session")
     assert problem == "request: not a valid baton.v1.SessionUp message (2 bytes)"
 

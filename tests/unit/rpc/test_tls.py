@@ -97,7 +97,7 @@ async def test_a_caller_of_another_role_is_told_so() -> None:
     assert router.callers == []
 
 
-async def test_strangers_get_an_error_and_no_answer() -> None:
+async def test_peers_of_another_ca_get_an_error_and_no_answer() -> None:
     router = Router()
     theirs = tls("router", fleet("theirs"))
     ours = (fleet() / "ca.crt").read_bytes()

@@ -143,7 +143,7 @@ class MemorySource:
 
     def __init__(self, export: Export, mangle: Callable[[int, list[bytes]], list[bytes]]) -> None:
         self.shard = export.kv_format.whole
-        self.seed = wire.seed_of(export.transfer_id)
+        self.checksum_seed = wire.seed_of(export.transfer_id)
         self.boxes: list[Box] = []
         self._export = export
         self._mangle = mangle

@@ -33,6 +33,6 @@ def test_coverage_is_a_set_of_cells(frames: list[tuple[int, int, int]]) -> None:
     assert missing == {(layer, token) for layer in BOX.layers for token in BOX.tokens} - cells
 
 
-def test_other_heads_lie_outside() -> None:
+def test_frames_of_heads_outside_of_the_box_are_corrupt() -> None:
     with pytest.raises(CorruptFrame, match=r"heads \[0, 1\)"):
         Coverage(BOX).add(1, range(5, 6), range(1))

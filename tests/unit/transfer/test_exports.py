@@ -161,7 +161,7 @@ async def test_the_end_waits_for_a_read_in_flight_and_no_longer(exports: ExportR
     assert ends == ["t"]
 
 
-async def test_read_ahead_is_one_frame(exports: ExportRegistry, engine: Engine) -> None:
+async def test_an_export_reads_only_one_frame_ahead(exports: ExportRegistry, engine: Engine) -> None:
     begun = threading.Semaphore(0)
     engine.before_read = begun.release
     export, _ = ready(exports, engine, "t", TOKENS)

@@ -87,7 +87,7 @@ async def test_an_announced_id_is_waited_for_longer(exports: ExportRegistry, eng
     assert exports._waiters == {}
 
 
-async def test_what_is_remembered_of_ended_exports_is_bounded(exports: ExportRegistry, engine: Engine) -> None:
+async def test_errors_of_ended_exports_are_shortened(exports: ExportRegistry, engine: Engine) -> None:
     handle = prefilled(engine, TOKENS)
     export = exports.open("failed", handle, TOKENS, on_closed=lambda: engine.free(handle))
     export.fail(RuntimeError("x" * (1 << 20)))

@@ -204,7 +204,7 @@ def _manifest(frames: list[bytes], first_token: dict[int, int], shard: Shard = W
 
 
 @pytest.mark.parametrize("lie", LIES)
-async def test_lies_are_refused(pair: Pair, lie: str) -> None:
+async def test_frames_that_contradict_the_transfer_end_it(pair: Pair, lie: str) -> None:
     change, error, complaint = LIES[lie]
     with pytest.raises(error, match=complaint) as caught:
         await pair.pull(first_stream(change))

@@ -68,7 +68,7 @@ def test_an_expired_ticket_is_refused_after_the_leeway(router: TicketAuthority) 
         router.check(raw)
 
 
-def test_what_is_no_ticket_is_refused(router: TicketAuthority) -> None:
+def test_malformed_tickets_are_refused(router: TicketAuthority) -> None:
     for raw, problem in ((b"", "is missing"), (b"\xff", "is malformed"), (bytes(MAX_TICKET_BYTES + 1), "has 4097")):
         with pytest.raises(PermissionDenied, match=f"^ticket: {problem}"):
             router.check(raw)

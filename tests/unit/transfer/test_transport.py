@@ -27,7 +27,7 @@ async def test_one_channel_for_each_address() -> None:
     assert closed(first)
 
 
-async def test_those_used_last_are_kept() -> None:
+async def test_the_least_recently_used_idle_channels_are_closed() -> None:
     kept, made = KvChannels(), []
     for port in range(transport.MAX_IDLE + 2):
         async with kept.use(f"127.0.0.1:{port}") as channel:

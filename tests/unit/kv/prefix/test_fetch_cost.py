@@ -23,12 +23,12 @@ def blocks(hits: Hits, rates: Mapping[str, FetchRate], prefill_rate: float) -> i
     return FetchCostModel(BYTES, TOKENS).decide(hits, rates, prefill_rate, 0.0).blocks
 
 
-def test_a_tie_is_fetched() -> None:
+def test_blocks_are_fetched_if_computing_them_takes_as_long() -> None:
     assert blocks(Hits((("redis", 8),)), {"redis": FetchRate(0.5, 400_000 * 16.0)}, 128.0) == 8
 
 
 @pytest.mark.parametrize("prefill_rate", [0.0, 1e9])
-def test_what_is_not_known_is_fetched(prefill_rate: float) -> None:
+def test_blocks_of_a_tier_with_unknown_rate_are_fetched(prefill_rate: float) -> None:
     assert blocks(Hits((("redis", 7),)), {}, prefill_rate) == 7
     assert blocks(Hits((("host", 3), ("redis", 7))), {"redis": SLOW}, 0.0) == 10
 

@@ -132,7 +132,7 @@ steps = st.one_of(
 
 @settings(deadline=None, max_examples=100)
 @given(st.integers(1, 8), st.lists(steps, max_size=60))
-async def test_equals_the_model(most: int, sequence: list[tuple[str, list[bytes], int]]) -> None:
+async def test_the_host_cache_equals_a_simple_model(most: int, sequence: list[tuple[str, list[bytes], int]]) -> None:
     cache, model, told = HostPrefixCache(most * SIZE + SIZE // 2), Model(most), set()
 
     def changed(stored: Sequence[bytes], dropped: Sequence[bytes]) -> None:

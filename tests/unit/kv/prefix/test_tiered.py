@@ -152,14 +152,14 @@ async def test_what_is_evicted_during_a_fetch_is_served_all_the_same(store: Stor
     assert await fetching == [BLOCKS[digest] for digest in DIGESTS[:5]]
 
 
-async def test_first_writes_at_once_and_not_again(store: Store) -> None:
+async def test_policy_first_writes_blocks_at_once_and_only_once(store: Store) -> None:
     cache = tiered(store, "first")
     assert await request(cache, DIGESTS) == DIGESTS
     assert await request(cache, DIGESTS) == []
     assert store.puts == DIGESTS
 
 
-async def test_second_writes_what_another_request_had_too(store: Store) -> None:
+async def test_policy_second_writes_blocks_at_their_second_request(store: Store) -> None:
     cache = tiered(store, "second")
     assert await request(cache, DIGESTS[:6]) == DIGESTS[:6]
     assert store.puts == []
@@ -169,7 +169,7 @@ async def test_second_writes_what_another_request_had_too(store: Store) -> None:
     assert store.puts == DIGESTS[:6]
 
 
-async def test_second_asks_for_what_only_the_pages_hold(store: Store) -> None:
+async def test_policy_second_counts_blocks_that_only_the_pages_have(store: Store) -> None:
     cache = tiered(store, "second", blocks=0)
     assert await request(cache, DIGESTS[:4]) == []
     assert await request(cache, DIGESTS, hits=4) == DIGESTS[:4]
@@ -212,7 +212,7 @@ async def test_a_store_that_refuses_has_nothing_copied_for_it(store: Store) -> N
     assert await request(cache, DIGESTS, hits=8) == DIGESTS[8:], "what was computed may fit in host memory"
 
 
-async def test_dropped_by_both_is_dropped(store: Store) -> None:
+async def test_a_put_fails_only_if_host_memory_and_store_drop_the_block(store: Store) -> None:
     cache = tiered(store, blocks=0)
     store.full = True
     assert not cache.put(DIGESTS[0], BLOCKS[DIGESTS[0]])
@@ -269,7 +269,7 @@ async def test_a_refused_record_is_not_taken_for_stored_until_it_was_read(store:
     assert {write_filter.state(digest) for digest in DIGESTS[:6]} == {BlockState.AGAIN}
 
 
-async def test_only_a_sample_is_touched(store: Store) -> None:
+async def test_touch_refreshes_only_a_fraction_of_hits(store: Store) -> None:
     cache = tiered(store, touch_fraction=1 / 8)
     for _ in range(8000):
         cache.touch(DIGESTS[:1])

@@ -69,7 +69,7 @@ def test_pairs_whose_kv_differs_need_conversion(converts: bool, placed: Selectio
     assert pick([P], [replace(decode, kv_format=replace(KV, layers=3))]) is None
 
 
-def test_what_failed_before_is_the_last_resort() -> None:
+def test_failed_workers_are_the_last_resort() -> None:
     other_p, other_d = replace(P, address="p2", pending_tokens=10**6), replace(D, address="d2", free_tokens=1)
     both = [P, other_p], [D, other_d]
     assert pick(*both, PlacementQuery(1, avoid=frozenset({"p"}))) == Selection("p2", ("d", "d2"))

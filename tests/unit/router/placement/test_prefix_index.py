@@ -102,7 +102,7 @@ def test_what_was_sent_counts_until_it_is_told_or_too_long_ago() -> None:
     st.text("xyz", max_size=14),
 )
 @effort(100)
-def test_equals_a_plain_list(events: list[tuple[str, str, str]], asked: str) -> None:
+def test_the_prefix_index_equals_a_plain_model(events: list[tuple[str, str, str]], asked: str) -> None:
     index = PrefixIndex()
     plain: dict[str, set[bytes]] = {worker: set() for worker in "abcd"}
     for worker, text, what in events:

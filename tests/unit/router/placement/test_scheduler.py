@@ -24,7 +24,7 @@ def waiter(name: str, now: float, *, deadline: float = math.inf, again: bool = F
     return Waiter(PlacementRequest(name, int(again), "", life, 8, 4, (0,), again), now)
 
 
-def test_what_cant_be_in_time_or_would_wait_too_long_is_refused_at_once() -> None:
+def test_requests_that_would_miss_their_deadline_or_wait_too_long_are_refused() -> None:
     scheduler, now = PlacementScheduler(PrefixDirectory(), capacity=20, prefill_limit=1, max_wait_s=25), 0.0
     for number in range(10):
         scheduler.push(waiter(str(number), now), FLEET, now)
@@ -137,7 +137,7 @@ def test_a_workers_hint_is_the_least_delay() -> None:
     assert refusal.value.retry_after == 7.5
 
 
-def test_who_has_least_at_workers_is_next() -> None:
+def test_the_tenant_with_the_fewest_requests_at_workers_is_next() -> None:
     held = {"flood": 2, "other": 1}
     queue = RequestQueue[str](8, lambda tenant: held[tenant])
     for entry in ("flood 0", "flood 1", "other 0", "other 1"):

@@ -47,7 +47,7 @@ def test_without_a_file_everybody_is_the_one_tenant() -> None:
         (["Bearer \udcff"], "^unknown API key$"),
     ],
 )
-def test_who_has_no_known_key_is_refused_without_an_echo(tmp_path: Path, given: list[str], problem: str) -> None:
+def test_unknown_keys_are_refused_without_an_echo(tmp_path: Path, given: list[str], problem: str) -> None:
     path = tmp_path / "keys.json"
     key = keys.add(path, tenant="acme")
     tenants = Tenants(str(path))

@@ -71,7 +71,7 @@ async def test_work_that_nobody_waits_for_does_not_begin_and_errors_come_back() 
         assert gate.begun == ["a"]
 
 
-async def test_what_has_begun_keeps_its_thread_when_its_caller_leaves() -> None:
+async def test_running_work_keeps_its_thread_without_its_caller() -> None:
     async with threads() as (made, gate), asyncio.timeout(WAIT_S):
         first = waits(made, gate, "a")
         await asyncio.sleep(0)
@@ -111,7 +111,7 @@ async def test_a_tenants_queue_is_bounded() -> None:
         await asyncio.gather(*tasks)
 
 
-async def test_what_waits_for_a_tenant_is_bounded_in_bytes() -> None:
+async def test_waiting_texts_of_a_tenant_are_bounded() -> None:
     """Texts of one size are held by calls that wait, whose number alone would allow gigabytes."""
     size = WAITING_BYTES // 2
 

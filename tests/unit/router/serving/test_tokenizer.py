@@ -99,13 +99,13 @@ def test_the_file_beats_the_key(tmp_path: Path) -> None:
     assert Tokenizer.load(checkpoint(tmp_path, "old", jinja="new")).render_chat([]) == "new"
 
 
-def test_special_tokens_come_from_the_post_processor(tmp_path: Path) -> None:
+def test_encode_adds_special_tokens_unless_told_not_to(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(checkpoint(tmp_path))
     assert tokenizer.decode(tokenizer.encode("abcdef"), skip_special_tokens=False) == "<s>abcdef"
     assert tokenizer.decode(tokenizer.encode("abcdef", add_special_tokens=False)) == "abcdef"
 
 
-def test_no_template(tmp_path: Path) -> None:
+def test_chat_is_refused_if_the_model_has_no_chat_template(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(checkpoint(tmp_path))
     assert not tokenizer.has_chat_template
     with pytest.raises(InvalidRequest, match="chat: the model has no chat template"):

@@ -124,7 +124,7 @@ def test_a_trial_that_went_well_is_forgotten_only_after_another_success() -> Non
     assert not breakers.at(11).pairs
 
 
-def test_what_is_gone_comes_back_unblemished() -> None:
+def test_a_worker_that_left_returns_with_a_closed_breaker() -> None:
     breakers = TimedBreakers()
     fail(breakers, "p", "d", 0)
     for now in (0.2, 0.4, 0.6):

@@ -52,7 +52,7 @@ def test_an_empty_budget_makes_the_fault_the_answer() -> None:
 
 
 @pytest.mark.parametrize("failed", [DRAIN, PREEMPTED, LOST])
-def test_what_is_nobodys_fault_is_free_but_not_endless(failed: Failed) -> None:
+def test_retries_without_a_fault_are_free_but_bounded(failed: Failed) -> None:
     history, charges = RetryHistory(), Charges(granted=False)
     for _ in range(MAX_IN_A_ROW - 1):
         assert retry(history, failed, charges) == 0

@@ -30,7 +30,7 @@ MEANINGS = {
 
 
 @pytest.mark.parametrize(("url", "address"), MEANINGS.items())
-def test_meaning(url: str, address: RedisAddress) -> None:
+def test_redis_urls_are_parsed(url: str, address: RedisAddress) -> None:
     assert parse_redis_url(url) == address
     check_url(url)
 
@@ -80,7 +80,7 @@ def test_options_that_redis_py_refuses() -> None:
         open_prefix_cache("rediss://host?ssl_min_version=new", FORMAT, "s")
 
 
-def test_none_is_no_cache() -> None:
+def test_url_none_disables_the_prefix_cache() -> None:
     for url in ("", "none"):
         check_url(url)
         assert isinstance(open_prefix_cache(url, FORMAT, ""), NullPrefixCache)
