@@ -111,7 +111,7 @@ class TicketVerifier:
         asked = {"transfer_id": transfer_id, "incarnation": incarnation, "consumer": consumer}
         for name, value in asked.items():
             if getattr(ticket, name) != value:
-                raise PermissionDenied(f"ticket: its {name} is not that of the call, {preview(value)}")
+                raise PermissionDenied(f"ticket: is for another {name} than the call's, {preview(value)}")
         late = self._clock() - ticket.expires_unix_ms / 1000
         if late > LEEWAY_S:
             raise PermissionDenied(f"ticket: expired {late:.1f} s ago; clocks may differ by {LEEWAY_S:g} s")

@@ -107,7 +107,7 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
     "forged": (lambda e: {"ticket": e.ticket(certificates.fleet("theirs"))}, "unknown key"),
     "for another transfer": (lambda e: {"ticket": e.ticket(transfer_id="u")}, "another transfer_id"),
     "for another incarnation": (lambda e: {"ticket": e.ticket(incarnation="0")}, "another incarnation"),
-    "stolen by a worker": (lambda e: {"ticket": e.ticket(), "name": "decode-2"}, "another consumer than the caller"),
+    "stolen by a worker": (lambda e: {"ticket": e.ticket(), "name": "decode-2"}, "another consumer than the call"),
     "stolen by a worker that says so": (
         lambda e: {"ticket": e.ticket(), "name": "decode-2", "consumer": principal_of("decode", "decode-2")},
         "another consumer",

@@ -55,7 +55,7 @@ def test_a_ticket_is_good_for_what_it_was_made_out_for(router: TicketAuthority) 
 
 @pytest.mark.parametrize("name", ["transfer_id", "incarnation", "consumer"])
 def test_a_ticket_for_another_is_refused_by_name(router: TicketAuthority, name: str) -> None:
-    with pytest.raises(PermissionDenied, match=f"^ticket: its {name} is not that of the call, 'other'$"):
+    with pytest.raises(PermissionDenied, match=f"^ticket: is for another {name} than the call's, 'other'$"):
         router.check(router.ticket(), **{name: "other"})
 
 
