@@ -34,11 +34,11 @@ async def decode(client: AsyncClient, turn: int) -> None:
 
 
 async def prefill(client: AsyncClient, turn: int) -> None:
-    await complete(client, prompt("prefill", turn, 0, 1024), 1)
+    await complete(client, prompt("prefill", turn, 0, 256), 1)
 
 
 async def prefix(client: AsyncClient, turn: int) -> None:
-    await complete(client, prompt("prefix", 0, 0, 4096) + prompt("prefix", turn, 1, 32), 1)
+    await complete(client, prompt("prefix", 0, 0, 2048) + prompt("prefix", turn, 1, 32), 1)
 
 
 async def router(client: AsyncClient, turn: int) -> None:
