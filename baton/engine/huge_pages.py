@@ -31,6 +31,10 @@ _SECONDS = 10.0
 _COLLAPSE = 25
 """MADV_COLLAPSE, from linux/mman.h."""
 
+_ATTEMPTS = 3
+_TEMPORARY = (errno.EAGAIN, errno.EBUSY, errno.ENOMEM)
+"""Another attempt may succeed, for instance when other code holds a page at this moment."""
+
 _ANONYMOUS = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p [0-9a-f]+ 00:00 0 +(?:\[heap\]|\[anon:.*)?$")
 _MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ ...(?P<kind>[ps]) .*\n(?P<counts>(?:\w+:.*\n)*)", re.MULTILINE)
 _PAGE = os.sysconf("SC_PAGESIZE")
@@ -77,11 +81,20 @@ def collapse() -> None:
         for begin, stop in _touched(libc, start, end):
             if time.monotonic() > deadline:
                 return
-            if libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(stop - begin), _COLLAPSE) == 0:
-                continue
-            if ctypes.get_errno() not in (errno.EAGAIN, errno.EBUSY, errno.ENOMEM):
+            problem = _move(libc, begin, stop)
+            if problem and problem not in _TEMPORARY:
                 # The kernel can't move this mapping at all.
                 break
+
+
+def _move(libc: ctypes.CDLL, begin: int, stop: int) -> int:
+    """Move these pages to huge pages; 0, or the errno of the last attempt. Pages that are moved already are skipped."""
+    for _ in range(_ATTEMPTS):
+        if libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(stop - begin), _COLLAPSE) == 0:
+            return 0
+        if (problem := ctypes.get_errno()) not in _TEMPORARY:
+            break
+    return problem
 
 
 def _mappings() -> Iterator[tuple[int, int]]:

@@ -95,8 +95,9 @@ def usable(params: SamplingParams) -> None:
 def test_a_row_costs_its_mates_nothing(one: SamplingParams, others: SamplingParams) -> None:
     usable(one)
     usable(others)
-    # Alternatives are looked up for all rows that report some, as many as the one that wants most.
-    assume(not others.logprobs or (one.logprobs or 0) <= others.logprobs)
+    if others.logprobs:
+        # Alternatives are looked up for all rows that report some, as many as the one that wants most.
+        others = replace(others, logprobs=max(others.logprobs, one.logprobs or 0))
     mates = [(number, replace(others, seed=number)) for number in range(1, BATCH)]
     touched, ordered = a_step([(0, one)])
     assert touched <= ROW
