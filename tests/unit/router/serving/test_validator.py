@@ -8,7 +8,8 @@ import pytest
 from baton.errors import InvalidRequest
 from baton.pb import inference_pb2
 from baton.tokenizer import Tokenizer
-from router.serving.servicer import Sized, generate_request
+from router.serving.large_messages import ReceivedMessage
+from router.serving.servicer import generate_request
 from router.serving.threads import TenantThreads
 from router.serving.validator import RequestValidator, ServedModel
 from tests.integration.router_stubs import checkpoint
@@ -21,7 +22,7 @@ async def test_a_report_that_no_message_can_carry_is_refused_before_it_is_comput
         ids = inference_pb2.TokenIds(ids=[1] * count)
         sampling = inference_pb2.SamplingParams(prompt_logprobs=20)
         message = inference_pb2.GenerateRequest(token_ids=ids, sampling=sampling)
-        return await validator.validate(generate_request(Sized(message, 1)), arrived=0.0, deadline=None)
+        return await validator.validate(generate_request(ReceivedMessage(message, 1)), arrived=0.0, deadline=None)
 
     assert len((await take(280_000)).prompt_ids) == 280_000
     with pytest.raises(InvalidRequest, match=r"^prompt_logprobs: those of 290000 prompt tokens .*, got 20$"):
