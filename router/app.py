@@ -100,7 +100,16 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
         request_runner = RequestRunner(pool, dispatcher, config, threads, router_id=router_id, signer=signer)
         stalls = StallGuard(config.client_stall_s)
         await stack.enter_async_context(stalls.run())
-        door = FrontDoor(model, validator, pool, dispatcher, request_runner, tenants, stalls)
+        door = FrontDoor(
+            model,
+            validator,
+            pool,
+            dispatcher,
+            request_runner,
+            tenants,
+            stalls,
+            request_timeout_s=config.request_timeout_s,
+        )
 
         def add(server: grpc.aio.Server) -> None:
             InferenceServicer(door).add_to_server(server)
@@ -138,7 +147,7 @@ async def _stop(request_runner: RequestRunner, door: FrontDoor, processes: Token
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_FINAL_READ_S):
             await door.drain()
-    await request_runner.finish()
+    await request_runner.wait_stopped()
 
 
 class _Health:

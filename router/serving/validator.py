@@ -132,7 +132,7 @@ class Request:
     params: SamplingParams
     max_tokens: int
     arrived: float
-    deadline: float | None = None
+    deadline: float
     tenant: str = ""
     cache: CachePolicy = CachePolicy.READ_WRITE
     salt: bytes = b""
@@ -185,7 +185,7 @@ class RequestValidator:
             raise NotFound(f"model: {preview(name)} is not served; {self._model.name!r} is")
 
     async def validate(
-        self, request: UncheckedRequest, *, arrived: float, deadline: float | None, tenant: str = ""
+        self, request: UncheckedRequest, *, arrived: float, deadline: float, tenant: str = ""
     ) -> Request:
         """The checked request, with seed and max_tokens set.
 

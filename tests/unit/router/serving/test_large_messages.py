@@ -79,7 +79,7 @@ async def test_a_field_is_counted_before_any_of_it_is_read(method: str, path: st
     message = WithUnread(made, path)
     calls: dict[str, Callable[[Any], Any]] = {
         "Generate": lambda message: validator().validate(
-            generate_request(ReceivedMessage(message, 1)), arrived=0.0, deadline=None
+            generate_request(ReceivedMessage(message, 1)), arrived=0.0, deadline=60.0
         ),
         "Tokenize": lambda message: validator().tokenize(tokenize_prompt(ReceivedMessage(message, 1)), 1),
         "Detokenize": lambda message: validator().detokenize(message.token_ids),
@@ -109,7 +109,7 @@ async def test_large_fields_are_converted_off_the_event_loop(monkeypatch: pytest
         monkeypatch.setattr(module, name, noted(getattr(module, name), seen))
     ids = range(count)
     message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), sampling=pb.SamplingParams(allowed_token_ids=ids))
-    request = await validator().validate(generate_request(ReceivedMessage(message, 1)), arrived=0.0, deadline=None)
+    request = await validator().validate(generate_request(ReceivedMessage(message, 1)), arrived=0.0, deadline=60.0)
     assert (list(request.prompt_ids), request.params.allowed_token_ids) == (list(ids), tuple(ids))
     assert seen == [count == 2] * 2
 
@@ -129,7 +129,7 @@ async def test_a_long_text_leaves_the_event_loop_and_a_very_long_one_the_process
     model = ServedModel("m", VOCAB, (), cast(Tokenizer, Stub()), cast(TokenizerProcesses, Processes()))
     checked = RequestValidator(model, lambda: LENGTH, TenantThreads(1))
     message = pb.GenerateRequest(text="x" * length)
-    request = await checked.validate(generate_request(ReceivedMessage(message, length)), arrived=0, deadline=None)
+    request = await checked.validate(generate_request(ReceivedMessage(message, length)), arrived=0, deadline=60.0)
     assert list(request.prompt_ids) == [ids[where], length]
     assert seen == [where == "the loop"] * 2
 

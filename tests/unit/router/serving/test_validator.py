@@ -22,7 +22,7 @@ async def test_a_report_that_no_message_can_carry_is_refused_before_it_is_comput
         ids = inference_pb2.TokenIds(ids=[1] * count)
         sampling = inference_pb2.SamplingParams(prompt_logprobs=20)
         message = inference_pb2.GenerateRequest(token_ids=ids, sampling=sampling)
-        return await validator.validate(generate_request(ReceivedMessage(message, 1)), arrived=0.0, deadline=None)
+        return await validator.validate(generate_request(ReceivedMessage(message, 1)), arrived=0.0, deadline=60.0)
 
     assert len((await take(280_000)).prompt_ids) == 280_000
     with pytest.raises(InvalidRequest, match=r"^prompt_logprobs: those of 290000 prompt tokens .*, got 20$"):
