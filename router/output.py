@@ -46,7 +46,8 @@ from router.serving.validator import Request
 class LatencyAccount:
     """The latency account of a request; times are in seconds on one monotonic clock.
 
-    `placed` and `decode` are those of the first attempt. The time of later attempts counts as decode.
+    `placed` and `decode` are those of the first attempt that has them. The time of other attempts counts as prefill
+    before the first token, and as decode after it.
     """
 
     arrived: float
