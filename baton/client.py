@@ -107,7 +107,11 @@ class AsyncClient(_Connection):
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> AsyncGenerator[Delta, None]:
-        """Stream the completion of `prompt`."""
+        """Stream the completion of `prompt`: a text, token ids, or a conversation.
+
+        `sampling` are the fields of `SamplingParams`; `timeout` is in seconds. Raises InvalidRequest, Overloaded,
+        Unavailable, NotFound, Unauthenticated, or DeadlineExceeded; BatonError if the model runtime failed.
+        """
         request = calls.generate_request(
             self._model, prompt, sampling, cache=cache, cache_salt=cache_salt, report_progress=report_progress
         )
@@ -122,7 +126,7 @@ class AsyncClient(_Connection):
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Completion:
-        """The whole completion of `prompt`, after its end."""
+        """The whole completion of `prompt`, after its end; arguments and errors are those of `generate`."""
         completion = Completion()
         async for delta in self.generate(prompt, cache=cache, cache_salt=cache_salt, timeout=timeout, **sampling):
             completion.add(delta)
@@ -219,7 +223,11 @@ class Client(_Connection):
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Generator[Delta, None, None]:
-        """Stream the completion of `prompt`."""
+        """Stream the completion of `prompt`: a text, token ids, or a conversation.
+
+        `sampling` are the fields of `SamplingParams`; `timeout` is in seconds. Raises InvalidRequest, Overloaded,
+        Unavailable, NotFound, Unauthenticated, or DeadlineExceeded; BatonError if the model runtime failed.
+        """
         request = calls.generate_request(
             self._model, prompt, sampling, cache=cache, cache_salt=cache_salt, report_progress=report_progress
         )
@@ -234,7 +242,7 @@ class Client(_Connection):
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Completion:
-        """The whole completion of `prompt`, after its end."""
+        """The whole completion of `prompt`, after its end; arguments and errors are those of `generate`."""
         completion = Completion()
         for delta in self.generate(prompt, cache=cache, cache_salt=cache_salt, timeout=timeout, **sampling):
             completion.add(delta)

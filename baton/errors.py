@@ -35,7 +35,7 @@ _SHOWN = 120
 
 
 def preview(value: object) -> str:
-    """`repr(value)`, cut so that a message stays readable."""
+    """`repr(value)`, cut to 120 characters; if it is cut, the number of elements of `value` follows."""
     text = repr(value[: _SHOWN + 1] if isinstance(value, (str, bytes, list, tuple)) else value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… ({len(value) if hasattr(value, '__len__') else ''})"
 

@@ -1,12 +1,13 @@
 """The state machine of an attempt, shared by router, prefill and decode. Pure.
 
     router    QUEUED ─▶ RESERVING ─▶ PREFILLING ─▶ TRANSFERRING ─▶ DECODING ─▶ ENDED
-                ▲           └─ refused by all ─┐
-                └──────────────────────────────┘
+                RESERVING ─▶ QUEUED       all decode workers have refused
+                QUEUED ─▶ PREFILLING      the attempt needs no decode worker
+                PREFILLING ─▶ DECODING    decode's first output has come before prefill's event
     prefill   PREPARING ─▶ PREFILLING ─▶ HELD ─▶ ENDED
     decode    RESERVED ─▶ TRANSFERRING ─▶ SLOT_WAIT ◀─▶ DECODING ─▶ ENDED
 
-Each part has its own states of an attempt. States of the same name mean the same phase.
+Each part has its own states of an attempt. A state of two parts may begin and end at other times in each: see `State`.
 Every state may go to ENDED, and nothing leaves ENDED. Every state has a deadline: the request's own, or the state's
 limit if that comes first.
 """

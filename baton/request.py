@@ -70,7 +70,10 @@ def _param(default: Any, help: str, low: float | None = None, high: float = 0, *
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Parameters of sampling, and of the end of a choice; the same names and meanings as in vLLM.
+    """Parameters of sampling, and of the end of a choice.
+
+    Names and meanings are those of vLLM, with two exceptions: `include_stop_in_output` is vLLM's
+    `include_stop_str_in_output`, and without `max_tokens` a choice may have all tokens that fit.
 
     The message in `inference.proto` has the same names. Conversion, checks of types and the flags of `baton generate`
     follow from this declaration. `logprobs` and `prompt_logprobs` None mean no report.
@@ -361,8 +364,8 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int, first:
 def check_id(name: str, value: str, *, optional: bool = False) -> None:
     """Raise InvalidRequest, which names the field, unless `value` is a valid id of a request, transfer or process.
 
-    An id has 1 to MAX_ID_LENGTH printable ASCII characters; if `optional`, it may also be empty. The limit
-    exists because processes keep ids of other processes, and write them to logs.
+    An id has 1 to MAX_ID_LENGTH printable ASCII characters; if `optional`, it may also be empty. The limit exists
+    because processes keep ids of other processes, and write them to logs.
     """
     if not value and not optional:
         raise InvalidRequest(name, "must not be empty")

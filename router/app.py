@@ -25,6 +25,7 @@ from baton.rpc.server import MAX_STREAMS, Listener, check_reach, listen
 from baton.rpc.tls import Tls
 from baton.tokenizer import Tokenizer
 from baton.transfer.tickets import TicketSigner
+from baton.worker.status import WorkerRole
 from router.dispatcher import Dispatcher
 from router.request_runner import RequestRunner
 from router.serving.front_door import FrontDoor, StallGuard, Tenants
@@ -91,7 +92,14 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
 
     threads = TenantThreads(config.queue_capacity)
     salt = partial(request_salt, config.fleet_secret)
-    validator = RequestValidator(model, partial(pool.max_model_len, longest), threads, salt, pool.capacity)
+    validator = RequestValidator(
+        model,
+        partial(pool.max_model_len, longest),
+        threads,
+        salt,
+        prefill_capacity=partial(pool.capacity, WorkerRole.PREFILL),
+        decode_capacity=partial(pool.capacity, WorkerRole.DECODE),
+    )
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(threads.close)
         await stack.enter_async_context(pool.run())
@@ -100,7 +108,16 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
         request_runner = RequestRunner(pool, dispatcher, config, threads, router_id=router_id, signer=signer)
         stalls = StallGuard(config.client_stall_s)
         await stack.enter_async_context(stalls.run())
-        door = FrontDoor(model, validator, pool, dispatcher, request_runner, tenants, stalls)
+        door = FrontDoor(
+            model,
+            validator,
+            pool,
+            dispatcher,
+            request_runner,
+            tenants,
+            stalls,
+            request_timeout_s=config.request_timeout_s,
+        )
 
         def add(server: grpc.aio.Server) -> None:
             InferenceServicer(door).add_to_server(server)
@@ -138,7 +155,7 @@ async def _stop(request_runner: RequestRunner, door: FrontDoor, processes: Token
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_FINAL_READ_S):
             await door.drain()
-    await request_runner.finish()
+    await request_runner.wait_stopped()
 
 
 class _Health:

@@ -43,8 +43,12 @@ from router.serving.validator import Request
 
 
 @dataclass(slots=True)
-class Account:
-    """The latency account of a request; times are in seconds on one monotonic clock. Only the first attempt counts."""
+class LatencyAccount:
+    """The latency account of a request; times are in seconds on one monotonic clock.
+
+    `placed` and `decode` are those of the first attempt that has them. The time of other attempts counts as prefill
+    before the first token, and as decode after it.
+    """
 
     arrived: float
     placed: float | None = None
@@ -64,7 +68,10 @@ class Account:
             self.decode = timings
 
     def on_tokens(self, choice: int, count: int, now: float) -> float | None:
-        """Record `count` new tokens of a choice. Returns seconds per token since the last ones; None for the first."""
+        """Record `count` new tokens of a choice.
+
+        Returns the mean gap, in seconds per token, since the choice's previous tokens; None if these are its first.
+        """
         if self.first_token is None:
             self.first_token = now
         first, last, seen = self.tokens.get(choice, (now, now, 0))
@@ -106,25 +113,25 @@ class _Choice:
         self.finish: FinishReason | None = None
         self._params = request.params
         self._queue = queue
-        self._early: dict[int, tuple[TokenInfo, FinishReason | None]] = {}
+        self._out_of_order: dict[int, tuple[TokenInfo, FinishReason | None]] = {}
         self._detokenizer = request.detokenizer()
         self._matcher = StopMatcher(stops, include_stop=request.params.include_stop_in_output)
 
-    def forget_early(self) -> None:
+    def drop_out_of_order(self) -> None:
         """Drop tokens that came out of order, because a new attempt sends them again."""
-        self._early.clear()
+        self._out_of_order.clear()
 
     def add(self, index: int, tokens: Sequence[TokenInfo], finish: FinishReason | None) -> int:
         """Add tokens from output index `index` on, and emit all that are in order now; returns the number emitted."""
-        if len(tokens) == 1 and index == len(self.output_ids) and not self._early and self.finish is None:
+        if len(tokens) == 1 and index == len(self.output_ids) and not self._out_of_order and self.finish is None:
             self._emit(tokens[0], finish)
             return 1
         for at, token in enumerate(tokens, start=index):
             last = at == index + len(tokens) - 1
             if at >= len(self.output_ids):
-                self._early.setdefault(at, (token, finish if last else None))
+                self._out_of_order.setdefault(at, (token, finish if last else None))
         before = len(self.output_ids)
-        while self.finish is None and (entry := self._early.pop(len(self.output_ids), None)) is not None:
+        while self.finish is None and (entry := self._out_of_order.pop(len(self.output_ids), None)) is not None:
             self._emit(*entry)
         return len(self.output_ids) - before
 
@@ -152,7 +159,7 @@ class OutputProcessor:
     def __init__(self, request: Request, clock: Callable[[], float]) -> None:
         asked = request.params.prompt_logprobs is not None
         self.queue = OutputQueue(len(request.prompt_ids) if asked else 0)
-        self.account = Account(request.arrived)
+        self.account = LatencyAccount(request.arrived)
         self._prompt_tokens = len(request.prompt_ids)
         self._cached_tokens: int | None = None
         self._cached = CachedTokens()
@@ -179,7 +186,7 @@ class OutputProcessor:
     def begin(self, choices: Iterable[int]) -> None:
         """Prepare for a new attempt at these choices."""
         for index in choices:
-            self._choices[index].forget_early()
+            self._choices[index].drop_out_of_order()
 
     def report_progress(self, progress: PrefillProgress) -> None:
         """Send the progress of prefill to the client, unless a prompt is replayed after the first output."""
@@ -203,7 +210,7 @@ class OutputProcessor:
             self._first(first)
 
     def add(self, event: Output) -> bool:
-        """Emit tokens that decode sampled. Returns whether the choice goes on."""
+        """Emit tokens that decode sampled. Returns whether the choice is unfinished."""
         if event.timings is not None:
             self.account.on_decode(event.timings)
         self._add(event.choice_index, event.output_index, event.tokens, event.finish)
@@ -409,7 +416,7 @@ class StopStrings:
     def __init__(self, stops: Iterable[str] = ()) -> None:
         self._next: list[dict[str, int]] = [{}]
         self._shorter = [0]
-        """By node: the node of the longest shorter prefix that ends its prefix."""
+        """By node: its failure link (Aho and Corasick), the longest proper suffix that begins a stop string."""
         self.match = [0]
         """By node: length of the longest stop string that ends its prefix; 0 if there is none."""
         self.hold = [0]

@@ -1,8 +1,8 @@
 """One request's life, from its arrival to its last token: one attempt, or several when workers fail.
 
-    serve ── attempt ── finish
-      ▲         └─ failure: a new attempt, elsewhere, with the output ids that the client has had
-      └─────────── as long as `RetryHistory` and `RetryBudget` allow; then the last failure is the answer
+    run ── _serve_choices ── Attempt.run ── output.close
+                 ▲               └─ failure: a new attempt, elsewhere, with the output ids that the client has had
+                 └───────────────── while `RetryHistory` and `RetryBudget` allow; then the last failure is the answer
 
 A request has no state but its prompt and output ids, so a new attempt prefills both and continues the stream. Before
 the first token one attempt serves all choices; a retry after it makes one attempt for each choice. An attempt:
@@ -11,10 +11,13 @@ the first token one attempt serves all choices; a retry after it makes one attem
                                     prefill call and Start at once       tokens may come before the first token
 
 Events come from the prefill call and from the decode session. Each is handled where it arrives, and does not wake the
-attempt's task, which waits only for the end. However an attempt ends, `finally` blocks release what it holds at that
-time. After its placement these are: `_serve_placed` the prefill call and the export that was not fetched,
-`Dispatcher.place` the assignment and the decode worker's pages, `Attempt.run` the attempt's state. The rules for
-retries are in `workers/failures.py`.
+attempt's task, which waits only for the end. However an attempt ends, each holder releases in its own `finally` block:
+
+    `Attempt._serve_placed`   the prefill call, and the export if nobody fetched it
+    `Dispatcher.place`        the assignment, and the decode worker's pages
+    `Attempt.run`             the attempt's state
+
+The rules for retries are in `workers/failures.py`.
 """
 
 from __future__ import annotations
@@ -109,8 +112,6 @@ class RequestRunner:
 
     async def run(self, request: Request, output: OutputProcessor) -> None:
         """Serve a request to its end. Its output and its error go to the output queue; nothing is raised."""
-        if request.deadline is None:
-            request = replace(request, deadline=request.arrived + self._config.request_timeout_s)
         self._budget.record_request()
         self._running[_this_task()] = output
         try:
@@ -144,7 +145,7 @@ class RequestRunner:
             output.queue.fail(Unavailable(_STOPPED))
             task.cancel()
 
-    async def finish(self) -> None:
+    async def wait_stopped(self) -> None:
         """Wait until the cancelled requests and all background calls have ended."""
         await asyncio.gather(*self._running, return_exceptions=True)
         await self._abandon_calls.finish()
@@ -161,11 +162,11 @@ class RequestRunner:
             before = output.count_emitted(choices)
             try:
                 await self._run_attempt(Attempt(self._deps, state, choices, history), delay_s)
-            except AttemptFailed as attempt:
+            except AttemptFailed as failure:
                 if (tokens := output.count_emitted(choices) - before) > 0:
                     history.record_progress(tokens // len(choices))
-                await self._check_worker_deaths(state.request, history, attempt)
-                delay_s = self._retry(state.request, history, attempt)
+                await self._check_worker_deaths(state.request, history, failure)
+                delay_s = self._retry(state.request, history, failure)
 
     async def _run_attempt(self, attempt: Attempt, delay_s: float) -> None:
         self._attempts[attempt] = None
@@ -174,34 +175,34 @@ class RequestRunner:
         finally:
             del self._attempts[attempt]
 
-    async def _check_worker_deaths(self, request: Request, history: RetryHistory, attempt: AttemptFailed) -> None:
+    async def _check_worker_deaths(self, request: Request, history: RetryHistory, failure: AttemptFailed) -> None:
         """Raise EngineError if the request has killed workers; waits up to DEATH_WAIT_S to know whether they died."""
-        loss, losses = attempt.failed.loss, self._deps.pool.losses
+        loss, losses = failure.failed.loss, self._deps.pool.losses
         if loss is None:
             return
-        history.record_loss(loss, at_decode=attempt.failed.blame is Blame.DECODE, alone=attempt.alone)
+        history.record_loss(loss, at_decode=failure.failed.blame is Blame.DECODE, alone=failure.alone)
         if not history.has_killed_workers(losses.count_others(history.losses)):
             return
-        settled, until = asyncio.Event(), self._loop.time() + DEATH_WAIT_S
+        settled, until = asyncio.Event(), min(self._loop.time() + DEATH_WAIT_S, request.deadline)
         loss.on_settled(settled.set)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(until if request.deadline is None else min(until, request.deadline)):
+            async with asyncio.timeout_at(until):
                 await settled.wait()
         if history.has_killed_workers(losses.count_others(history.losses)):
             deaths = sum(loss.death for loss in history.losses)
             message = f"the request was present at {deaths} worker deaths, at the last one alone"
-            _logger.warning("request %s ends: %s: %s", request.id, message, attempt.failed.error)
-            raise EngineError(f"{message}: {attempt.failed.error}")
+            _logger.warning("request %s ends: %s: %s", request.id, message, failure.failed.error)
+            raise EngineError(f"{message}: {failure.failed.error}")
 
-    def _retry(self, request: Request, history: RetryHistory, attempt: AttemptFailed) -> float:
+    def _retry(self, request: Request, history: RetryHistory, failure: AttemptFailed) -> float:
         """Seconds until the next attempt; raises the failure if no other attempt is allowed."""
-        failed, now = attempt.failed, self._loop.time()
+        failed, now = failure.failed, self._loop.time()
         ATTEMPTS_FAILED.labels(type(failed.error).__name__).inc()
-        if request.deadline is not None and now >= request.deadline:
-            raise DeadlineExceeded(f"the request's deadline passed; the last attempt failed: {failed.error}")
+        if now >= request.deadline:
+            raise _deadline_exceeded(request, now, f"; the last attempt failed: {failed.error}")
 
         def charge() -> bool:
-            granted = self._budget.charge(now, blamed=attempt.blamed, first=history.faults == 1)
+            granted = self._budget.charge(now, blamed=failure.blamed, first=history.faults == 1)
             RETRIES_REFUSED.inc(not granted)
             return granted
 
@@ -209,9 +210,9 @@ class RequestRunner:
         try:
             delay_s = history.retry(failed, max_attempts=self._config.max_attempts, charge=charge)
         except BatonError:
-            _logger.warning("request %s ends: %s", request.id, describe_failure(failed, attempt.blamed))
+            _logger.warning("request %s ends: %s", request.id, describe_failure(failed, failure.blamed))
             raise
-        _logger.log(level, "request %s is tried again: %s", request.id, describe_failure(failed, attempt.blamed))
+        _logger.log(level, "request %s is tried again: %s", request.id, describe_failure(failed, failure.blamed))
         REPLAYS.labels(failed.cause.value).inc()
         return delay_s
 
@@ -297,8 +298,7 @@ class Attempt:
             self._output_ids.pop()
         self._loop = asyncio.get_running_loop()
         self._run_on_thread = deps.threads.for_tenant(request.tenant)
-        deadline = math.inf if request.deadline is None else request.deadline
-        self._life = Lifecycle(State.QUEUED, self._loop.time(), request_deadline=deadline)
+        self._lifecycle = Lifecycle(State.QUEUED, self._loop.time(), request_deadline=request.deadline)
         self._placement: Placement | None = None
         self._ended: asyncio.Future[Failed | Exception | None] = self._loop.create_future()
         """The failure of a worker, an error of this router, or None if all choices have ended."""
@@ -313,19 +313,18 @@ class Attempt:
             async with self._place(delay_s) as (placement, message):
                 await self._serve_placed(placement, message)
         finally:
-            self._life.end(self._loop.time())
+            self._lifecycle.end(self._loop.time())
             # The placement refers to this attempt: the cycle would keep the prompt until the garbage collector runs.
             self._placement = None
 
     def ledger_entry(self, now: float) -> LedgerEntry:
         """The attempt's entry in the router's ledger; `now` is in seconds on the event loop's clock."""
-        deadline = self._life.deadline
         return LedgerEntry(
             owner=f"{self._request.id}/{self._number}",
             kind="request",
-            state=self._life.state.value,
-            age_s=now - self._life.since,
-            deadline_s=None if math.isinf(deadline) else deadline - now,
+            state=self._lifecycle.state.value,
+            age_s=now - self._lifecycle.since,
+            deadline_s=self._lifecycle.deadline - now,
             tenant=self._request.tenant,
             detail=self._placement.describe() if self._placement else "",
         )
@@ -336,15 +335,15 @@ class Attempt:
         dispatcher, began = self._deps.dispatcher, self._loop.time()
         async with contextlib.AsyncExitStack() as stack:
             try:
-                async with asyncio.timeout_at(_until(self._life.request_deadline)):
+                async with asyncio.timeout_at(self._request.deadline):
                     await asyncio.sleep(delay_s)
                     request, message = await self._placement_request(), await self._message()
                     placing = dispatcher.place(request, self._deliver, lambda: self._history.suspicion)
                     self._placement = await stack.enter_async_context(placing)
             except TimeoutError:
-                pool, waited_s = self._deps.pool, self._loop.time() - began
-                where = "" if pool.serving else f" after {waited_s:.1f} s in the queue: {pool.describe_missing()}"
-                raise _too_late(where) from None
+                pool, now = self._deps.pool, self._loop.time()
+                where = "" if pool.serving else f", {now - began:.1f} s of it in the queue: {pool.describe_missing()}"
+                raise _deadline_exceeded(self._request, now, where) from None
             yield self._placement, message
 
     async def _placement_request(self) -> PlacementRequest:
@@ -356,7 +355,7 @@ class Attempt:
             request_id=request.id,
             attempt=self._number,
             tenant=request.tenant,
-            life=self._life,
+            life=self._lifecycle,
             context_tokens=context,
             max_new_tokens=left,
             choices=self._choices,
@@ -394,7 +393,7 @@ class Attempt:
 
     async def _serve_placed(self, placement: Placement, message: PrefillMessage) -> None:
         self._output.account.on_placed(self._loop.time())
-        self._life.enter(State.PREFILLING, self._loop.time())
+        self._lifecycle.enter(State.PREFILLING, self._loop.time())
         transfer_id = secrets.token_hex(16) if placement.decode else ""
         source = self._source(placement)
         placement.prefill.attach(self._request.id, self._deliver)
@@ -428,7 +427,7 @@ class Attempt:
         """A ticket that lets `consumer` fetch KV until the deadline; empty if the fleet has no ticket keys."""
         if (signer := self._deps.signer) is None:
             return b""
-        expires = time.time() + (self._remaining() or 0.0)
+        expires = time.time() + self._remaining()
         return signer.sign(transfer_id=transfer_id, incarnation=incarnation, consumer=consumer, expires_unix_s=expires)
 
     async def _prefill(
@@ -457,20 +456,20 @@ class Attempt:
         kv_ticket = self._kv_ticket(transfer_id, prefill.incarnation, placement.consumer)
         placement.decode.start(
             source=RemoteExport(transfer_id, prefill.incarnation, prefill.shards, kv_ticket),
-            deadline_ms=math.ceil(1e3 * (self._remaining() or 0.0)),
+            deadline_ms=math.ceil(1e3 * self._remaining()),
             prefix_transfer_id=source.export.transfer_id if source else "",
         )
 
     async def _wait_for_end(self, placement: Placement) -> None:
         """Wait until all choices have ended; raises the failure if the attempt ends before."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(_until(self._life.request_deadline)):
+            async with asyncio.timeout_at(self._request.deadline):
                 await asyncio.shield(self._ended)
         if not self._ended.done():
             # Messages that have arrived, but were not handled yet, may still end the attempt.
             await asyncio.sleep(0)
         if not self._ended.done():
-            raise _too_late()
+            raise _deadline_exceeded(self._request, self._loop.time())
         match self._ended.result():
             case Failed() as failed:
                 raise await self._classify_failure(placement, failed)
@@ -513,8 +512,8 @@ class Attempt:
         self._prefilled = True
         placement.breakers.record_success(placement.breakers.prefill)
         self._deps.dispatcher.release(placement.prefill)
-        if placement.decode is not None and self._life.state is State.PREFILLING:
-            self._life.enter(State.TRANSFERRING, self._loop.time())
+        if placement.decode is not None and self._lifecycle.state is State.PREFILLING:
+            self._lifecycle.enter(State.TRANSFERRING, self._loop.time())
         if self._hasher is not None:
             PLACED_TOKENS.labels("expected").inc(placement.prefill.cached_tokens)
             PLACED_TOKENS.labels("found").inc(event.cached_tokens)
@@ -525,10 +524,10 @@ class Attempt:
     def _on_output(self, placement: Placement, event: Output) -> None:
         if not self._fetched:
             self._on_first_output(placement)
-        goes_on = self._output.add(event)
+        unfinished = self._output.add(event)
         if event.finish is not None:
             self._finished.add(event.choice_index)
-        elif goes_on:
+        elif unfinished:
             return
         self._check_end(placement, event.choice_index)
 
@@ -540,7 +539,7 @@ class Attempt:
             placement.isolation.release()
         placement.breakers.record_success(placement.breakers.pair)
         placement.breakers.pass_trial(placement.breakers.decode)
-        self._life.enter(State.DECODING, self._loop.time())
+        self._lifecycle.enter(State.DECODING, self._loop.time())
 
     def _check_end(self, placement: Placement, *changed: int) -> None:
         """End the attempt if all choices have ended, or if the workers will send nothing more for an unfinished one.
@@ -591,15 +590,11 @@ class Attempt:
             breakers.record_fault(key)
         return name
 
-    def _remaining(self) -> float | None:
-        """Seconds until the deadline, at least 0.001; None if there is none."""
-        left = self._life.request_deadline - self._loop.time()
-        return None if math.isinf(left) else max(left, 0.001)
+    def _remaining(self) -> float:
+        """Seconds until the deadline, at least 0.001."""
+        return max(self._request.deadline - self._loop.time(), 0.001)
 
 
-def _until(deadline: float) -> float | None:
-    return None if math.isinf(deadline) else deadline
-
-
-def _too_late(where: str = "") -> DeadlineExceeded:
-    return DeadlineExceeded(f"the request's deadline passed{where}")
+def _deadline_exceeded(request: Request, now: float, more: str = "") -> DeadlineExceeded:
+    """The error of a request whose deadline has passed at `now`; `more` ends its message."""
+    return DeadlineExceeded(f"the request's deadline passed after {now - request.arrived:.1f} s{more}")

@@ -31,7 +31,12 @@ class RouterConfig(Settings):
     max_model_len: int = option(
         0, help="Largest number of tokens of prompt and output together; 0: the limit of the workers.", minimum=0
     )
-    queue_capacity: int = option(1024, help="Requests that may wait for a worker.", minimum=1)
+    queue_capacity: int = option(
+        1024,
+        help="Requests that may wait for a worker, divided evenly among the tenants that have waiting requests; "
+        "also the limit of a tenant's requests that wait to be tokenized.",
+        minimum=1,
+    )
     queue_wait_s: float = option(
         0.0,
         help="Longest expected wait in the queue, in seconds; a request with a longer one is refused. 0: no limit.",

@@ -6,13 +6,12 @@ On a server, `ErrorInterceptor` wraps every handler:
                           │ undecodable              ├ CancelledError   passes through
                           └── INVALID_ARGUMENT       └ anything else    logged with traceback, INTERNAL
 
-gRPC makes the bytes of a request. The deserializer parses them, and the handler reads the message: milliseconds each
-for a prompt of a million tokens. So for a large request each of the three has a turn of the event loop to itself.
+gRPC receives the bytes of a request, the deserializer parses them, and the handler reads the message. Each of these
+takes milliseconds for a prompt of a million tokens. So each has a turn of the event loop to itself, if the request is
+large and the handler gets a single one.
 
-A proto3 string that is not UTF-8 makes protobuf refuse the whole message without naming the field, and gRPC answers
-INTERNAL before any handler runs. A strict deserializer hands the handler an `Undecodable` instead, whose error names
-the field. To find the field in a request of up to 256 KiB, it parses the same bytes with a shadow of the message type,
-in which every string is bytes; shadows live in a descriptor pool of their own and are built when first needed.
+gRPC itself would answer INTERNAL to bytes that can't be parsed, and would not call the handler. So it hands the bytes
+to the wrapper, which parses them.
 
 A streaming handler is closed before its call ends, so that its `finally` runs as soon as the client is gone, and not
 when the garbage collector runs. On a client, `from_rpc_error` turns a failed call into the same exception that the
@@ -23,19 +22,14 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-import functools
 import inspect
 import logging
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing, suppress
-from dataclasses import dataclass
-from itertools import islice
+from contextlib import aclosing
 from typing import Any, NoReturn
 
 import grpc
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescriptor
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 
 from baton import errors
 from baton.errors import InvalidRequest
@@ -49,7 +43,10 @@ _LARGE_BYTES = 64 << 10
 """Size of requests from which on they are received, parsed and read in turns of their own."""
 
 _PAUSE_S = 0.0001
-"""Between these turns. After `sleep(0)` the next one would come before timers and messages that are due by then."""
+"""Pause between these turns, in seconds.
+
+`sleep(0)` is not enough: the next turn would run before timers and messages that are due.
+"""
 
 _ABORT_S = 1.0
 """Longest wait of a handler until its status was sent."""
@@ -153,10 +150,9 @@ def _wrap(handler: Any, method: str, running: set[asyncio.Task[Any]], admit: Cal
     if not (inspect.isasyncgenfunction(behaviour) or inspect.iscoroutinefunction(behaviour)):
         # Without the wrapper, it would also serve callers that `admit` refuses.
         raise TypeError(f"the handler of {method} is not async")
-    decode = strict(handler.request_deserializer, method)
+    decode = strict(handler.request_deserializer)
     return make(
         _guard(behaviour, method, running, admit, decode, stream_in=handler.request_streaming),
-        request_deserializer=decode if handler.request_streaming else None,
         response_serializer=handler.response_serializer,
     )
 
@@ -186,7 +182,7 @@ def _guard(
         try:
             if admit is not None:
                 admit(context)
-            request = _Decoded(request) if stream_in else await _decode(request, decode)
+            request = _Decoded(request, decode) if stream_in else await _decode(request, decode)
             if not inspect.isasyncgenfunction(behaviour):
                 return await behaviour(request, context)
             async with aclosing(behaviour(request, context)) as responses:
@@ -216,18 +212,17 @@ async def _decode(data: bytes, decode: Deserializer | None) -> Any:
     if large:
         await asyncio.sleep(_PAUSE_S)
     request = decode(data) if decode else data
-    if isinstance(request, Undecodable):
-        raise request.error
     if large:
         await asyncio.sleep(_PAUSE_S)
     return request
 
 
 class _Decoded:
-    """A stream of requests that raises at one that could not be decoded."""
+    """A stream of requests that decodes each one; raises InvalidRequest."""
 
-    def __init__(self, requests: AsyncIterable[Any]) -> None:
+    def __init__(self, requests: AsyncIterable[Any], decode: Deserializer | None) -> None:
         self._stream = requests
+        self._decode = decode
         self._requests: AsyncIterator[Any] | None = None
 
     def __aiter__(self) -> AsyncIterator[Any]:
@@ -238,15 +233,13 @@ class _Decoded:
             # gRPC warns about an iterator that is created and not used, for example by a handler that refuses at once.
             self._requests = aiter(self._stream)
         try:
-            request = await anext(self._requests)
+            data = await anext(self._requests)
         except grpc.aio.UsageError:
             raise
         except grpc.aio.BaseError as error:
             # The server has stopped, or the call has ended.
             raise asyncio.CancelledError from error
-        if isinstance(request, Undecodable):
-            raise request.error
-        return request
+        return self._decode(data) if self._decode else data
 
 
 async def _abort(context: Any, error: Exception, method: str) -> NoReturn:
@@ -286,36 +279,23 @@ Deserializer = Callable[[bytes], object]
 
 _SHOWN_BYTES = 8
 _PIECE_BYTES = 64 << 10
-_SEARCHED_BYTES = 256 << 10
-_MAX_ELEMENTS = 4096
-"""Elements of a repeated field or a map that are searched; a valid request has no more."""
 
 
-_SEARCHED = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_MESSAGE)
-
-
-@dataclass(frozen=True, slots=True)
-class Undecodable:
-    """Takes the place of a request that could not be decoded; the handler's wrapper raises `error`."""
-
-    error: InvalidRequest
-
-
-def strict(deserializer: Deserializer | None, method: str) -> Deserializer | None:
-    """`deserializer` with its errors turned into `Undecodable`; `method` is "/package.Service/Method".
-
-    A deserializer of raw bytes (None) and a method whose service is not in the default pool stay as they are.
-    """
-    if deserializer is None or (descriptor := _input_type(method)) is None:
-        return deserializer
+def strict(deserializer: Deserializer | None) -> Deserializer | None:
+    """`deserializer`, which raises InvalidRequest for bytes that are no message; None, for raw bytes, stays None."""
+    if deserializer is None:
+        return None
 
     def decode(data: bytes) -> object:
         try:
             return deserializer(data)
-        except InvalidRequest as error:
-            return Undecodable(error)
-        except DecodeError:
-            return Undecodable(explain(descriptor, data))
+        except DecodeError as error:
+            # Protobuf does not name the field.
+            if "UTF-8" in str(error):
+                problem = f"a text field of the message ({len(data)} bytes) is not valid UTF-8"
+            else:
+                problem = f"not a valid message ({len(data)} bytes): {error}"
+            raise InvalidRequest("request", problem) from None
 
     return decode
 
@@ -341,81 +321,3 @@ def _find_invalid_utf8(path: str, value: bytes) -> InvalidRequest | None:
         seen = value[error.start : error.start + _SHOWN_BYTES]
         return InvalidRequest(path, f"not valid UTF-8 at byte {error.start}", seen)
     return None
-
-
-def explain(descriptor: Descriptor, data: bytes) -> InvalidRequest:
-    """The reason why `data` is not a valid message, such as the first string that is not UTF-8.
-
-    Large messages are not searched, because parsing them once more would hold up the event loop.
-    """
-    if len(data) <= _SEARCHED_BYTES:
-        with suppress(DecodeError):
-            for path, value in _strings(descriptor, _shadow_class(descriptor.full_name).FromString(data)):
-                if (problem := _find_invalid_utf8(path, value)) is not None:
-                    return problem
-    return InvalidRequest("request", f"not a valid {descriptor.full_name} message ({len(data)} bytes)")
-
-
-def _input_type(method: str) -> Descriptor | None:
-    service, _, name = method.strip("/").partition("/")
-    try:
-        return descriptor_pool.Default().FindServiceByName(service).methods_by_name[name].input_type
-    except KeyError:
-        return None
-
-
-def _strings(descriptor: Descriptor, shadow: Message, prefix: str = "") -> Iterator[tuple[str, bytes]]:
-    """Path and bytes of the set strings, in the order of field numbers; the values of maps included."""
-    for field, value in shadow.ListFields():
-        original = descriptor.fields_by_number[field.number]
-        path = f"{prefix}{field.name}"
-        if original.type not in _SEARCHED:
-            continue
-        if original.message_type is not None and original.message_type.GetOptions().map_entry:
-            entry = original.message_type.fields_by_name["value"]
-            if entry.type not in _SEARCHED:
-                continue
-            for key, item in islice(value.items(), _MAX_ELEMENTS):
-                yield from _value(entry, item, f"{path}[{key!r}]")
-        elif field.is_repeated:
-            for index, item in enumerate(islice(value, _MAX_ELEMENTS)):
-                yield from _value(original, item, f"{path}[{index}]")
-        else:
-            yield from _value(original, value, path)
-
-
-def _value(field: FieldDescriptor, value: object, path: str) -> Iterator[tuple[str, bytes]]:
-    if field.type == FieldDescriptor.TYPE_STRING and isinstance(value, bytes):
-        yield path, value
-    elif field.message_type is not None and isinstance(value, Message):
-        yield from _strings(field.message_type, value, f"{path}.")
-
-
-@functools.cache
-def _shadow_class(full_name: str) -> type[Message]:
-    file = descriptor_pool.Default().FindMessageTypeByName(full_name).file
-    pool = descriptor_pool.DescriptorPool()
-    _add_shadow(pool, file, set())
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName(full_name))
-
-
-def _add_shadow(pool: descriptor_pool.DescriptorPool, file: FileDescriptor, done: set[str]) -> None:
-    if file.name in done:
-        return
-    done.add(file.name)
-    for dependency in file.dependencies:
-        _add_shadow(pool, dependency, done)
-    proto = descriptor_pb2.FileDescriptorProto()
-    file.CopyToProto(proto)
-    for message in proto.message_type:
-        _strings_to_bytes(message)
-    pool.AddSerializedFile(proto.SerializeToString())
-
-
-def _strings_to_bytes(message: descriptor_pb2.DescriptorProto) -> None:
-    for nested in message.nested_type:
-        _strings_to_bytes(nested)
-    for field in message.field:
-        # Protobuf forbids bytes as the key of a map; such a key stays a string.
-        if field.type == field.TYPE_STRING and not (message.options.map_entry and field.name == "key"):
-            field.type = field.TYPE_BYTES

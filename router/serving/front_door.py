@@ -129,7 +129,7 @@ def _key(authorization: Sequence[str]) -> str:
 
 
 class ClientStream(Generic[T]):
-    """The items for one client, as an iterator. When an item is asked for, the client has taken the one before.
+    """The items for one client, as an iterator. A request for the next item means that the client has taken the last.
 
     `take` returns the next item and raises StopAsyncIteration after the last one. `generated` tells whether the request
     has ended, so that all items wait only for the client.
@@ -254,7 +254,10 @@ class FrontDoor:
         request_runner: RequestRunner,
         tenants: Tenants,
         stalls: StallGuard,
+        *,
+        request_timeout_s: float,
     ) -> None:
+        """`request_timeout_s` is the number of seconds until the deadline of a request that comes without one."""
         self._model = model
         self._validator = validator
         self._pool = pool
@@ -262,6 +265,7 @@ class FrontDoor:
         self._request_runner = request_runner
         self._tenants = tenants
         self._stalls = stalls
+        self._request_timeout_s = request_timeout_s
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
@@ -278,7 +282,9 @@ class FrontDoor:
     ) -> AsyncIterator[tuple[str, ClientStream[Update]]]:
         """Serve a request until the block ends; yields its id and its updates, of which the last one has the usage.
 
-        `deadline` is in seconds on the event loop's clock; None for the router's default.
+        `deadline` is in seconds on the event loop's clock; None for the router's default. A full queue refuses with
+        Overloaded before the request is validated, because validation may take long. So an invalid request may be
+        refused as if it were valid.
         """
         status, now = "CANCELLED", asyncio.get_running_loop().time
         try:
@@ -287,7 +293,10 @@ class FrontDoor:
                 self._validator.check_model(request.model)
                 self._dispatcher.check(caller.tenant, decodes=request.max_tokens != 1)
                 checked = await self._validator.validate(
-                    request, arrived=arrived, deadline=deadline, tenant=caller.tenant
+                    request,
+                    arrived=arrived,
+                    deadline=arrived + self._request_timeout_s if deadline is None else deadline,
+                    tenant=caller.tenant,
                 )
                 output = OutputProcessor(checked, now)
                 serving = asyncio.create_task(self._request_runner.run(checked, output), name=f"request {checked.id}")

@@ -1,7 +1,8 @@
 """The public API over gRPC: checks keys, and translates between messages and the front door.
 
 `ApiKeyGuard` stands before every method of the listener, so that a new one can't be forgotten: all but health and
-reflection need a key, and those of Admin an admin's. Who has none is refused before the message is received.
+reflection need a key, and those of Admin an admin's. A caller without such a key is refused before its message is
+received.
 
 Tokenize and Detokenize are unary for clients, and streams of one message for the server: the handler of a unary method
 ends before gRPC sends its answer, so nothing would bound the answers that clients do not read.
@@ -10,154 +11,36 @@ ends before gRPC sends its answer, so nothing would bound the answers that clien
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import sys
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
-from baton.errors import BatonError, CorruptFrame, InvalidRequest, PermissionDenied
+from baton.errors import BatonError, InvalidRequest, PermissionDenied
 from baton.pb import inference_pb2
 from baton.rpc.admin import ADMIN_SERVICE
 from baton.rpc.convert import (
     add_token,
-    begin_field,
     cache_policy_from_proto,
     finish_to_proto,
     pieces,
     progress_to_proto,
-    read_fields,
     sampling_from_proto,
-    split,
     timings_to_proto,
     usage_to_proto,
 )
 from baton.rpc.errors import begin, utf8_pieces, write
 from router.output import ChoiceUpdate, Update
-from router.serving.front_door import HEADER, FrontDoor, Tenants
-from router.serving.validator import MAX_CHAT_MESSAGES, ChatPrompt, Prompt, TextPrompt, TokenPrompt, UncheckedRequest
-
-M = TypeVar("M", bound=Message)
+from router.serving.front_door import HEADER, Caller, FrontDoor, Tenants
+from router.serving.large_messages import ReceivedMessage, deserializer_for
+from router.serving.validator import ChatPrompt, Prompt, TextPrompt, TokenPrompt, UncheckedRequest
 
 SERVICE = "baton.v1.Inference"
-_LONG_BYTES = 1 << 18
-_FEW_MESSAGES = 64
-_FEW_FIELDS = 4
-_LONG_IDS = inference_pb2.TokenIds.LONG_IDS_FIELD_NUMBER
-_MESSAGES = inference_pb2.Chat.MESSAGES_FIELD_NUMBER
-_CONTENT = inference_pb2.ChatMessage.CONTENT_FIELD_NUMBER
-_LIMITS = {
-    "request": ("request", 1024, "fields"),
-    "chat": ("chat.messages", MAX_CHAT_MESSAGES, "messages"),
-    "sampling": ("sampling", 4096, "fields"),
-}
-"""Name of each part of a large message, and most elements. A chat has one field beside its messages."""
 OPEN_SERVICES = (health.SERVICE_NAME, reflection.SERVICE_NAME)
-
-
-@dataclass(frozen=True, slots=True)
-class Sized(Generic[M]):
-    """A message, and the bytes it came in. Their number is noted because `ByteSize` serializes all of the message.
-
-    `long_ids` are the token ids of a long prompt, and `texts` its text, or the texts of its chat, in bytes that are not
-    checked. The message then lacks them.
-    """
-
-    message: M
-    size: int
-    long_ids: Sequence[int] = ()
-    texts: Sequence[bytes] = ()
-
-
-def sized(kind: type[M]) -> Callable[[bytes], Sized[M]]:
-    """A deserializer for a type of message with a prompt; raises InvalidRequest for too many fields.
-
-    The generated class would check and copy a long prompt on the event loop, in 5 ms for 5 MB of text. So the fields of
-    a message above 256 KiB are looked at first.
-    """
-    fields = kind.DESCRIPTOR.fields_by_name
-    takers = {fields[name].number: take for name, take in _TAKERS.items() if name in fields}
-
-    def read(data: bytes) -> Sized[M]:
-        if len(data) > _LONG_BYTES:
-            view = memoryview(data)
-            _check_fields(kind, view)
-            with contextlib.suppress(CorruptFrame, TypeError):
-                rest, found = split(view, *takers)
-                if len(found) == 1:
-                    ((number, prompt),) = found.items()
-                    kept, long_ids, texts = takers[number](prompt)
-                    message = kind.FromString(b"".join((rest, begin_field(number, len(kept)), kept)))
-                    return Sized(message, len(data), long_ids, texts)
-        return Sized(kind.FromString(data), len(data))
-
-    return read
-
-
-def _check_fields(kind: type[Message], data: memoryview) -> None:
-    """Refuse a message of more fields than valid ones have, before the generated class makes an object of each.
-
-    Raises InvalidRequest, or DecodeError if `read_fields` can't read all of it, since its fields can't be counted then.
-    """
-    counts: Counter[str] = Counter()
-    try:
-        for part in _parts(kind, data):
-            counts[part] += 1
-            name, limit, unit = _LIMITS[part]
-            if counts[part] > limit + 1:
-                raise InvalidRequest(name, f"at most {limit} {unit} are allowed")
-    except CorruptFrame as error:
-        raise DecodeError(str(error)) from None
-
-
-def _parts(kind: type[Message], data: memoryview) -> Iterator[str]:
-    """The part that each field belongs to: the request, its chat, or its sampling parameters."""
-    for field in read_fields(data):
-        yield "request"
-        known = kind.DESCRIPTOR.fields_by_number.get(field.number)
-        if known is not None and known.name in _LIMITS and not isinstance(field.value, int):
-            for _ in read_fields(field.value):
-                yield known.name
-
-
-Taken = tuple[bytes, Sequence[int], Sequence[bytes]]
-"""A prompt without its ids of fixed width and its texts, these ids, and these texts."""
-
-
-def _take_long_ids(token_ids: memoryview) -> Taken:
-    if sys.byteorder == "big":
-        raise CorruptFrame("the ids are not in the order of this machine's bytes")
-    rest, found = split(token_ids, _LONG_IDS)
-    return rest, found.get(_LONG_IDS, memoryview(b"")).cast("I"), ()
-
-
-def _take_contents(chat: memoryview) -> Taken:
-    rest, contents = list[bytes | memoryview](), []
-    for index, field in enumerate(read_fields(chat)):
-        if index > _FEW_MESSAGES:
-            raise CorruptFrame(f"a chat of more than {_FEW_MESSAGES} messages")
-        if field.number == _MESSAGES and not isinstance(field.value, int):
-            message, found = split(field.value, _CONTENT, most=_FEW_FIELDS)
-            rest += begin_field(_MESSAGES, len(message)), message
-            contents.append(bytes(found.get(_CONTENT, b"")))
-        else:
-            rest.append(chat[field.begin : field.end])
-    return b"".join(rest), (), contents
-
-
-_TAKERS: dict[str, Callable[[memoryview], Taken]] = {
-    "text": lambda text: (b"", (), [bytes(text)]),
-    "token_ids": _take_long_ids,
-    "chat": _take_contents,
-}
-"""Take the long part out of each kind of prompt; raise CorruptFrame for one to be read by the generated class."""
 
 
 class InferenceServicer:
@@ -172,12 +55,12 @@ class InferenceServicer:
         handlers = {
             "Generate": grpc.stream_stream_rpc_method_handler(
                 self._counted(self.Generate),
-                request_deserializer=sized(inference_pb2.GenerateRequest),
+                request_deserializer=deserializer_for(inference_pb2.GenerateRequest),
                 response_serializer=inference_pb2.GenerateResponse.SerializeToString,
             ),
             "Tokenize": grpc.stream_stream_rpc_method_handler(
                 self._counted(self.Tokenize),
-                request_deserializer=sized(inference_pb2.TokenizeRequest),
+                request_deserializer=deserializer_for(inference_pb2.TokenizeRequest),
             ),
             "Detokenize": grpc.stream_stream_rpc_method_handler(
                 self._counted(self.Detokenize),
@@ -192,21 +75,27 @@ class InferenceServicer:
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
-    def _counted(self, serve: Callable[[Any, grpc.aio.ServicerContext], Awaitable[None]]) -> Any:
-        """A handler that receives the message of a call while the call counts as a stream of its tenant."""
+    def _counted(self, serve: Callable[[Any, Caller, grpc.aio.ServicerContext], Awaitable[None]]) -> Any:
+        """A handler that finds the caller, and counts the call as a stream of its tenant while the message comes."""
 
         async def receive(messages: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
-            with self._door.receive(self._door.authenticate(_metadata(context))):
+            caller = self._door.authenticate(_authorization(context.invocation_metadata() or ()))
+            with self._door.receive(caller):
                 sent = await anext(messages, None)
             if sent is None:
                 raise InvalidRequest("message", "is missing")
-            await serve(sent, context)
+            await serve(sent, caller, context)
 
         return receive
 
-    async def Generate(self, sent: Sized[inference_pb2.GenerateRequest], context: grpc.aio.ServicerContext) -> None:
+    async def Generate(
+        self,
+        sent: ReceivedMessage[inference_pb2.GenerateRequest],
+        caller: Caller,
+        context: grpc.aio.ServicerContext,
+    ) -> None:
         """Stream the completion of one prompt."""
-        remaining, caller = context.time_remaining(), self._door.authenticate(_metadata(context))
+        remaining = context.time_remaining()
         deadline = None if remaining is None else asyncio.get_running_loop().time() + remaining
         request = generate_request(sent)
         async with self._door.generate(request, caller, deadline) as (request_id, updates):
@@ -217,9 +106,14 @@ class InferenceServicer:
                     begun = True
                 await write(context, _response(request_id, update))
 
-    async def Tokenize(self, sent: Sized[inference_pb2.TokenizeRequest], context: grpc.aio.ServicerContext) -> None:
+    async def Tokenize(
+        self,
+        sent: ReceivedMessage[inference_pb2.TokenizeRequest],
+        caller: Caller,
+        context: grpc.aio.ServicerContext,
+    ) -> None:
         """Tokenize a text or a chat."""
-        caller, prompt = self._door.authenticate(_metadata(context)), tokenize_prompt(sent)
+        prompt = tokenize_prompt(sent)
         async with self._door.tokenize(prompt, sent.size, caller, model=sent.message.model) as answers:
             async for token_ids in answers:
                 await begin(context)
@@ -228,12 +122,13 @@ class InferenceServicer:
                     parts.append(inference_pb2.TokenizeResponse(token_ids=piece).SerializeToString())
                     # All of a million would hold the event loop for 35 ms.
                     await asyncio.sleep(0)
-                # Messages one after the other are one message, of which a repeated field has all elements.
+                # Protobuf merges concatenated messages: the repeated field gets the elements of all of them.
                 await write(context, b"".join(parts))
 
-    async def Detokenize(self, message: inference_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext) -> None:
+    async def Detokenize(
+        self, message: inference_pb2.DetokenizeRequest, caller: Caller, context: grpc.aio.ServicerContext
+    ) -> None:
         """Turn token ids into text."""
-        caller = self._door.authenticate(_metadata(context))
         skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
         async with self._door.detokenize(
             message.token_ids, caller, skip_special_tokens=skip, model=message.model
@@ -282,11 +177,11 @@ def _refusal(error: BatonError) -> Any:
     async def refuse(requests: Any, context: Any) -> None:
         raise error
 
-    # Of whatever kind the method is, on the wire it is a stream, of which nothing need be received to refuse it.
+    # On the wire every method is a stream. So a stream handler can refuse any method, before it receives a message.
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-def generate_request(sent: Sized[inference_pb2.GenerateRequest]) -> UncheckedRequest:
+def generate_request(sent: ReceivedMessage[inference_pb2.GenerateRequest]) -> UncheckedRequest:
     """The request in a message; neither a text nor a repeated field is read."""
     message, sampling = sent.message, sent.message.sampling
     prompt: Prompt | None = None
@@ -313,7 +208,7 @@ def generate_request(sent: Sized[inference_pb2.GenerateRequest]) -> UncheckedReq
     )
 
 
-def tokenize_prompt(sent: Sized[inference_pb2.TokenizeRequest]) -> TextPrompt | ChatPrompt | None:
+def tokenize_prompt(sent: ReceivedMessage[inference_pb2.TokenizeRequest]) -> TextPrompt | ChatPrompt | None:
     """The text to tokenize."""
     message = sent.message
     match message.WhichOneof("input"):
@@ -325,8 +220,8 @@ def tokenize_prompt(sent: Sized[inference_pb2.TokenizeRequest]) -> TextPrompt | 
     return None
 
 
-def _text(sent: Sized[Any]) -> Callable[[], bytes]:
-    """Reads a text in UTF-8; raises InvalidRequest if it is another."""
+def _text(sent: ReceivedMessage[Any]) -> Callable[[], bytes]:
+    """A function that returns the text of a message in UTF-8; it raises InvalidRequest for other bytes."""
 
     def read() -> bytes:
         if not sent.texts:
@@ -337,14 +232,10 @@ def _text(sent: Sized[Any]) -> Callable[[], bytes]:
     return read
 
 
-def _chat(sent: Sized[Any]) -> ChatPrompt:
+def _chat(sent: ReceivedMessage[Any]) -> ChatPrompt:
     chat = sent.message.chat
     prompted = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
     return ChatPrompt(chat.messages, add_generation_prompt=prompted, contents=sent.texts)
-
-
-def _metadata(context: grpc.aio.ServicerContext) -> list[str]:
-    return _authorization(context.invocation_metadata() or ())
 
 
 def _authorization(metadata: Sequence[tuple[str, str | bytes]]) -> list[str]:

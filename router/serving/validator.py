@@ -132,7 +132,7 @@ class Request:
     params: SamplingParams
     max_tokens: int
     arrived: float
-    deadline: float | None = None
+    deadline: float
     tenant: str = ""
     cache: CachePolicy = CachePolicy.READ_WRITE
     salt: bytes = b""
@@ -160,9 +160,10 @@ class NoText:
 class RequestValidator:
     """Checks and tokenizes requests.
 
-    `max_model_len` returns the most tokens of prompt and output together. `capacity` returns the most tokens that fit a
-    decode worker's memory, 0 while unknown; a request without `max_tokens` may use the smaller of the two. `salt`
-    makes the salt of a prefix chain from tenant and cache_salt.
+    `max_model_len` returns the most tokens of prompt and output together. `prefill_capacity` and `decode_capacity`
+    return the most tokens that fit the KV memory of a worker, 0 while unknown. A prompt must fit a prefill worker. A
+    request without `max_tokens` gets as many as fit `max_model_len` and a decode worker. `salt` makes the salt of a
+    prefix chain from tenant and cache_salt.
     """
 
     def __init__(
@@ -171,12 +172,15 @@ class RequestValidator:
         max_model_len: Callable[[], int],
         threads: TenantThreads,
         salt: Callable[[str, str], bytes] = lambda tenant, cache_salt: b"",
-        capacity: Callable[[], int] = lambda: 0,
+        *,
+        prefill_capacity: Callable[[], int] = lambda: 0,
+        decode_capacity: Callable[[], int] = lambda: 0,
     ) -> None:
         self._model = model
         self._threads = threads
         self._salt = salt
-        self._capacity = capacity
+        self._prefill_capacity = prefill_capacity
+        self._decode_capacity = decode_capacity
         self.max_model_len = max_model_len
 
     def check_model(self, name: str) -> None:
@@ -185,7 +189,7 @@ class RequestValidator:
             raise NotFound(f"model: {preview(name)} is not served; {self._model.name!r} is")
 
     async def validate(
-        self, request: UncheckedRequest, *, arrived: float, deadline: float | None, tenant: str = ""
+        self, request: UncheckedRequest, *, arrived: float, deadline: float, tenant: str = ""
     ) -> Request:
         """The checked request, with seed and max_tokens set.
 
@@ -198,7 +202,7 @@ class RequestValidator:
         params = await self._params(request, tenant)
         field, prompt_ids = await self._prompt(request, tenant)
         limit, count = self.max_model_len(), len(prompt_ids)
-        fits = min(limit, self._capacity() or limit)
+        fits = min(limit, self._decode_capacity() or limit)
         if params.max_tokens is None and fits <= count < limit:
             raise InvalidRequest(
                 field, f"{count} prompt tokens leave no room in the {fits} that the workers' KV memory holds"
@@ -208,6 +212,10 @@ class RequestValidator:
             raise InvalidRequest(
                 "max_tokens" if count < limit else field,
                 f"{count} prompt tokens + {max_tokens} to generate exceed the model's length of {limit}",
+            )
+        if count > (room := self._prefill_capacity() or count):
+            raise InvalidRequest(
+                field, f"{count} prompt tokens do not fit the {room} that a prefill worker's KV memory holds"
             )
         if params.prompt_logprobs is not None:
             _check_prompt_logprobs(params.prompt_logprobs, count)

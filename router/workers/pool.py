@@ -193,13 +193,9 @@ class Pool:
         least = min(self._lengths or [longest])
         return min(least, self._max_model_len or least)
 
-    def capacity(self) -> int:
-        """Most tokens of one request that the KV memory of a decode worker can hold; 0 while none is there."""
-        loads = [
-            link.status.load
-            for link in self._accepted.values()
-            if link.status is not None and link.role is WorkerRole.DECODE
-        ]
+    def capacity(self, role: WorkerRole) -> int:
+        """Most tokens of one request that the KV memory of a worker of `role` can hold; 0 while none is there."""
+        loads = [link.status.load for link in self._accepted.values() if link.status is not None and link.role is role]
         return max((load.pages_total * load.page_size for load in loads), default=0)
 
     def signs_for(self, identity: WorkerIdentity) -> bool:

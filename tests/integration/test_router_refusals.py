@@ -23,6 +23,7 @@ from baton.request import (
     MAX_STOP_TOKEN_IDS,
 )
 from baton.rpc.channel import METADATA_BYTES, METADATA_MAX_BYTES
+from baton.telemetry.metrics import REPLAYS
 from baton.transfer.tickets import TicketSigner
 from baton.worker.status import WIRE_VERSION, WorkerRole
 from router.serving.validator import largest_message
@@ -30,6 +31,7 @@ from tests.certificates import fleet
 from tests.fleet import Fleet
 from tests.integration.router_rig import refused, request, router_rig, until, whole
 from tests.integration.router_stubs import KV, MAX_MODEL_LEN, StubDecode, StubPrefill
+from tests.metrics import count
 
 
 async def test_full_line_refuses_at_once_with_a_delay(tmp_path: Path) -> None:
@@ -273,9 +275,13 @@ async def test_a_prompt_that_fits_no_prefill_worker_is_the_requests_fault_and_fi
         small = await fleet.prefill(engine=FakeEngine(page_size=16, pages=2, max_model_len=400))
         decode = await fleet.decode(engine=FakeEngine(max_model_len=400))
         client = await fleet.router([small], [decode])
-        problem = r"prompt_token_ids: .* need 3 pages, .* KV memory has 2, which hold 32 tokens \(--kv-memory\), got 33"
+        load, before = small.worker.load_report(), count(REPLAYS, "refused")
+        assert load.pages_total * load.page_size == 32
+        problem = r"^token_ids: 33 prompt tokens do not fit the 32 that a prefill worker's KV memory holds$"
         with pytest.raises(InvalidRequest, match=problem):
             await client.complete([5] * 33, max_tokens=4, timeout=60)
+        assert len((await client.complete([5] * 32, max_tokens=4, timeout=60, ignore_eos=True)).token_ids) == 4
+        assert count(REPLAYS, "refused") == before
         large = await fleet.prefill(engine=FakeEngine(max_model_len=400))
         both = await fleet.router([small, large], [decode])
         for _ in range(4):

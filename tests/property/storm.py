@@ -103,13 +103,12 @@ class Storm:
                 yield
             finally:
                 self.dispatcher.close()
-                await self.request_runner.finish()
+                await self.request_runner.wait_stopped()
 
-    def stream(self, *, max_tokens: int, n: int = 1, within_s: float | None = None) -> asyncio.Task[None]:
+    def stream(self, *, max_tokens: int, n: int = 1, within_s: float = 3600.0) -> asyncio.Task[None]:
         number, now = self._first + len(self.streams), self.loop.now
         params = SamplingParams(max_tokens=max_tokens, seed=7, n=n)
-        deadline = None if within_s is None else now + within_s
-        request = Request(f"r{number}", [number + 1, 2, 3], params, max_tokens, now, deadline)
+        request = Request(f"r{number}", [number + 1, 2, 3], params, max_tokens, now, now + within_s)
         stream = Stream(request, {choice: [] for choice in range(n)})
         self.streams.append(stream)
         return asyncio.create_task(self._read(stream))

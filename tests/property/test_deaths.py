@@ -239,7 +239,7 @@ def test_a_wait_for_workers_ends_by_deadline_or_worker_wait_and_says_what_lacks(
         run(storm, work())
         late, first, second, refused = storm.streams
         assert isinstance(late.error, DeadlineExceeded)
-        assert "after 20.0 s in the queue: no decode worker is there" in str(late.error)
+        assert "passed after 20.0 s, 20.0 s of it in the queue: no decode worker is there" in str(late.error)
         assert isinstance(first.error, Unavailable)
         assert str(first.error).startswith("no decode worker is there after a wait of 60 s")
         assert isinstance(second.error, Unavailable)

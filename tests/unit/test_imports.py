@@ -60,6 +60,7 @@ EDGES = (
     "prefill_svc.app",
     "prefill_svc.servicer",
     "router.app",
+    "router.serving.large_messages",
     "router.serving.servicer",
     "router.workers.calls",
     "router.workers.pool",

@@ -21,12 +21,16 @@ from router.workers.pool import Pool
 from tests.unit.router.dispatching import FakePool, dispatcher, settle
 
 
-def attempt_of(pool: FakePool, threads: TenantThreads, **fields: Any) -> tuple[Attempt, OutputProcessor]:
-    """An attempt at one token after a prompt of two."""
+def attempt_of(
+    pool: FakePool, threads: TenantThreads, *, deadline: float | None = None, tenant: str = ""
+) -> tuple[Attempt, OutputProcessor]:
+    """An attempt at one token after a prompt of two; without a `deadline` it has a minute."""
     now = asyncio.get_running_loop().time
+    arrived = now()
+    until = arrived + 60 if deadline is None else deadline
     config = RouterConfig(prefill=("p:1",), decode=("d:1",))
     deps = AttemptDeps(cast(Pool, pool), dispatcher(pool), config, AbandonCalls(), None, threads)
-    request = Request("r", [1, 2], SamplingParams(max_tokens=1, seed=1), 1, now(), **fields)
+    request = Request("r", [1, 2], SamplingParams(max_tokens=1, seed=1), 1, arrived, until, tenant=tenant)
     output = OutputProcessor(request, now)
     return Attempt(deps, RequestState(request, output), (0,), RetryHistory()), output
 
@@ -63,7 +67,7 @@ async def test_a_token_that_has_arrived_beats_the_deadline(monkeypatch: pytest.M
 
 
 async def test_an_attempt_without_a_token_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(DeadlineExceeded, match=r"^the request's deadline passed after 1\.\d s$"):
         await outcome(monkeypatch, arrives=False)
 
 

@@ -18,7 +18,7 @@ from baton.request import (
     TokenInfo,
     Usage,
 )
-from router.output import Account, ChoiceUpdate, OutputProcessor, Update
+from router.output import ChoiceUpdate, LatencyAccount, OutputProcessor, Update
 from router.serving.validator import Request
 
 
@@ -34,7 +34,7 @@ class Letters:
 
 def output(**sampling: object) -> OutputProcessor:
     params = SamplingParams(**sampling)  # type: ignore[arg-type]
-    request = Request("r", (1, 2), params, 99, arrived=0.0, detokenizer=Letters)
+    request = Request("r", (1, 2), params, 99, arrived=0.0, deadline=1e9, detokenizer=Letters)
     ticks = itertools.count(1)
     return OutputProcessor(request, lambda: float(next(ticks)))
 
@@ -157,7 +157,7 @@ SECONDS = st.floats(0, 100)
 
 @given(SECONDS, SECONDS, SECONDS, st.floats(0, 1e6), st.floats(0, 1e6), st.booleans())
 def test_timings_add_up(line: float, prefill: float, rest: float, fetch: float, wait: float, decoded: bool) -> None:
-    account = Account(5.0)
+    account = LatencyAccount(5.0)
     account.on_placed(5.0 + line)
     account.on_tokens(0, 1, 5.0 + line + prefill)
     if decoded:
@@ -170,7 +170,7 @@ def test_timings_add_up(line: float, prefill: float, rest: float, fetch: float, 
 
 
 def test_the_parts_of_an_ordinary_request() -> None:
-    account = Account(0.0)
+    account = LatencyAccount(0.0)
     account.on_placed(0.010)
     account.on_placed(0.500)
     account.on_tokens(0, 1, 0.110)

@@ -1,4 +1,4 @@
-"""The end of a request_runner: what is begun after it."""
+"""The end of a RequestRunner: it begins nothing after it."""
 
 import asyncio
 from typing import cast
@@ -23,7 +23,7 @@ async def test_what_comes_after_the_stop_is_not_begun() -> None:
     outputs = []
     async with asyncio.timeout(60):
         for name in ("running", "late"):
-            request = Request(name, [1, 2], SamplingParams(max_tokens=2, seed=1), 2, loop.time())
+            request = Request(name, [1, 2], SamplingParams(max_tokens=2, seed=1), 2, loop.time(), loop.time() + 60)
             outputs.append(OutputProcessor(request, loop.time))
             task = asyncio.create_task(request_runner.run(request, outputs[-1]))
             if name == "running":
@@ -31,7 +31,7 @@ async def test_what_comes_after_the_stop_is_not_begun() -> None:
                 assert (await request_runner.ledger()).entries
             request_runner.stop()
             await asyncio.gather(task, return_exceptions=True)
-        await request_runner.finish()
+        await request_runner.wait_stopped()
     assert not (await request_runner.ledger()).entries
     for output in outputs:
         with pytest.raises(Unavailable, match="the router is stopping"):

@@ -30,15 +30,37 @@ class FakeRequestRunner:
         output.close()
 
 
+def door_of(request_runner: FakeRequestRunner) -> FrontDoor:
+    model, pool = ServedModel("m", 300, (), None), FakePool()
+    return FrontDoor(
+        model,
+        RequestValidator(model, lambda: 100, TenantThreads(1)),
+        cast(Pool, pool),
+        dispatcher(pool),
+        cast(RequestRunner, request_runner),
+        Tenants(),
+        StallGuard(60.0),
+        request_timeout_s=100.0,
+    )
+
+
 async def test_updates_come_until_the_last_and_the_deadline_goes_with_the_request() -> None:
-    model, request_runner, pool = ServedModel("m", 300, (), None), FakeRequestRunner(), FakePool()
-    validator, serve = RequestValidator(model, lambda: 100, TenantThreads(1)), cast(RequestRunner, request_runner)
-    door = FrontDoor(model, validator, cast(Pool, pool), dispatcher(pool), serve, Tenants(), StallGuard(60.0))
-    tokens = []
+    request_runner = FakeRequestRunner()
+    door, tokens = door_of(request_runner), []
     async with asyncio.timeout(60), door.generate(ONE, Caller("t"), 1e9) as (request_id, updates):
         async for update in updates:
             tokens += [token.token_id for delta in update.deltas.values() for token in delta.tokens]
             request_runner.last.set()
     assert tokens == [7, 8]
     request = request_runner.request
+    assert request is not None
     assert (request.id, request.tenant, request.deadline) == (request_id, "t", 1e9)
+
+
+async def test_a_request_without_a_deadline_gets_that_of_the_router() -> None:
+    request_runner, now = FakeRequestRunner(), asyncio.get_running_loop().time
+    before = now()
+    async with asyncio.timeout(60), door_of(request_runner).generate(ONE, Caller(), None) as (_, updates):
+        await anext(updates)
+    assert request_runner.request is not None
+    assert before + 100 <= request_runner.request.deadline <= now() + 100

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import threading
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ import pytest
 from google.protobuf.descriptor import Descriptor
 
 import router.request_runner
+import router.serving.large_messages
 import router.serving.servicer
 import router.serving.validator
 from baton.errors import InvalidRequest
@@ -20,9 +22,11 @@ from baton.pb import inference_pb2 as pb
 from baton.request import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from baton.rpc.channel import CONTROL_MESSAGE_BYTES
 from baton.rpc.convert import begin_field, read_fields, token_array_from_proto, token_ids_from_proto, varint
-from baton.rpc.errors import Undecodable, strict, utf8_pieces
+from baton.rpc.errors import strict, utf8_pieces
 from baton.tokenizer import Tokenizer
-from router.serving.servicer import InferenceServicer, Sized, generate_request, sized, tokenize_prompt
+from router.serving.front_door import ANONYMOUS
+from router.serving.large_messages import ReceivedMessage, deserializer_for
+from router.serving.servicer import InferenceServicer, generate_request, tokenize_prompt
 from router.serving.threads import TenantThreads
 from router.serving.tokenizer_processes import LONG_TEXT, TokenizerProcesses
 from router.serving.validator import MAX_CHAT_MESSAGES, RequestValidator, ServedModel, TokenPrompt
@@ -75,9 +79,9 @@ async def test_a_field_is_counted_before_any_of_it_is_read(method: str, path: st
     message = WithUnread(made, path)
     calls: dict[str, Callable[[Any], Any]] = {
         "Generate": lambda message: validator().validate(
-            generate_request(Sized(message, 1)), arrived=0.0, deadline=None
+            generate_request(ReceivedMessage(message, 1)), arrived=0.0, deadline=60.0
         ),
-        "Tokenize": lambda message: validator().tokenize(tokenize_prompt(Sized(message, 1)), 1),
+        "Tokenize": lambda message: validator().tokenize(tokenize_prompt(ReceivedMessage(message, 1)), 1),
         "Detokenize": lambda message: validator().detokenize(message.token_ids),
     }
     field, limit = LIMITS[path]
@@ -105,7 +109,7 @@ async def test_large_fields_are_converted_off_the_event_loop(monkeypatch: pytest
         monkeypatch.setattr(module, name, noted(getattr(module, name), seen))
     ids = range(count)
     message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), sampling=pb.SamplingParams(allowed_token_ids=ids))
-    request = await validator().validate(generate_request(Sized(message, 1)), arrived=0.0, deadline=None)
+    request = await validator().validate(generate_request(ReceivedMessage(message, 1)), arrived=0.0, deadline=60.0)
     assert (list(request.prompt_ids), request.params.allowed_token_ids) == (list(ids), tuple(ids))
     assert seen == [count == 2] * 2
 
@@ -125,7 +129,7 @@ async def test_a_long_text_leaves_the_event_loop_and_a_very_long_one_the_process
     model = ServedModel("m", VOCAB, (), cast(Tokenizer, Stub()), cast(TokenizerProcesses, Processes()))
     checked = RequestValidator(model, lambda: LENGTH, TenantThreads(1))
     message = pb.GenerateRequest(text="x" * length)
-    request = await checked.validate(generate_request(Sized(message, length)), arrived=0, deadline=None)
+    request = await checked.validate(generate_request(ReceivedMessage(message, length)), arrived=0, deadline=60.0)
     assert list(request.prompt_ids) == [ids[where], length]
     assert seen == [where == "the loop"] * 2
 
@@ -134,8 +138,8 @@ def test_the_size_of_a_request_is_that_of_its_bytes() -> None:
     """`ByteSize` would serialize all of it again: 6 ms for a million token ids."""
     message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=range(1000)))
     data = message.SerializeToString()
-    assert sized(pb.GenerateRequest)(data) == Sized(message, len(data))
-    assert generate_request(Sized(WithUnread(message, "token_ids.ids"), len(data))).size == len(data)
+    assert deserializer_for(pb.GenerateRequest)(data) == ReceivedMessage(message, len(data))
+    assert generate_request(ReceivedMessage(WithUnread(message, "token_ids.ids"), len(data))).size == len(data)
 
 
 class Pieces(Sequence[int]):
@@ -178,7 +182,7 @@ async def test_the_answer_of_tokenize_is_serialized_in_turns_of_the_event_loop()
     turning: list[asyncio.Handle] = []
     turn()
     door = Mock(tokenize=Mock(return_value=contextlib.nullcontext(answers())))
-    await InferenceServicer(door).Tokenize(Sized(pb.TokenizeRequest(text="x"), 1), writing)
+    await InferenceServicer(door).Tokenize(ReceivedMessage(pb.TokenizeRequest(text="x"), 1), ANONYMOUS, writing)
     turning[-1].cancel()
     (answer,) = writing.write.call_args.args
     assert list(pb.TokenizeResponse.FromString(answer).token_ids) == list(range(100_000))
@@ -188,7 +192,7 @@ async def test_the_answer_of_tokenize_is_serialized_in_turns_of_the_event_loop()
 
 def read(message: pb.GenerateRequest) -> tuple[list[int], str, bool]:
     """The ids of a message as it is received, its model, and whether the ids were left where they were."""
-    sent = sized(pb.GenerateRequest)(message.SerializeToString())
+    sent = deserializer_for(pb.GenerateRequest)(message.SerializeToString())
     request = generate_request(sent)
     assert isinstance(request.prompt, TokenPrompt)
     ids = token_array_from_proto("token_ids", request.prompt.token_ids, 2**32)
@@ -213,9 +217,9 @@ def received(message: Any) -> Any:
     """The prompt of a message as it is received; X arrives as a byte that is not UTF-8."""
     data = message.SerializeToString().replace(b"X", b"\xff")
     if isinstance(message, pb.TokenizeRequest):
-        sent = sized(pb.TokenizeRequest)(data)
+        sent = deserializer_for(pb.TokenizeRequest)(data)
         return tokenize_prompt(sent), sent
-    sent = sized(pb.GenerateRequest)(data)
+    sent = deserializer_for(pb.GenerateRequest)(data)
     return generate_request(sent).prompt, sent
 
 
@@ -230,16 +234,31 @@ def test_long_texts_are_not_checked_on_the_event_loop(kind: Any) -> None:
             prompt.read() if message.HasField("text") else router.serving.validator._messages(prompt)
 
 
-def test_long_texts_are_read_in_pieces() -> None:
+def test_long_texts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def measured(path: str, data: bytes) -> Iterator[str]:
+        for piece in utf8_pieces(path, data):
+            sizes.append(len(piece))
+            yield piece
+
+    for module in (router.serving.servicer, router.serving.validator):
+        monkeypatch.setattr(module, "utf8_pieces", measured)
     good, other = LONG_TEXTS[0][:-1], LONG_TEXTS[1]
     prompt, _ = received(pb.TokenizeRequest(text=good))
     assert prompt.read() == good.encode()
-    assert max(map(len, utf8_pieces("text", good.encode()))) <= 64 << 10
+    assert (sum(sizes), max(sizes) <= 64 << 10) == (len(good), True)
+    sizes.clear()
     many = [pb.ChatMessage(role="user", content=text) for text in (good, *[other] * 9)]
     for count in (len(many), 100):
         prompt, sent = received(pb.GenerateRequest(chat=pb.Chat(messages=(many * count)[:count])))
         assert len(sent.texts) == (count if count < 64 else 0)
         assert [each["content"] for each in router.serving.validator._messages(prompt)][:2] == [good, other]
+        assert (sum(sizes), max(sizes, default=0) <= 64 << 10) == (
+            len(good) + 9 * len(other) if sent.texts else 0,
+            True,
+        )
+        sizes.clear()
 
 
 @pytest.mark.parametrize("large", [2, 1000])
@@ -270,7 +289,9 @@ def test_ids_that_are_a_field_each_are_read_by_the_generated_class() -> None:
     """A caller may send as many fields as a message has bytes, and each would be looked at on the event loop."""
     ids = [1, 2, 300] * 50_000
     unpacked = b"".join(b"\x08" + varint(token) for token in ids)
-    sent = sized(pb.GenerateRequest)(begin_field(pb.GenerateRequest.TOKEN_IDS_FIELD_NUMBER, len(unpacked)) + unpacked)
+    sent = deserializer_for(pb.GenerateRequest)(
+        begin_field(pb.GenerateRequest.TOKEN_IDS_FIELD_NUMBER, len(unpacked)) + unpacked
+    )
     assert not sent.long_ids
     assert list(sent.message.token_ids.ids) == ids
 
@@ -292,7 +313,7 @@ def field(number: int, content: bytes) -> bytes:
         (field(CHAT_FIELD, EMPTY * 500) * 400, f"chat.messages: at most {MAX_CHAT_MESSAGES} messages are allowed"),
         (field(SAMPLING_FIELD, EMPTY_STOP * 200_000), "sampling: at most 4096 fields are allowed"),
         (field(SAMPLING_FIELD, b"") * 200_000, "request: at most 1024 fields are allowed"),
-        (field(CHAT_FIELD, UNKNOWN_GROUP + EMPTY * 200_000), "request: not a valid baton.v1.GenerateRequest message"),
+        (field(CHAT_FIELD, UNKNOWN_GROUP + EMPTY * 200_000), "request: not a valid message ("),
     ],
 )
 def test_too_many_fields_are_refused_before_an_object_is_made_of_each(
@@ -306,13 +327,12 @@ def test_too_many_fields_are_refused_before_an_object_is_made_of_each(
             looked_at += 1
             yield each
 
-    monkeypatch.setattr(router.serving.servicer, "read_fields", counted)
+    monkeypatch.setattr(router.serving.large_messages, "read_fields", counted)
     # A kind of message that can't be parsed.
-    decode = strict(sized(cast(Any, Mock(DESCRIPTOR=pb.GenerateRequest.DESCRIPTOR))), "/baton.v1.Inference/Generate")
+    decode = strict(deserializer_for(cast(Any, Mock(DESCRIPTOR=pb.GenerateRequest.DESCRIPTOR))))
     assert decode is not None
-    refused = decode(data)
-    assert isinstance(refused, Undecodable)
-    assert str(refused.error).startswith(problem)
+    with pytest.raises(InvalidRequest, match=f"^{re.escape(problem)}"):
+        decode(data)
     assert looked_at < 5000
 
 
@@ -320,6 +340,6 @@ def test_messages_of_many_fields_are_read_by_the_generated_class() -> None:
     """Each takes a microsecond or more, and a message of a chat may have as many as bytes."""
     roles = field(pb.ChatMessage.ROLE_FIELD_NUMBER, b"user") * 1000
     message = field(pb.Chat.MESSAGES_FIELD_NUMBER, roles + field(pb.ChatMessage.CONTENT_FIELD_NUMBER, b"x" * 9000))
-    sent = sized(pb.GenerateRequest)(field(CHAT_FIELD, message * 60))
+    sent = deserializer_for(pb.GenerateRequest)(field(CHAT_FIELD, message * 60))
     assert not sent.texts
     assert [len(each.content) for each in sent.message.chat.messages] == [9000] * 60

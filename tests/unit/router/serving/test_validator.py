@@ -8,7 +8,8 @@ import pytest
 from baton.errors import InvalidRequest
 from baton.pb import inference_pb2
 from baton.tokenizer import Tokenizer
-from router.serving.servicer import Sized, generate_request
+from router.serving.large_messages import ReceivedMessage
+from router.serving.servicer import generate_request
 from router.serving.threads import TenantThreads
 from router.serving.validator import RequestValidator, ServedModel
 from tests.integration.router_stubs import checkpoint
@@ -21,7 +22,7 @@ async def test_a_report_that_no_message_can_carry_is_refused_before_it_is_comput
         ids = inference_pb2.TokenIds(ids=[1] * count)
         sampling = inference_pb2.SamplingParams(prompt_logprobs=20)
         message = inference_pb2.GenerateRequest(token_ids=ids, sampling=sampling)
-        return await validator.validate(generate_request(Sized(message, 1)), arrived=0.0, deadline=None)
+        return await validator.validate(generate_request(ReceivedMessage(message, 1)), arrived=0.0, deadline=60.0)
 
     assert len((await take(280_000)).prompt_ids) == 280_000
     with pytest.raises(InvalidRequest, match=r"^prompt_logprobs: those of 290000 prompt tokens .*, got 20$"):
@@ -40,3 +41,28 @@ async def test_token_ids_that_wait_to_become_text_count_with_their_memory(tmp_pa
     validator = RequestValidator(ServedModel("m", 300, (), tokenizer), lambda: 1_000_000, Noting(1))
     await validator.detokenize([1] * 5_000)
     assert sizes == [20_000]
+
+
+async def test_a_prompt_must_fit_a_prefill_worker_and_leave_room_in_a_decode_worker(tmp_path: Path) -> None:
+    model = ServedModel("m", 300, (), Tokenizer.load(checkpoint(tmp_path)))
+    prefill, decode = 4, 6
+    validator = RequestValidator(
+        model, lambda: 100, TenantThreads(1), prefill_capacity=lambda: prefill, decode_capacity=lambda: decode
+    )
+
+    async def max_tokens(**prompt: Any) -> int:
+        message = inference_pb2.GenerateRequest(**prompt)
+        return (
+            await validator.validate(generate_request(ReceivedMessage(message, 1)), arrived=0.0, deadline=60.0)
+        ).max_tokens
+
+    ids = inference_pb2.TokenIds
+    assert await max_tokens(token_ids=ids(ids=[1] * 4)) == 2
+    with pytest.raises(InvalidRequest, match=r"^token_ids: 5 prompt tokens do not fit the 4 that a prefill worker's"):
+        await max_tokens(token_ids=ids(ids=[1] * 5))
+    with pytest.raises(InvalidRequest, match=r"^token_ids: 6 prompt tokens leave no room in the 6 that"):
+        await max_tokens(token_ids=ids(ids=[1] * 6))
+    with pytest.raises(InvalidRequest, match=r"^text: .* prompt tokens do not fit the 4 that a prefill worker's"):
+        await max_tokens(text="a b c d e", sampling=inference_pb2.SamplingParams(max_tokens=1))
+    prefill = decode = 0
+    assert await max_tokens(token_ids=ids(ids=[1] * 60)) == 40
