@@ -357,7 +357,10 @@ class Attempts:
         return self._shares_kv and attempt.reservation.cache.writes
 
     def check_handoff(self, attempt: DecodeAttempt, handoff: Handoff, digests: abc.Sequence[bytes]) -> None:
-        """Raise IncompleteTransfer or InvalidRequest if the handoff does not belong to the reservation."""
+        """Raise IncompleteTransfer or InvalidRequest if the handoff does not belong to the reservation.
+
+        `digests` are those of all full blocks of the context; they may be empty unless `needs_digests`.
+        """
         check_handoff(self._engine.spec, attempt.reservation, handoff)
         pinned = attempt.handle.cached_tokens // self._engine.spec.kv_format.block_size
         # The last digest of a chain names all blocks before it too.
@@ -376,13 +379,11 @@ class Attempts:
     ) -> DecodeSequence | None:
         """Make a sequence of the first choice that goes on; further choices become pending.
 
-        `digests` are the digests of all full blocks of the context, which the caller has published if `may_publish`;
-        without them, the sequences publish nothing. Returns None if all choices have ended; then the caller must end
-        the attempt. Raises IncompleteTransfer or InvalidRequest if the
-        handoff does not belong to the reservation, OutOfPages if no page is left to keep the context for further
-        choices.
+        The caller has checked the handoff (`check_handoff`). `digests` are those of all full blocks of the context,
+        which the caller has published if `may_publish`; without them, the sequences publish nothing. Returns None if
+        all choices have ended; then the caller must end the attempt. Raises OutOfPages if no page is left to keep the
+        context for further choices.
         """
-        self.check_handoff(attempt, handoff, digests or ())
         hasher = None
         if digests is not None and self.may_publish(attempt):
             hasher = self._hasher(attempt, handoff, digests)

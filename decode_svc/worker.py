@@ -249,9 +249,9 @@ class DecodeWorker:
             digests = None
             if self.attempts.needs_digests(attempt):
                 digests = await self._blocks.hash_blocks(context_ids(handoff), attempt.reservation.cache_salt)
-                self.attempts.check_handoff(attempt, handoff, digests)
-                if self.attempts.may_publish(attempt):
-                    await self._blocks.publish(attempt.handle, digests)
+            self.attempts.check_handoff(attempt, handoff, digests or ())
+            if digests is not None and self.attempts.may_publish(attempt):
+                await self._blocks.publish(attempt.handle, digests)
             # The attempt may have ended while the last frame was written.
             if not attempt.lifecycle.ended:
                 self._commit(attempt, handoff, digests, (self._loop.time() - started) * 1e3)

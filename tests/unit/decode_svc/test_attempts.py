@@ -26,6 +26,7 @@ def of(fake: FakeEngine, reserve_tokens: int = 100) -> Attempts:
 
 def committed(attempts: Attempts, ours: DecodeAttempt, **handoff: object) -> int:
     ready = replace(prefill([1, 2, 3, 4, 5]).handoff, **handoff)
+    attempts.check_handoff(ours, ready, ())
     first = attempts.commit(ours, ready, 0.0, 0.0)
     return (first is not None) + attempts.pending_choices
 

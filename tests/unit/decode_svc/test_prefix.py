@@ -44,10 +44,9 @@ class Worker:
         self.attempts.start(attempt, 0.0)
         ready.write(self.engine, attempt.handle, attempt.handle.cached_tokens)
         names = digests(self.engine, prompt, SALT) if self.attempts.needs_digests(attempt) else None
-        if names is not None:
-            self.attempts.check_handoff(attempt, ready.handoff, names)
-            if self.attempts.may_publish(attempt):
-                self.engine.publish(attempt.handle, names)
+        self.attempts.check_handoff(attempt, ready.handoff, names or ())
+        if names is not None and self.attempts.may_publish(attempt):
+            self.engine.publish(attempt.handle, names)
         first = self.attempts.commit(attempt, ready.handoff, 0.0, 0.0, names)
         return (
             []
@@ -178,7 +177,7 @@ def test_the_salt_of_another_tenant_finds_nothing_and_fails_where_it_is_pinned()
     worker.attempts.start(liar, 0.0)
     ready = prefill(PROMPT, greedy(8), request_id="c")
     with pytest.raises(IncompleteTransfer, match="pinned"):
-        worker.attempts.commit(liar, ready.handoff, 0.0, 0.0, digests(worker.engine, PROMPT, b"other"))
+        worker.attempts.check_handoff(liar, ready.handoff, digests(worker.engine, PROMPT, b"other"))
 
 
 @pytest.mark.parametrize(
