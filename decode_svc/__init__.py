@@ -1,12 +1,12 @@
 """The decode service: reservations and KV come in, tokens go out; one generation batch for all requests.
 
-Routers send Reserve, Start and Cancel on a session, and get one message for each step. The service fetches KV from
-prefill workers. When a sequence has finished, its slot goes to another one before the next step.
+Routers send Reserve, Start and Cancel on a session, and get tokens as soon as a step has made them. The service
+fetches KV from prefill workers. When a sequence has finished, its slot goes to another one before the next step.
 
 Read `worker` first: it has an attempt's life from top to bottom. Then read `loop`, which decodes. Pure modules use no
 torch, gRPC or asyncio; the caller passes times.
 
-worker       an attempt's life: reserve, fetch, commit, decode, end; the load of the worker
+worker       an attempt's life: reserve, fetch, commit, decode, end; load, ledger and failure of the worker
 session      commands from a router and messages to it
 write_backs  copies of ended sequences' blocks to the shared cache
 loop         the engine thread: admit, make room, launch a step, read one, report
@@ -15,5 +15,5 @@ admission    pure: the choice of the next reservation or fork for a slot and pag
 reservation  pure: a request for pages, its size and its checks
 attempts     pure: attempts from reservation to end, their pages and choices
 servicer     translation of the Session stream
-app          starts and stops everything; engine thread, status, ledger, drain
+app          starts, drains and stops everything
 """

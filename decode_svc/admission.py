@@ -1,23 +1,26 @@
 """Admission: the choice of the reservation or fork that gets the next slot of the batch, and pages. Pure.
 
-    reserve ── malformed, or larger than the worker ─▶ InvalidReservation
-       │────── no slot is free in time ─▶ Overloaded: try again
-       │────── too few pages are free, or the batch or a claim needs them ─▶ OutOfPages
-       └─────▶ DecodeAttempt, which counts as one sequence, however many choices it has
+    admit ── malformed ─▶ InvalidRequest; larger than the worker ─▶ ReservationTooLarge
+       │──── no slot is free in time ─▶ Overloaded: try again
+       │──── too few pages are free, or the batch or a claim needs them ─▶ OutOfPages
+       └───▶ DecodeAttempt, which counts as one sequence, however many choices it has
     start_forks ─▶ sequences of further choices; call it whenever a slot or pages may have come free
 
-**Slots** (`SlotForecast`). A reservation is granted only if the number of sequences, in any state and with the new one,
-is at most slots + lookahead. `lookahead` is the number of completions per second times the seconds from a reservation
-until its sequence is ready: so many sequences end in the meantime (Little's law). It is at most a quarter of the slots.
-Further choices of a request are forks. Forks leave some slots free for new requests, and wait for reservations that
-were just refused; but after a reservation was granted while forks are pending, the next slot goes to a fork. So
-reservations and forks take turns (decision 10).
+**Slots** (`SlotForecast`).
 
-**Pages** (`Admission`). A fork that lacks pages waits, and blocks no other sequence. Contexts that are kept for pending
-choices have at most half of the pages, unless there is only one. The oldest attempt and the attempt with the fewest
+- A reservation is granted only if there are then at most slots + lookahead sequences, in any state.
+- `lookahead` is the number of completions per second times the seconds from a reservation until its sequence is ready:
+  so many sequences end in the meantime (Little's law). It is at most a quarter of the slots.
+- Further choices of a request are forks. Forks leave some slots free for new requests, and wait for reservations that
+  were just refused. But after a reservation was granted while forks are pending, the next slot goes to a fork. So
+  reservations and forks take turns (decision 10).
+
+**Pages** (`Admission`). A fork that lacks pages waits, and blocks no other sequence. Contexts that wait for forks may
+use at most half of the pages. A single such context may use more. The oldest attempt and the attempt with the fewest
 pending choices take turns (`Attempts.pending`). Every fork ends; decision 10 has the proof.
 
-After a preemption, the pages that the batch needs for its next steps do not count as free (`DecodeLoop.missing_pages`).
+After a preemption, the pages that the batch needs for its next steps do not count as free
+(`DecodeLoop.pages_kept_for_batch`).
 
 **Claims** (`Claims`) keep small reservations from starving large ones. A reservation that is refused because pages are
 missing leaves a claim. Half of the pages that are free then, and half of the pages that come free later, are set aside
@@ -34,11 +37,11 @@ from functools import partial
 from typing import TypeVar
 
 from baton.engine.contract import Engine
-from baton.errors import OutOfPages, Overloaded
+from baton.errors import InvalidRequest, OutOfPages, Overloaded
 from baton.kv.cached_blocks import SLICE_NODES
 from baton.rates import DecayingAverage, DecayingSum
 from decode_svc.attempts import Attempts, DecodeAttempt
-from decode_svc.reservation import AttemptKey, InvalidReservation, Reserve
+from decode_svc.reservation import AttemptKey, ReservationSize, Reserve
 from decode_svc.scheduler import DecodeSequence
 
 T = TypeVar("T")
@@ -51,13 +54,14 @@ SPAN_S = 10.0
 
 MIN_RETRY_S, MAX_RETRY_S, USUAL_RETRY_S = 0.02, 5.0, 0.5
 
-KEEP, KEEP_S = 8, 0.5
-"""Forks leave one slot in KEEP free, or as many as the reservations of the last KEEP_S seconds if that is more."""
+FORK_HEADROOM_DIVISOR, FORK_HEADROOM_S = 8, 0.5
+"""Forks leave one slot in this many free, or as many as the reservations of so many last seconds if that is more."""
 
-OFFER_S, FOLLOW_S = 1.0, 0.1
-"""Seconds for which free slots are left to reservations: after a refusal, and after the grant that follows it."""
+REFUSED_PRIORITY_S, GRANTED_PRIORITY_S = 1.0, 0.1
+"""For REFUSED_PRIORITY_S seconds after a refusal, forks take no free slot, so that the refused reservation can come
+back. Each grant in that time shortens the rest to GRANTED_PRIORITY_S seconds."""
 
-CLAIM_S, RENEW_S = 3.0, 1.0
+CLAIM_S, CLAIM_RENEW_S = 3.0, 1.0
 """Seconds after which a claim ends if it is not renewed, and after which its owner is told to ask again."""
 
 Claimant = tuple[int, AttemptKey | None]
@@ -65,9 +69,6 @@ Claimant = tuple[int, AttemptKey | None]
 
 FORKS: Claimant = (-1, None)
 """The claimant of all pending forks."""
-
-NOBODY: Claimant = (-2, None)
-"""A claimant that has no claim."""
 
 _LEAD_WEIGHT = 0.1
 
@@ -82,7 +83,7 @@ class SlotForecast:
         self._lead_s = DecayingAverage(_LEAD_WEIGHT)
         self._fork_owed = False
         self.forks_wait_until = -math.inf
-        """Until this time, forks get only the slot that belongs to a fork."""
+        """Until this time, a fork may start only if the next slot is promised to a fork (`_fork_owed`)."""
 
     def record_end(self, now: float, count: int = 1) -> None:
         """Record that `count` sequences have ended."""
@@ -98,8 +99,8 @@ class SlotForecast:
 
     def fork_headroom(self, now: float) -> int:
         """Number of slots that forks leave free."""
-        wanted = int(KEEP_S * self._grants.value(now) / self._span_s(now))
-        return min(max(self._slots // KEEP, wanted), self._slots // 2)
+        wanted = int(FORK_HEADROOM_S * self._grants.value(now) / self._span_s(now))
+        return min(max(self._slots // FORK_HEADROOM_DIVISOR, wanted), self._slots // 2)
 
     def lookahead(self, now: float) -> int:
         """Number of sequences that may exist beyond the slots, because slots will come free in time."""
@@ -110,7 +111,7 @@ class SlotForecast:
         ahead = self.lookahead(now)
         beyond = held + self._fork_owed + 1 - self._slots - ahead
         if beyond > 0:
-            self.forks_wait_until = now + OFFER_S
+            self.forks_wait_until = now + REFUSED_PRIORITY_S
             owed = ", one of them promised to a choice that waits" if self._fork_owed else ""
             raise Overloaded(
                 f"{held} sequences are held for {self._slots} slots, of which {ahead} will be free in time{owed}; "
@@ -122,7 +123,7 @@ class SlotForecast:
         """Record that a reservation was granted; if forks are `pending`, the next slot belongs to a fork."""
         self._grants.add(1, now)
         if now < self.forks_wait_until:
-            self.forks_wait_until = now + FOLLOW_S
+            self.forks_wait_until = now + GRANTED_PRIORITY_S
         self._fork_owed = pending
 
     def may_fork(self, held: int, now: float) -> bool:
@@ -136,7 +137,9 @@ class SlotForecast:
         if now < self.forks_wait_until:
             return self.forks_wait_until
         # The headroom for frequent reservations shrinks with time.
-        return now + KEEP_S if held + self._slots // KEEP < self._slots <= held + self.fork_headroom(now) else math.inf
+        least = self._slots // FORK_HEADROOM_DIVISOR
+        shrinks = held + least < self._slots <= held + self.fork_headroom(now)
+        return now + FORK_HEADROOM_S if shrinks else math.inf
 
     def record_fork(self) -> None:
         """Record that forks had their turn: one has started, the next one lacks pages, or none is pending."""
@@ -156,10 +159,10 @@ class SlotForecast:
 class OutOfUnclaimedPages(OutOfPages):
     """Enough pages are free, but they are for the batch, or set aside for another claim."""
 
-    def __init__(self, needed: int, free: int, total: int, kept: int, missing: int) -> None:
+    def __init__(self, needed: int, free: int, total: int, set_aside: int, kept_for_batch: int) -> None:
         super().__init__(needed, free, total)
-        batch = f", {missing} are kept for sequences that run" if missing else ""
-        claim = f", and {kept} are kept for a larger request that waits" if kept else ""
+        batch = f", {kept_for_batch} are kept for sequences that run" if kept_for_batch else ""
+        claim = f", and {set_aside} are kept for a larger request that waits" if set_aside else ""
         self.args = (f"{self.args[0]}{batch}{claim}",)
 
 
@@ -180,9 +183,9 @@ class _Claim:
 
 
 class Claims:
-    """All claims on a worker's pages.
+    """All claims on a worker's pages; times are seconds on the caller's clock.
 
-    Times are seconds on the caller's clock; `free` is the number of pages available.
+    `record_free` must be called with the number of free pages before each question, and after each new claim.
     """
 
     def __init__(self) -> None:
@@ -191,14 +194,24 @@ class Claims:
         # Twice the pages set aside for the first claim, and the number of free pages when that was computed.
         self._twice = self._free = 0
 
-    def pages_set_aside(self, claimant: Claimant, free: int, now: float) -> int:
-        """Number of pages that are set aside for claimants other than this one."""
-        first = self._oldest(now)
-        if first is None:
-            return 0
-        self._twice = min(max(self._twice + free - self._free, 0), 2 * first.pages)
-        self._free = free
-        return 0 if first.claimant == claimant else -(-self._twice // 2)
+    def record_free(self, free: int, now: float) -> None:
+        """Record that `free` pages are free: half of those that came free since the last call are set aside.
+
+        Claims that were not renewed in time end here.
+        """
+        for session_number, claim in list(self._claims.items()):
+            if now >= claim.renewed_at + CLAIM_S:
+                del self._claims[session_number]
+        first = next(iter(self._claims.values()), None)
+        if first is not self._first:
+            self._first, self._twice, self._free = first, 0, 0
+        if first is not None:
+            self._twice = min(max(self._twice + free - self._free, 0), 2 * first.pages)
+            self._free = free
+
+    def pages_set_aside(self, claimant: Claimant | None = None) -> int:
+        """Number of pages that were set aside, at the last `record_free`, for claimants other than this one."""
+        return 0 if self._first is None or self._first.claimant == claimant else -(-self._twice // 2)
 
     def add(self, claimant: Claimant, pages: int, now: float) -> None:
         """Record that `pages` pages were not free; renews the claim, or makes one if the session has none."""
@@ -215,8 +228,8 @@ class Claims:
         if claim is not None and claim.claimant == claimant and now < claim.renewed_at + CLAIM_S:
             claim.renewed_at = now
 
-    def settle(self, claimant: Claimant, free: int) -> None:
-        """Remove the claim of a claimant that got its pages; `free` pages are left."""
+    def remove_granted(self, claimant: Claimant, free: int) -> None:
+        """Remove the claim of a claimant that got its pages, or has none; `free` pages are left."""
         claim = self._claims.get(claimant[0])
         if claim is not None and claim.claimant == claimant:
             del self._claims[claimant[0]]
@@ -230,18 +243,9 @@ class Claims:
         del self._claims[claimant[0]]
         return True
 
-    def drop_session(self, session: int) -> None:
+    def drop_session(self, session_number: int) -> None:
         """Remove the claim of a session that has ended."""
-        self._claims.pop(session, None)
-
-    def _oldest(self, now: float) -> _Claim | None:
-        for session, claim in list(self._claims.items()):
-            if now >= claim.renewed_at + CLAIM_S:
-                del self._claims[session]
-        first = next(iter(self._claims.values()), None)
-        if first is not self._first:
-            self._first, self._twice, self._free = first, 0, 0
-        return first
+        self._claims.pop(session_number, None)
 
 
 @dataclass(slots=True)
@@ -255,8 +259,8 @@ class ForkResult:
 class Admission:
     """Decides for one worker; times are seconds on the caller's clock.
 
-    `missing_pages` returns the number of free pages that are kept for the batch. `reclaim` frees pages that no request
-    holds, and returns False if there were none.
+    `pages_kept_for_batch` returns the number of free pages that only the batch may take. `reclaim` frees pages that no
+    request holds, and returns False if there were none.
     """
 
     def __init__(
@@ -264,71 +268,80 @@ class Admission:
         engine: Engine,
         attempts: Attempts,
         forecast: SlotForecast,
-        missing_pages: abc.Callable[[], int],
+        pages_kept_for_batch: abc.Callable[[], int],
         reclaim: abc.Callable[[], bool],
     ) -> None:
         self._engine = engine
         self._attempts = attempts
         self.forecast = forecast
-        self._missing_pages = missing_pages
+        self._pages_kept_for_batch = pages_kept_for_batch
         self._reclaim = reclaim
         self.claims = Claims()
         self._context_claims = Claims()
 
-    def evict(self, session: int, request: Reserve, now: float) -> bool:
-        """Evict a slice of the cached blocks that a long context replaces; False if `reserve` should be called now.
+    def evict_for(self, session_number: int, reservation: Reserve, now: float) -> bool:
+        """Evict a slice of the cached blocks that a long context replaces; False if `admit` should be called now.
 
         Nothing is evicted for a reservation that would be refused.
         """
-        if self._engine.spec.pages_for(request.context_tokens) <= SLICE_NODES:
+        if self._engine.spec.pages_for(reservation.context_tokens) <= SLICE_NODES:
             return False
         try:
-            self._check(session, request, now)
-        except (InvalidReservation, OutOfPages, Overloaded):
+            size = self._check(session_number, reservation, now)
+        except (InvalidRequest, OutOfPages, Overloaded):
             return False
-        return self._attempts.evict(request)
+        return self._attempts.evict_for(reservation, size)
 
-    def reserve(self, session: int, request: Reserve, now: float, limit_s: float = math.inf) -> DecodeAttempt:
-        """Reserve pages for an attempt.
+    def admit(self, session_number: int, reservation: Reserve, now: float, limit_s: float = math.inf) -> DecodeAttempt:
+        """Take the pages of a reservation.
 
-        Raises InvalidReservation if it can never be granted, Overloaded or OutOfPages if it can't be granted now.
+        Raises ReservationTooLarge if it can never be granted, Overloaded or OutOfPages if it can't be granted now,
+        InvalidRequest if it is malformed.
         """
-        need, claimant = self._check(session, request, now), (session, request.key)
+        size, claimant = self._check(session_number, reservation, now), (session_number, reservation.key)
         try:
-            attempt = self._with_reclaim(lambda: self._attempts.reserve(session, request, now, limit_s))
+            attempt = self._with_reclaim(
+                lambda: self._attempts.take_pages(session_number, reservation, size, now, limit_s)
+            )
         except OutOfPages:
-            self.claims.add(claimant, need, now)
+            self._claim(claimant, size.pages, now)
             raise
-        self.claims.settle(claimant, self._free())
-        self._context_claims.settle(claimant, self._free_context_pages)
+        self.claims.remove_granted(claimant, self._free())
+        self._context_claims.remove_granted(claimant, self._free_context_pages)
         self.forecast.record_grant(now, pending=bool(self._attempts.pending))
         return attempt
 
-    def _check(self, session: int, request: Reserve, now: float) -> int:
-        """Raise what `reserve` raises before it takes pages; returns their number."""
-        need, claimant = self._attempts.check(session, request).pages, (session, request.key)
+    def _check(self, session_number: int, reservation: Reserve, now: float) -> ReservationSize:
+        """Raise what `admit` raises before it takes pages; returns the size of the reservation."""
+        size, claimant = self._attempts.size(session_number, reservation), (session_number, reservation.key)
         self.claims.renew(claimant, now)
+        self.claims.record_free(self._free(), now)
         self._context_claims.renew(claimant, now)
-        if request.choices > 1:
+        if reservation.choices > 1:
             # Check this before the slots, because a refusal there leaves a free slot to this reservation.
-            self._check_contexts(claimant, self._engine.spec.pages_for(request.context_tokens), now)
+            self._check_contexts(claimant, self._engine.spec.pages_for(reservation.context_tokens), now)
         self.forecast.check(self._attempts.sequences, now)
         try:
-            self._check_claims(claimant, need, now)
+            self._check_claims(claimant, size.pages)
         except OutOfPages:
-            self.claims.add(claimant, need, now)
+            self._claim(claimant, size.pages, now)
             raise
-        return need
+        return size
+
+    def _claim(self, claimant: Claimant, pages: int, now: float) -> None:
+        """Claim pages, and set half of the free ones aside if there is no other claim."""
+        self.claims.add(claimant, pages, now)
+        self.claims.record_free(self._free(), now)
 
     def cancel_claim(self, claimant: Claimant) -> bool:
         """Remove the claims of a refused attempt that does not ask again; returns whether it had any."""
         pages, contexts = self.claims.cancel(claimant), self._context_claims.cancel(claimant)
         return pages or contexts
 
-    def drop_session(self, session: int) -> None:
+    def drop_session(self, session_number: int) -> None:
         """Remove the claims of a session that has ended."""
-        self.claims.drop_session(session)
-        self._context_claims.drop_session(session)
+        self.claims.drop_session(session_number)
+        self._context_claims.drop_session(session_number)
 
     def start_forks(self, now: float) -> ForkResult:
         """Start the forks whose turn it is.
@@ -347,10 +360,9 @@ class Admission:
         self.forecast.record_fork()
         return forked
 
-    def free_context_tokens(self, now: float) -> int:
-        """Tokens of the largest context that a request without a claim could reserve now."""
-        free = self._free()
-        return self._attempts.largest_context(free - self.claims.pages_set_aside(NOBODY, free, now))
+    def free_context_tokens(self) -> int:
+        """Tokens of the largest context that a request without a claim could reserve after the last refusal."""
+        return self._attempts.largest_context(self._free() - self.claims.pages_set_aside())
 
     def wake_at(self, now: float) -> float:
         """Time at which the caller must call `start_forks` even if nothing happens; infinite if it need not."""
@@ -365,16 +377,17 @@ class Admission:
         for attempt in turns:
             try:
                 if makes_progress:
-                    self._check_claims(FORKS, self._attempts.fork_pages(attempt), now)
+                    self.claims.record_free(self._free(), now)
+                    self._check_claims(FORKS, self._attempts.fork_pages(attempt))
                 forked.started.append(self._with_reclaim(partial(self._attempts.fork, attempt)))
             except OutOfPages:
                 continue
             except Exception as error:
                 forked.failed.append((attempt, error))
                 return False
-            self.claims.settle(FORKS, self._free())
+            self.claims.remove_granted(FORKS, self._free())
             return True
-        self.claims.add(FORKS, self._fork_claim(turns), now)
+        self._claim(FORKS, self._fork_claim(turns), now)
         return False
 
     def _fork_claim(self, turns: abc.Sequence[DecodeAttempt]) -> int:
@@ -383,23 +396,24 @@ class Admission:
         room = self._engine.spec.pages - self._attempts.context_pages
         return next((need for need in needs if need <= room), min(needs))
 
-    def _check_claims(self, claimant: Claimant, need: int, now: float) -> None:
+    def _check_claims(self, claimant: Claimant, need: int) -> None:
         """Raise OutOfPages if these pages are kept for the batch or another claim. Counts shared pages too."""
-        free, missing = self._free(), self._missing_pages()
-        kept = self.claims.pages_set_aside(claimant, free, now)
-        if (kept or missing) and need > free - kept:
+        free, kept_for_batch = self._free(), self._pages_kept_for_batch()
+        set_aside = self.claims.pages_set_aside(claimant)
+        if (set_aside or kept_for_batch) and need > free - set_aside:
             stats = self._engine.stats()
-            raise OutOfUnclaimedPages(need, stats.free + stats.cached, stats.total, kept, missing)
+            raise OutOfUnclaimedPages(need, stats.free + stats.cached, stats.total, set_aside, kept_for_batch)
 
     def _check_contexts(self, claimant: Claimant, pages: int, now: float) -> None:
         """Raise OutOfContextPages, and make a claim, if kept contexts would have more than their share of the pages."""
         # A context larger than the share is kept only while no other one is.
         most, free = self._max_context_pages, self._free_context_pages
         need = min(pages, most)
-        kept = self._context_claims.pages_set_aside(claimant, free, now)
-        if need > free - kept:
+        self._context_claims.record_free(free, now)
+        set_aside = self._context_claims.pages_set_aside(claimant)
+        if need > free - set_aside:
             self._context_claims.add(claimant, need, now)
-            raise OutOfContextPages(pages, free - kept, most)
+            raise OutOfContextPages(pages, free - set_aside, most)
 
     @property
     def _max_context_pages(self) -> int:
@@ -412,7 +426,7 @@ class Admission:
     def _free(self) -> int:
         """Number of free and cached pages that the batch does not need."""
         stats = self._engine.stats()
-        return max(stats.free + stats.cached - self._missing_pages(), 0)
+        return max(stats.free + stats.cached - self._pages_kept_for_batch(), 0)
 
     def _with_reclaim(self, take: abc.Callable[[], T]) -> T:
         """Call `take`; if pages are missing, free those that no request holds and call it again."""

@@ -1,7 +1,7 @@
 """Attempts from reservation to end, and the pages they hold. Pure; used on the asyncio loop only.
 
-    reserve ──▶ RESERVED ─start─▶ TRANSFERRING ─commit─▶ SLOT_WAIT ─▶ DECODING ─(last choice ended)─▶ ENDED
-                    └──────────────────┴─────────────────────┴─────────── end ─────────────────────────▶
+    take_pages ──▶ RESERVED ─start─▶ TRANSFERRING ─commit─▶ SLOT_WAIT ─▶ DECODING ─(last choice ended)─▶ ENDED
+                       └──────────────────┴─────────────────────┴─────────── end ─────────────────────────▶
 
 A reservation takes pages for the context and for the first outputs of one choice, however many choices there are. At
 the commit the first choice becomes a sequence. Further choices are pending: a handle of their own (`context_handle`)
@@ -14,10 +14,10 @@ is refused here. Handles are freed here too, in any state of the attempt. This i
 uses the pages at that moment, they return to the pool when it is done.
 
 If leading blocks of the context are published in the pool, the reservation pins them. They are shared with their other
-owners, and not transferred. Their digests come from the router, so the commit compares them with the real ones. The
-commit publishes the blocks of the context, so that the next request finds them while this one runs. The end of each
-sequence publishes the blocks of its output. Converted KV is never published, because a digest stands for KV
-exactly as it was computed.
+owners, and not transferred. Their digests come from the router, so `check_handoff` compares them with the real ones.
+The worker publishes the blocks of the context before the commit, so that the next request finds them while this one
+runs. The end of each sequence publishes the blocks of its output. Converted KV is never published, because a digest
+stands for KV exactly as it was computed.
 
 An attempt is DECODING while one of its choices is in the batch, and in SLOT_WAIT if all its choices wait for a slot or
 are pending.
@@ -32,18 +32,16 @@ from collections import abc
 from dataclasses import dataclass, field
 
 from baton.engine.contract import Engine, KvHandle
-from baton.errors import BatonError, EngineError, IncompleteTransfer, OutOfPages, SourceUnreachable
+from baton.errors import BatonError, EngineError, IncompleteTransfer, InvalidRequest, OutOfPages, SourceUnreachable
 from baton.ledger import LedgerEntry
 from baton.lifecycle import Lifecycle, State
 from baton.request import FirstToken, Handoff, SequenceState
 from decode_svc.reservation import (
     AttemptKey,
-    InvalidReservation,
     ReservationSize,
     Reserve,
     check_handoff,
     context_ids,
-    pinnable_digests,
     size_reservation,
 )
 from decode_svc.scheduler import DecodeSequence, RollingBlockHasher
@@ -96,7 +94,7 @@ class PublishedBlocks:
 class RunningChoice:
     """A choice that decodes, in `state` since the time `since`; `hasher` hashes blocks that it may publish."""
 
-    sequence: int
+    sequence_id: int
     handle: KvHandle
     hasher: RollingBlockHasher | None
     since: float
@@ -122,18 +120,18 @@ class PendingChoices:
 class DecodeAttempt:
     """An attempt on this worker, owned by a session. `tokens` is the number of tokens of one choice that have pages.
 
-    Attempts are ordered by `age`, the oldest first. A later attempt at a request counts as older than all first
+    Attempts are ordered by `order_key`, the oldest first. A later attempt at a request counts as older than all first
     attempts, so that a request that was preempted is not the first to be preempted again. `choices` has the choices
     that decode, by index; `pending` has the choices that wait to be forked.
     """
 
-    session: int
-    age: tuple[int, int]
-    request: Reserve
+    session_number: int
+    order_key: tuple[int, int]
+    reservation: Reserve
     tokens: int
     handle: KvHandle
     spare: KvHandle | None
-    life: Lifecycle
+    lifecycle: Lifecycle
     reserved_at: float
     cancelled: set[int] = field(default_factory=set)
     choices: dict[int, RunningChoice] = field(default_factory=dict)
@@ -146,12 +144,12 @@ class DecodeAttempt:
     @property
     def key(self) -> AttemptKey:
         """Its name within the session."""
-        return self.request.key
+        return self.reservation.key
 
     @property
     def committed(self) -> bool:
         """Whether its KV is complete, so that its handles belong to sequences."""
-        return self.life.state in (State.SLOT_WAIT, State.DECODING)
+        return self.lifecycle.state in (State.SLOT_WAIT, State.DECODING)
 
     @property
     def sequences(self) -> int:
@@ -178,13 +176,13 @@ class DecodeAttempt:
 
     def overdue_failure(self) -> Failure:
         """The failure of an attempt that stayed in its state for too long."""
-        life = self.life
-        if life.is_request_deadline():
-            given = life.deadline - self.reserved_at
-            message = f"{self.key} was {life.state.value} at its deadline, {given:.3g} s after its reservation"
+        lifecycle = self.lifecycle
+        if lifecycle.is_request_deadline():
+            given = lifecycle.deadline - self.reserved_at
+            message = f"{self.key} was {lifecycle.state.value} at its deadline, {given:.3g} s after its reservation"
             return Failure(FailureKind.DEADLINE, message)
-        message = f"{self.key} was still {life.state.value} after {life.deadline - life.since:g} s"
-        if life.state is State.TRANSFERRING:
+        message = f"{self.key} was still {lifecycle.state.value} after {lifecycle.deadline - lifecycle.since:g} s"
+        if lifecycle.state is State.TRANSFERRING:
             message += ", prefill included (--fetch-timeout-s)"
         # The request's deadline has not passed, so another attempt may follow.
         return Failure(FailureKind.TRANSFER, message)
@@ -197,7 +195,7 @@ def ledger_entries(attempts: abc.Iterable[DecodeAttempt], engine: Engine, now: f
 
     def entry(attempt: DecodeAttempt, handle: KvHandle, state: State, since: float) -> LedgerEntry:
         pages = spec.pages_for(handle.capacity)
-        deadline = attempt.life.deadline
+        deadline = attempt.lifecycle.deadline
         return LedgerEntry(
             owner=handle.owner,
             kind="kv",
@@ -208,32 +206,40 @@ def ledger_entries(attempts: abc.Iterable[DecodeAttempt], engine: Engine, now: f
             deadline_s=None if math.isinf(deadline) else deadline - now,
         )
 
-    found = []
+    entries = []
     for attempt in attempts:
-        life = attempt.life
         if attempt.committed:
-            found += [entry(attempt, each.handle, each.state, each.since) for each in attempt.choices.values()]
+            entries += [entry(attempt, each.handle, each.state, each.since) for each in attempt.choices.values()]
             if attempt.pending is not None:
-                found.append(entry(attempt, attempt.pending.context_handle, State.SLOT_WAIT, attempt.pending.since))
+                entries.append(entry(attempt, attempt.pending.context_handle, State.SLOT_WAIT, attempt.pending.since))
         else:
-            found += [entry(attempt, each, life.state, life.since) for each in attempt.handles]
-    return found
+            lifecycle = attempt.lifecycle
+            entries += [entry(attempt, each, lifecycle.state, lifecycle.since) for each in attempt.handles]
+    return entries
 
 
 class Attempts:
     """All live attempts of a worker; times are in seconds on the caller's clock.
 
-    `exact` is whether fetched KV is not converted; converted KV is never published.
+    `on_published` is called with the blocks that a sequence has published at its end. `shares_kv` is False if fetched
+    KV is converted: converted KV is never published.
     """
 
-    def __init__(self, engine: Engine, reserve_tokens: int, *, exact: bool = True) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        reserve_tokens: int,
+        on_published: abc.Callable[[PublishedBlocks], object] = lambda _: None,
+        *,
+        shares_kv: bool = True,
+    ) -> None:
         self._engine = engine
         self._reserve_tokens = reserve_tokens
-        self._exact = exact
+        self._on_published = on_published
+        self._shares_kv = shares_kv
         self._live: dict[tuple[int, AttemptKey], DecodeAttempt] = {}
         self._owners: dict[int, tuple[DecodeAttempt, int]] = {}
         self._pending: dict[DecodeAttempt, None] = {}
-        self._published: list[PublishedBlocks] = []
         self._oldest_leads = True
         self._numbers = itertools.count()
         self._ids = itertools.count()
@@ -272,70 +278,75 @@ class Attempts:
     @property
     def deadline(self) -> float:
         """The earliest deadline of the states of all attempts; infinite if there is none."""
-        return min((attempt.life.deadline for attempt in self._live.values()), default=math.inf)
+        return min((attempt.lifecycle.deadline for attempt in self._live.values()), default=math.inf)
 
-    def take_published(self) -> list[PublishedBlocks]:
-        """Take the lists of blocks that sequences have published at their ends since the last call."""
-        published, self._published = self._published, []
-        return published
-
-    def get(self, session: int, key: AttemptKey) -> DecodeAttempt | None:
+    def get(self, session_number: int, key: AttemptKey) -> DecodeAttempt | None:
         """The live attempt with this key, or None."""
-        return self._live.get((session, key))
+        return self._live.get((session_number, key))
 
-    def in_session(self, session: int) -> list[DecodeAttempt]:
+    def in_session(self, session_number: int) -> list[DecodeAttempt]:
         """The live attempts of a session."""
-        return [attempt for attempt in self._live.values() if attempt.session == session]
+        return [attempt for attempt in self._live.values() if attempt.session_number == session_number]
 
-    def find_owner(self, sequence: int) -> tuple[DecodeAttempt, int] | None:
+    def find_owner(self, sequence_id: int) -> tuple[DecodeAttempt, int] | None:
         """The attempt of a sequence and the index of its choice; None if the sequence has ended."""
-        return self._owners.get(sequence)
+        return self._owners.get(sequence_id)
 
-    def check(self, session: int, request: Reserve) -> ReservationSize:
-        """Compute the size of a reservation; raises InvalidReservation if it can never be granted."""
-        if (live := self.get(session, request.key)) is not None:
-            raise InvalidReservation("key", f"attempt {request.key} is {live.life.state.value} already")
-        return size_reservation(self._engine.spec, request, self._reserve_tokens)
+    def size(self, session_number: int, reservation: Reserve) -> ReservationSize:
+        """Compute the size of a reservation.
 
-    def reserve(self, session: int, request: Reserve, now: float, limit_s: float = math.inf) -> DecodeAttempt:
-        """Reserve all pages of an attempt; it must be started within `limit_s` seconds.
-
-        Raises OutOfPages if they are not free now, InvalidReservation if the reservation can never be granted. Then no
-        page is taken.
+        Raises ReservationTooLarge if it can never be granted, InvalidRequest if it is malformed or repeats the key of a
+        live attempt.
         """
-        need = self.check(session, request)
+        if (live := self.get(session_number, reservation.key)) is not None:
+            raise InvalidRequest("reserve.key", f"attempt {live.key} is {live.lifecycle.state.value} already")
+        return size_reservation(self._engine.spec, reservation, self._reserve_tokens)
+
+    def take_pages(
+        self,
+        session_number: int,
+        reservation: Reserve,
+        size: ReservationSize,
+        now: float,
+        limit_s: float = math.inf,
+    ) -> DecodeAttempt:
+        """Take all pages of a reservation whose size is `size`; its attempt must be started within `limit_s` seconds.
+
+        Raises OutOfPages if they are not free now; then no page is taken.
+        """
+        key, context_tokens = reservation.key, reservation.context_tokens
         taken: list[KvHandle] = []
         try:
-            prefix, most = pinnable_digests(request), request.context_tokens
-            taken.append(self._engine.reserve(str(request.key), need.tokens, prefix, most))
-            if need.spare_tokens:
-                taken.append(self._engine.reserve(f"{request.key}/spare", need.spare_tokens))
+            taken.append(self._engine.reserve(str(key), size.tokens, reservation.pinnable_digests, context_tokens))
+            if size.spare_tokens:
+                taken.append(self._engine.reserve(f"{key}/spare", size.spare_tokens))
         except Exception as error:
             self._free(taken)
             if not isinstance(error, OutOfPages):
                 raise
             stats = self._engine.stats()
-            raise OutOfPages(need.pages, stats.free + stats.cached, stats.total) from None
-        deadline = math.inf if request.deadline_s is None else now + request.deadline_s
-        life = Lifecycle(State.RESERVED, now, request_deadline=deadline, limit_s=limit_s)
-        age = -request.key.attempt, next(self._numbers)
-        spare = taken[1] if need.spare_tokens else None
-        attempt = DecodeAttempt(session, age, request, need.tokens, taken[0], spare, life, now)
-        self._live[session, request.key] = attempt
+            raise OutOfPages(size.pages, stats.free + stats.cached, stats.total) from None
+        deadline = math.inf if reservation.deadline_s is None else now + reservation.deadline_s
+        lifecycle = Lifecycle(State.RESERVED, now, request_deadline=deadline, limit_s=limit_s)
+        order_key = -key.attempt, next(self._numbers)
+        spare = taken[1] if size.spare_tokens else None
+        attempt = DecodeAttempt(
+            session_number, order_key, reservation, size.tokens, taken[0], spare, lifecycle, reserved_at=now
+        )
+        self._live[session_number, key] = attempt
         return attempt
 
-    def evict(self, request: Reserve) -> bool:
+    def evict_for(self, reservation: Reserve, size: ReservationSize) -> bool:
         """Evict a slice of the cached blocks that a reservation replaces (`Engine.evict_for`)."""
-        tokens = size_reservation(self._engine.spec, request, self._reserve_tokens).tokens
-        return self._engine.evict_for(tokens, pinnable_digests(request), request.context_tokens)
+        return self._engine.evict_for(size.tokens, reservation.pinnable_digests, reservation.context_tokens)
 
     def start(
         self, attempt: DecodeAttempt, now: float, limit_s: float = math.inf, deadline_s: float | None = None
     ) -> None:
         """Record that the attempt's KV is being fetched into its first handle, for at most `limit_s` seconds."""
         if deadline_s is not None:
-            attempt.life.request_deadline = min(attempt.life.request_deadline, now + deadline_s)
-        attempt.life.enter(State.TRANSFERRING, now, limit_s)
+            attempt.lifecycle.request_deadline = min(attempt.lifecycle.request_deadline, now + deadline_s)
+        attempt.lifecycle.enter(State.TRANSFERRING, now, limit_s)
 
     def needs_digests(self, attempt: DecodeAttempt) -> bool:
         """Whether the commit needs the digests of the context's blocks, to publish them or to check the pinned ones."""
@@ -343,14 +354,17 @@ class Attempts:
 
     def may_publish(self, attempt: DecodeAttempt) -> bool:
         """Whether other requests may use the KV that the attempt computes and fetches."""
-        return self._exact and attempt.request.cache.writes
+        return self._shares_kv and attempt.reservation.cache.writes
 
     def check_handoff(self, attempt: DecodeAttempt, handoff: Handoff, digests: abc.Sequence[bytes]) -> None:
-        """Raise IncompleteTransfer or InvalidRequest if the handoff does not belong to the reservation."""
-        check_handoff(self._engine.spec, attempt.request, handoff)
+        """Raise IncompleteTransfer or InvalidRequest if the handoff does not belong to the reservation.
+
+        `digests` are those of all full blocks of the context; they may be empty unless `needs_digests`.
+        """
+        check_handoff(self._engine.spec, attempt.reservation, handoff)
         pinned = attempt.handle.cached_tokens // self._engine.spec.kv_format.block_size
         # The last digest of a chain names all blocks before it too.
-        if pinned and digests[pinned - 1 : pinned] != pinnable_digests(attempt.request)[pinned - 1 : pinned]:
+        if pinned and digests[pinned - 1 : pinned] != attempt.reservation.pinnable_digests[pinned - 1 : pinned]:
             raise IncompleteTransfer(
                 f"{attempt.key}: the {attempt.handle.cached_tokens} pinned tokens are not those of the handoff"
             )
@@ -365,15 +379,13 @@ class Attempts:
     ) -> DecodeSequence | None:
         """Make a sequence of the first choice that goes on; further choices become pending.
 
-        `digests` are the digests of all full blocks of the context; without them nothing is published. Returns None if
-        all choices have ended; then the caller must end the attempt. Raises IncompleteTransfer or InvalidRequest if the
-        handoff does not belong to the reservation, OutOfPages if no page is left to keep the context for further
-        choices.
+        The caller has checked the handoff (`check_handoff`). `digests` are those of all full blocks of the context,
+        which the caller has published if `may_publish`; without them, the sequences publish nothing. Returns None if
+        all choices have ended; then the caller must end the attempt. Raises OutOfPages if no page is left to keep the
+        context for further choices.
         """
-        self.check_handoff(attempt, handoff, digests or ())
         hasher = None
         if digests is not None and self.may_publish(attempt):
-            self._engine.publish(attempt.handle, digests)
             hasher = self._hasher(attempt, handoff, digests)
         going = [
             first
@@ -387,14 +399,14 @@ class Attempts:
             pending = PendingChoices(self._context(attempt), further, handoff, hasher, fetch_ms, now)
         if attempt.spare is not None:
             self._engine.free(attempt.spare)
-        attempt.life.enter(State.SLOT_WAIT, now)
+        attempt.lifecycle.enter(State.SLOT_WAIT, now)
         if pending is not None:
             attempt.pending, self._pending[attempt] = pending, None
         return self._sequence(attempt, going[0], attempt.handle, handoff, hasher, fetch_ms, now)
 
     def fork_pages(self, attempt: DecodeAttempt) -> int:
         """Number of pages that the attempt's next fork needs."""
-        spec, context = self._engine.spec, attempt.request.context_tokens
+        spec, context = self._engine.spec, attempt.reservation.context_tokens
         pending = attempt.pending
         last = pending is not None and len(pending.first_tokens) == 1
         return spec.pages_for(attempt.tokens) - (spec.pages_for(context) if last else context // spec.page_size)
@@ -402,21 +414,24 @@ class Attempts:
     @property
     def context_pages(self) -> int:
         """Number of pages of the contexts that are kept for pending choices. Shared pages count for each attempt."""
-        return sum(self._engine.spec.pages_for(attempt.request.context_tokens) for attempt in self._pending)
+        return sum(self._engine.spec.pages_for(attempt.reservation.context_tokens) for attempt in self._pending)
 
     @property
     def all_context_pages(self) -> int:
         """`context_pages`, plus the pages of contexts that will be kept for pending choices after their commit."""
         pages_for = self._engine.spec.pages_for
-        coming = (each for each in self._live.values() if not each.committed and each.request.choices > 1)
-        return self.context_pages + sum(pages_for(each.request.context_tokens) for each in coming)
+        coming = (each for each in self._live.values() if not each.committed and each.reservation.choices > 1)
+        return self.context_pages + sum(pages_for(each.reservation.context_tokens) for each in coming)
 
     def largest_context(self, pages: int) -> int:
         """Number of tokens of the largest context that, with its first outputs, fits in `pages` pages."""
         return max(pages * self._engine.spec.page_size - self._reserve_tokens, 0)
 
     def fork(self, attempt: DecodeAttempt) -> DecodeSequence:
-        """Make a sequence of the attempt's next pending choice, and change turns in `pending`. Raises OutOfPages."""
+        """Make a sequence of the attempt's next pending choice. Raises OutOfPages.
+
+        The other rule of `pending` selects the next attempt.
+        """
         pending = attempt.pending
         if pending is None:
             raise EngineError(f"{attempt.key}: no choice is pending")
@@ -425,7 +440,7 @@ class Attempts:
             handle = pending.context_handle
             self._engine.extend(handle, attempt.tokens)
         else:
-            context, owner = attempt.request.context_tokens, f"{attempt.key}/{index}"
+            context, owner = attempt.reservation.context_tokens, f"{attempt.key}/{index}"
             handle = self._engine.fork(pending.context_handle, owner, context, attempt.tokens)
         del pending.first_tokens[index]
         self._oldest_leads = not self._oldest_leads
@@ -434,9 +449,9 @@ class Attempts:
             attempt.pending = None
         return self._sequence(attempt, first, handle, pending.handoff, pending.hasher, pending.fetch_ms, pending.since)
 
-    def join(self, sequence: int, now: float) -> None:
+    def join(self, sequence_id: int, now: float) -> None:
         """Record that a sequence has joined the batch; does nothing if it has ended meanwhile."""
-        if (owner := self._owners.get(sequence)) is not None:
+        if (owner := self._owners.get(sequence_id)) is not None:
             attempt, index = owner
             attempt.choices[index].state, attempt.choices[index].since = State.DECODING, now
             self._update_state(attempt, now)
@@ -450,42 +465,41 @@ class Attempts:
             return []
         if (going := attempt.choices.get(choice)) is None:
             return []
-        self._release(attempt, going)
-        self.end_sequence(going.sequence, now)
-        return [going.sequence]
+        self.end_sequence(going.sequence_id, now, self._release(going))
+        return [going.sequence_id]
 
-    def end_sequence(self, sequence: int, now: float, digests: abc.Sequence[bytes] = ()) -> None:
+    def end_sequence(self, sequence_id: int, now: float, digests: abc.Sequence[bytes] = ()) -> None:
         """Remove a sequence that has ended or must be dropped; `digests` are those of its published blocks."""
-        attempt, choice = self._owners.pop(sequence)
-        self._report_published(attempt, attempt.choices.pop(choice), digests)
+        attempt, index = self._owners.pop(sequence_id)
+        choice = attempt.choices.pop(index)
         self._update_state(attempt, now)
+        self._report_published(attempt, choice, digests)
 
     def is_finished(self, attempt: DecodeAttempt) -> bool:
         """Whether all choices of the attempt have ended; then the caller must end the attempt."""
         if attempt.committed:
             return not attempt.choices and attempt.pending is None
-        return len(attempt.cancelled) >= attempt.request.choices
+        return len(attempt.cancelled) >= attempt.reservation.choices
 
     def end(self, attempt: DecodeAttempt, now: float, *, publish: bool = True) -> list[int]:
         """End an attempt: free everything that it holds, and return the ids of sequences to drop. Idempotent.
 
         Its final KV is published in the pool, unless `publish` is False.
         """
-        held = attempt.handles
-        if not attempt.life.end(now):
+        held, choices = attempt.handles, list(attempt.choices.values())
+        if not attempt.lifecycle.end(now):
             return []
-        del self._live[attempt.session, attempt.key]
-        dropped = [choice.sequence for choice in attempt.choices.values()]
-        if publish:
-            for choice in attempt.choices.values():
-                self._release(attempt, choice)
+        del self._live[attempt.session_number, attempt.key]
+        published = [self._release(choice) for choice in choices] if publish else []
         self._free(held)
         self._pending.pop(attempt, None)
         attempt.pending = None
-        for sequence in dropped:
-            del self._owners[sequence]
         attempt.choices.clear()
-        return dropped
+        for choice in choices:
+            del self._owners[choice.sequence_id]
+        for choice, digests in zip(choices, published, strict=False):
+            self._report_published(attempt, choice, digests)
+        return [choice.sequence_id for choice in choices]
 
     def _update_state(self, attempt: DecodeAttempt, now: float) -> None:
         """Derive the state of the attempt from the states of its choices."""
@@ -496,8 +510,8 @@ class Attempts:
             state = State.SLOT_WAIT
         else:
             return
-        if attempt.life.state is not state:
-            attempt.life.enter(state, now)
+        if attempt.lifecycle.state is not state:
+            attempt.lifecycle.enter(state, now)
 
     def _sequence(
         self,
@@ -518,7 +532,7 @@ class Attempts:
             SequenceState(handoff.params, handoff.prompt_ids, output_ids, first.choice_index),
             fetch_ms=fetch_ms,
             ready_at=ready_at,
-            age=attempt.age,
+            order_key=attempt.order_key,
             hasher=own,
             request_id=attempt.key.request_id,
         )
@@ -528,7 +542,7 @@ class Attempts:
 
     def _context(self, attempt: DecodeAttempt) -> KvHandle:
         """Make a handle that keeps the pages of the context, with a copy of its last, partly filled page."""
-        tokens = attempt.request.context_tokens
+        tokens = attempt.reservation.context_tokens
         return self._engine.fork(attempt.handle, f"{attempt.key}/context", tokens, tokens, attempt.spare)
 
     def _drop_pending(self, attempt: DecodeAttempt) -> None:
@@ -542,23 +556,24 @@ class Attempts:
         """Make the hasher of a sequence that begins with the context; `digests` are those of its full blocks."""
         spec = self._engine.spec
         rest = context_ids(handoff)[len(digests) * spec.kv_format.block_size :]
-        return RollingBlockHasher(spec, attempt.request.cache_salt, digests, rest)
+        return RollingBlockHasher(spec, attempt.reservation.cache_salt, digests, rest)
 
-    def _release(self, attempt: DecodeAttempt, choice: RunningChoice) -> None:
-        """Publish the final blocks of a choice and free its handle; does nothing if the engine thread has done it.
+    def _release(self, choice: RunningChoice) -> abc.Sequence[bytes]:
+        """Publish the final blocks of a choice, free its handle, and return the digests of the blocks.
 
-        The engine does both in one call, because a step in between could write to a page that is already published.
+        Does nothing if the engine thread has freed the handle. The engine does both in one call, because a step in
+        between could write to a page that is already published.
         """
         hasher = choice.hasher if choice.handle.alive else None
         digests = tuple(hasher.digests) if hasher is not None else ()
         self._engine.free(choice.handle, digests)
-        self._report_published(attempt, choice, digests)
+        return digests
 
     def _report_published(self, attempt: DecodeAttempt, choice: RunningChoice, digests: abc.Sequence[bytes]) -> None:
         """Report the blocks that a sequence has published at its end."""
         if digests:
-            found = attempt.request.context_tokens // self._engine.spec.kv_format.block_size
-            self._published.append(PublishedBlocks(choice.handle.owner, digests, found))
+            context_blocks = attempt.reservation.context_tokens // self._engine.spec.kv_format.block_size
+            self._on_published(PublishedBlocks(choice.handle.owner, digests, context_blocks))
 
     def _free(self, handles: list[KvHandle]) -> None:
         for handle in handles:

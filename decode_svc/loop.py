@@ -103,15 +103,15 @@ class DecodeLoop:
         self._read_at = 0.0
         self._inbox: queue.SimpleQueue[_Add | _Drop | _Stop] = queue.SimpleQueue()
         self._replay_pages = 0
-        self._missing_pages = 0
+        self._pages_kept = 0
         self._faults = FaultCounter()
 
-    def missing_pages(self) -> int:
+    def pages_kept_for_batch(self) -> int:
         """Free pages that nobody else may take, because the batch needs them for ROOM_TOKENS steps.
 
-        0 if no sequence was preempted since there last was room for a replay beside them.
+        0 unless a sequence was preempted. It is 0 again as soon as there is room for the batch and for the replay.
         """
-        return self._missing_pages
+        return self._pages_kept
 
     def add(self, sequences: Sequence[DecodeSequence]) -> None:
         """Queue sequences whose KV is complete; the loop frees their handles at the end."""
@@ -158,7 +158,7 @@ class DecodeLoop:
     def _emit_report(self, report: StepReport) -> None:
         report.running = self._scheduler.running
         if self._replay_pages:
-            self._count_missing_pages()
+            self._count_kept_pages()
         self._emit(report)
 
     def _receive(self) -> bool:
@@ -193,7 +193,7 @@ class DecodeLoop:
     def _ensure_pages(self, report: StepReport) -> None:
         """Give each sequence of the batch room for its next tokens, the oldest first."""
         for sequence in self._scheduler.sequences_to_extend():
-            while self._scheduler.running_one(sequence) and not self._extend(sequence, report):
+            while self._scheduler.find_running(sequence) and not self._extend(sequence, report):
                 if not self._reclaim() and not self._read(0):
                     self._preempt(report)
 
@@ -212,18 +212,18 @@ class DecodeLoop:
         sequence, stats = self._scheduler.youngest(), self._engine.stats()
         self._replay_pages = self._engine.spec.pages_for(sequence.handle.capacity)
         # Until they are counted.
-        self._missing_pages = stats.total
+        self._pages_kept = stats.total
         message = f"{sequence.handle.owner} gives back its {self._replay_pages} pages of {stats.total}: no page is left"
         _log.info("%s", message)
         self._engine.free(sequence.handle, sequence.digests)
         self._fail_sequences([sequence.id], FailureKind.PREEMPTED, message, report)
 
-    def _count_missing_pages(self) -> None:
+    def _count_kept_pages(self) -> None:
         """Count the pages to keep for the batch: none if it has room beside a replay of what was preempted last."""
         stats, missing = self._engine.stats(), self._scheduler.missing_pages()
         if not self._scheduler.running or missing + self._replay_pages <= stats.free + stats.cached:
             missing = self._replay_pages = 0
-        self._missing_pages = missing
+        self._pages_kept = missing
 
     def _launch(self) -> None:
         """Launch a step if the batch is not empty."""
@@ -260,7 +260,7 @@ class DecodeLoop:
             return
         now = self._read_at = self._clock()
         report.seconds = now - started
-        lost = [(sequence, found) for sequence, found in results if isinstance(found, NoToken)]
+        lost = [(sequence, result) for sequence, result in results if isinstance(result, NoToken)]
         if len(lost) < len(results):
             self._faults.record_success()
         for sequence, reason in lost:
@@ -296,15 +296,17 @@ class DecodeLoop:
         _log.error("%s can't continue", sequence.handle.owner, exc_info=error)
         self._fail_sequences([sequence.id], FailureKind.ENGINE, f"{type(error).__name__}: {error}", report)
 
-    def _fail_without_token(self, found: EngineSequence, error: NoToken, report: StepReport, *, counts: bool) -> None:
+    def _fail_without_token(
+        self, sequence: EngineSequence, error: NoToken, report: StepReport, *, counts: bool
+    ) -> None:
         """Fail a sequence that got no token; `counts` if it speaks against the worker."""
-        ours = self._scheduler.running_one(found)
-        if ours is None:
+        running = self._scheduler.find_running(sequence)
+        if running is None:
             return
-        self._engine.uncache(ours.handle)
-        self._fail_sequence(ours, error, report)
+        self._engine.uncache(running.handle)
+        self._fail_sequence(running, error, report)
         if counts:
-            self._faults.record_failure(ours.request_id)
+            self._faults.record_failure(running.request_id)
 
     def _fail_sequences(self, ids: Iterable[int], kind: FailureKind, message: str, report: StepReport) -> None:
         report.failures += [FailedSequence(each, kind, message) for each in ids]

@@ -40,9 +40,14 @@ class Reserve:
     cache_salt: bytes = b""
     cache: CachePolicy = CachePolicy.READ_WRITE
 
+    @property
+    def pinnable_digests(self) -> PackedDigests:
+        """Digests of the leading blocks to pin; empty if the request does not read the cache."""
+        return PackedDigests(self.prefix_digests if self.cache.reads else b"")
 
-class InvalidReservation(InvalidRequest):
-    """The reservation can never be granted; the message says why."""
+
+class ReservationTooLarge(InvalidRequest):
+    """The worker can't hold the reservation, even when it is empty; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,50 +63,44 @@ class ReservationSize:
     pages: int
 
 
-def size_reservation(spec: EngineSpec, request: Reserve, reserve_tokens: int) -> ReservationSize:
+def size_reservation(spec: EngineSpec, reservation: Reserve, reserve_tokens: int) -> ReservationSize:
     """Compute the size of a reservation with room for at most `reserve_tokens` outputs.
 
-    Raises InvalidReservation if the request is malformed, or if one choice does not fit into the whole pool.
+    Raises InvalidRequest if the reservation is malformed, ReservationTooLarge if one choice is longer than
+    `spec.max_model_len` or does not fit into the whole pool.
     """
-    for name, value, limit in (
-        ("context_tokens", request.context_tokens, spec.max_model_len - 1),
-        ("max_new_tokens", request.max_new_tokens, None),
-        ("choices", request.choices, MAX_CHOICES),
-    ):
-        if value < 1 or (limit is not None and value > limit):
-            raise InvalidReservation(name, "must be at least 1" + (f" and at most {limit}" if limit else ""), value)
-    _check_digests(spec, request)
-    longest = request.context_tokens + request.max_new_tokens
+    _check_fields(spec, reservation)
+    longest = reservation.context_tokens + reservation.max_new_tokens
     if longest > spec.max_model_len:
         # Routers accept what all workers can hold; this one joined later, with a smaller limit.
-        problem = f"with {request.context_tokens} tokens of context it exceeds max_model_len {spec.max_model_len}"
-        raise InvalidReservation("max_new_tokens", problem, request.max_new_tokens)
-    tokens = request.context_tokens + min(request.max_new_tokens, reserve_tokens)
+        problem = f"with {reservation.context_tokens} tokens of context it exceeds max_model_len {spec.max_model_len}"
+        raise ReservationTooLarge("max_new_tokens", problem, reservation.max_new_tokens)
+    tokens = reservation.context_tokens + min(reservation.max_new_tokens, reserve_tokens)
     pages = spec.pages_for(tokens)
     whole = spec.pages_for(longest)
     if whole > spec.pages:
-        raise InvalidReservation(
-            "context_tokens", f"needs {whole} pages, there are {spec.pages}", request.context_tokens
-        )
+        problem = f"needs {whole} pages, there are {spec.pages}"
+        raise ReservationTooLarge("context_tokens", problem, reservation.context_tokens)
     # If the first choice needs all pages, none is left to spare: pending choices are given back at the commit.
-    splits = request.choices > 1 and request.context_tokens % spec.page_size > 0 and pages < spec.pages
+    splits = reservation.choices > 1 and reservation.context_tokens % spec.page_size > 0 and pages < spec.pages
     return ReservationSize(tokens, spec.page_size if splits else 0, pages + splits)
 
 
-def pinnable_digests(request: Reserve) -> PackedDigests:
-    """Digests of the leading blocks to pin; empty if the request does not read the cache."""
-    return PackedDigests(request.prefix_digests if request.cache.reads else b"")
-
-
-def _check_digests(spec: EngineSpec, request: Reserve) -> None:
-    size, most = len(request.prefix_digests), request.context_tokens // spec.kv_format.block_size
+def _check_fields(spec: EngineSpec, reservation: Reserve) -> None:
+    for name in ("context_tokens", "max_new_tokens", "choices"):
+        if (value := getattr(reservation, name)) < 1:
+            raise InvalidRequest(f"reserve.{name}", "must be at least 1", value)
+    if reservation.choices > MAX_CHOICES:
+        raise InvalidRequest("reserve.choices", f"must be at most {MAX_CHOICES}", reservation.choices)
+    size, most = len(reservation.prefix_digests), reservation.context_tokens // spec.kv_format.block_size
     if size % DIGEST_BYTES:
-        raise InvalidReservation("prefix_digests", f"its length must be a multiple of {DIGEST_BYTES} bytes", size)
+        problem = f"its length must be a multiple of {DIGEST_BYTES} bytes"
+        raise InvalidRequest("reserve.prefix_digests", problem, size)
     if size > most * DIGEST_BYTES:
         problem = f"must have at most one digest for each of the {most} full blocks of the context"
-        raise InvalidReservation("prefix_digests", problem, size // DIGEST_BYTES)
-    if len(request.cache_salt) > MAX_SALT_BYTES:
-        raise InvalidReservation("cache_salt", f"must have at most {MAX_SALT_BYTES} bytes", len(request.cache_salt))
+        raise InvalidRequest("reserve.prefix_digests", problem, size // DIGEST_BYTES)
+    if (salt_size := len(reservation.cache_salt)) > MAX_SALT_BYTES:
+        raise InvalidRequest("reserve.cache_salt", f"must have at most {MAX_SALT_BYTES} bytes", salt_size)
 
 
 def context_ids(handoff: Handoff) -> abc.Sequence[int]:
@@ -109,7 +108,7 @@ def context_ids(handoff: Handoff) -> abc.Sequence[int]:
     return join_ids(handoff.prompt_ids, handoff.output_ids)
 
 
-def check_handoff(spec: EngineSpec, request: Reserve, handoff: Handoff) -> None:
+def check_handoff(spec: EngineSpec, reservation: Reserve, handoff: Handoff) -> None:
     """Check that a handoff fits the reservation; raises IncompleteTransfer or InvalidRequest.
 
     The token ids of its context are not checked here, because they were checked when the handoff was decoded.
@@ -117,16 +116,16 @@ def check_handoff(spec: EngineSpec, request: Reserve, handoff: Handoff) -> None:
     choices = {first.choice_index for first in handoff.first_tokens}
     new_tokens = (handoff.params.max_tokens or 0) - len(handoff.output_ids)
     for what, seen, expected in (
-        ("attempt", AttemptKey(handoff.request_id, handoff.attempt), request.key),
-        ("context", len(handoff.prompt_ids) + len(handoff.output_ids), request.context_tokens),
-        ("first tokens", len(handoff.first_tokens), request.choices),
-        ("choices", len(choices), request.choices),
+        ("attempt", AttemptKey(handoff.request_id, handoff.attempt), reservation.key),
+        ("context", len(handoff.prompt_ids) + len(handoff.output_ids), reservation.context_tokens),
+        ("first tokens", len(handoff.first_tokens), reservation.choices),
+        ("choices", len(choices), reservation.choices),
     ):
         if seen != expected:
-            raise IncompleteTransfer(f"{request.key}: the handoff's {what} is {seen}, reserved was {expected}")
-    if not 1 <= new_tokens <= request.max_new_tokens:
+            raise IncompleteTransfer(f"{reservation.key}: the handoff's {what} is {seen}, reserved was {expected}")
+    if not 1 <= new_tokens <= reservation.max_new_tokens:
         raise IncompleteTransfer(
-            f"{request.key}: the handoff allows {new_tokens} new tokens, reserved was {request.max_new_tokens}"
+            f"{reservation.key}: the handoff allows {new_tokens} new tokens, reserved was {reservation.max_new_tokens}"
         )
     handoff.params.check_vocabulary(spec.vocab_size)
     firsts = [first.token.token_id for first in handoff.first_tokens]

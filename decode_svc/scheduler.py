@@ -66,11 +66,21 @@ class RollingBlockHasher:
 class DecodeSequence(EngineSequence):
     """A choice whose KV is in its pages; times are in seconds.
 
-    `age` is the age of its attempt; a smaller one is older. `hasher` hashes its blocks, and is None if they must not be
-    published. `reported` is the number of outputs that the router has, counting those from prefill.
+    `order_key` is that of its attempt: an older one has a smaller key. `hasher` hashes its blocks, and is None if they
+    must not be published. `reported` is the number of outputs that the router has, counting those from prefill.
     """
 
-    __slots__ = ("age", "fetch_ms", "hasher", "id", "inserted_at", "ready_at", "reported", "request_id", "timings")
+    __slots__ = (
+        "fetch_ms",
+        "hasher",
+        "id",
+        "inserted_at",
+        "order_key",
+        "ready_at",
+        "reported",
+        "request_id",
+        "timings",
+    )
 
     def __init__(
         self,
@@ -80,7 +90,7 @@ class DecodeSequence(EngineSequence):
         *,
         fetch_ms: float = 0.0,
         ready_at: float = 0.0,
-        age: tuple[int, int] = (0, 0),
+        order_key: tuple[int, int] = (0, 0),
         hasher: RollingBlockHasher | None = None,
         request_id: str = "",
     ) -> None:
@@ -88,7 +98,7 @@ class DecodeSequence(EngineSequence):
         super().__init__(handle, state)
         self.id = number
         self.fetch_ms, self.ready_at = fetch_ms, ready_at
-        self.age = age
+        self.order_key = order_key
         self.hasher = hasher
         self.request_id = request_id
         self.inserted_at = 0.0
@@ -103,7 +113,7 @@ class DecodeSequence(EngineSequence):
     @property
     def sort_key(self) -> tuple[tuple[int, int], int]:
         """Sort key, from the oldest sequence to the youngest."""
-        return self.age, self.id
+        return self.order_key, self.id
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +184,9 @@ class DecodeScheduler:
         short = [each for each in self._running.values() if each.handle.capacity < each.next_positions.stop]
         return sorted(short, key=lambda each: each.sort_key)
 
-    def running_one(self, found: EngineSequence) -> DecodeSequence | None:
+    def find_running(self, sequence: EngineSequence) -> DecodeSequence | None:
         """The DecodeSequence of an engine's sequence; None if it is not in the batch any more."""
-        return self._running.get(found)
+        return self._running.get(sequence)
 
     def youngest(self) -> DecodeSequence:
         """The youngest sequence; there must be one."""
@@ -184,32 +194,34 @@ class DecodeScheduler:
 
     def missing_pages(self) -> int:
         """Number of pages that the batch lacks to run for ROOM_TOKENS tokens, or to its end if that is sooner."""
-        has = self._spec.pages_for
-        return sum(max(self._target_pages(each) - has(each.handle.capacity), 0) for each in self._running.values())
+        pages_for = self._spec.pages_for
+        return sum(
+            max(self._target_pages(each) - pages_for(each.handle.capacity), 0) for each in self._running.values()
+        )
 
-    def record_tokens(self, found: EngineSequence, tokens: Sequence[TokenInfo], now: float) -> StepOutput | None:
+    def record_tokens(self, sequence: EngineSequence, tokens: Sequence[TokenInfo], now: float) -> StepOutput | None:
         """Record the tokens that a sequence got in a step; returns those up to the token that ends the sequence.
 
         Returns None if there are no tokens, or the sequence has left the batch. If the sequence ends, it loses its
         slot, and the caller must free its handle.
         """
-        ours = self._running.get(found)
-        if ours is None or not tokens:
+        running = self._running.get(sequence)
+        if running is None or not tokens:
             return None
-        first = ours.reported
-        taken, finish = self._finish(ours, first, len(tokens))
-        ours.reported += taken
+        first = running.reported
+        taken, finish = self._finish(running, first, len(tokens))
+        running.reported += taken
         timings = None
-        if ours.timings is None:
-            slot_wait_ms = (ours.inserted_at - ours.ready_at) * 1e3
-            timings = ours.timings = DecodeTimings(fetch_ms=ours.fetch_ms, slot_wait_ms=slot_wait_ms)
-        if ours.hasher is not None:
-            ours.hasher.extend(token.token_id for token in tokens[:taken])
+        if running.timings is None:
+            slot_wait_ms = (running.inserted_at - running.ready_at) * 1e3
+            timings = running.timings = DecodeTimings(fetch_ms=running.fetch_ms, slot_wait_ms=slot_wait_ms)
+        if running.hasher is not None:
+            running.hasher.extend(token.token_id for token in tokens[:taken])
         digests: Sequence[bytes] = ()
         if finish is not None:
-            del self._running[ours]
-            digests = ours.digests
-        return StepOutput(ours.id, first, tokens[:taken], finish, timings, digests)
+            del self._running[running]
+            digests = running.digests
+        return StepOutput(running.id, first, tokens[:taken], finish, timings, digests)
 
     def drop(self, ids: Iterable[int]) -> list[DecodeSequence]:
         """Remove sequences from the queue and from the batch; returns those that had not ended yet."""
@@ -222,20 +234,20 @@ class DecodeScheduler:
                 del self._waiting[each]
         return dropped
 
-    def _target_pages(self, ours: DecodeSequence) -> int:
+    def _target_pages(self, sequence: DecodeSequence) -> int:
         """Number of pages that a sequence needs for ROOM_TOKENS more tokens, or to its end if that is sooner."""
         most = self._spec.max_model_len
-        if ours.state.params.max_tokens is not None:
-            most = min(most, len(ours.state.prompt_ids) + ours.state.params.max_tokens)
-        return self._spec.pages_for(min(ours.length + ROOM_TOKENS, most))
+        if sequence.state.params.max_tokens is not None:
+            most = min(most, len(sequence.state.prompt_ids) + sequence.state.params.max_tokens)
+        return self._spec.pages_for(min(sequence.length + ROOM_TOKENS, most))
 
-    def _finish(self, ours: DecodeSequence, first: int, count: int) -> tuple[int, FinishReason | None]:
+    def _finish(self, sequence: DecodeSequence, first: int, count: int) -> tuple[int, FinishReason | None]:
         """Number of the `count` outputs from index `first` on that the sequence keeps, and the reason if it ends."""
-        outputs, prompt = ours.output_ids, len(ours.state.prompt_ids)
+        outputs, prompt = sequence.output_ids, len(sequence.state.prompt_ids)
         for taken in range(1, count + 1):
             end = first + taken
             until = outputs if end == len(outputs) else outputs[:end]
-            reason = finish_reason(ours.state.params, until, self._spec.eos_token_ids)
+            reason = finish_reason(sequence.state.params, until, self._spec.eos_token_ids)
             if reason is not None:
                 return taken, reason
             if prompt + end >= self._spec.max_model_len:

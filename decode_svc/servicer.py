@@ -1,4 +1,4 @@
-"""The Session stream: commands from the router, one message a step to it. Translates only.
+"""The Session stream: commands from the router, results and heartbeats to it. Translates only.
 
 A router sends something every second. If nothing comes for SILENCE_S, the router is considered dead, whatever the state
 of its connection, and its session ends. If this process itself was stopped for a while, it first reads the messages
@@ -14,7 +14,7 @@ import grpc
 
 from baton.errors import DeadlineExceeded, InvalidRequest
 from baton.pb import decode_pb2, decode_pb2_grpc
-from baton.request import CachePolicy, DecodeTimings, Output, ReserveResult, check_id
+from baton.request import DecodeTimings, Output, ReserveResult, check_id
 from baton.rpc.channel import SILENCE_S, SilenceTimer
 from baton.rpc.convert import add_token, cache_policy_from_proto, export_from_proto, finish_to_proto
 from baton.worker.status import WIRE_VERSION
@@ -46,8 +46,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     ) -> AsyncIterator[decode_pb2.SessionDown]:
         """Serve one router until either side ends the stream; what it owned is then freed.
 
-        Raises InvalidRequest when the first message is no Hello, or a later one is; DeadlineExceeded when the router
-        falls silent, Overloaded when it does not read what it asked for.
+        Raises InvalidRequest if the first message is no Hello, or a later one is no valid command; DeadlineExceeded if
+        the router falls silent, Overloaded if it does not read what it asked for.
         """
         session = self._worker.open_session(await _hello(request_iterator))
         reading = asyncio.create_task(self._read(request_iterator, session), name="session-up")
@@ -69,8 +69,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             with SilenceTimer(SILENCE_S, lambda: self._worker.close_session(session, error)) as silence:
                 while (message := await anext(requests, None)) is not None:
                     silence.reset()
-                    if (command := command_from_proto(message)) is not None:
-                        await self._worker.receive(session, command)
+                    await self._worker.receive(session, command_from_proto(message))
         finally:
             self._worker.close_session(session)
 
@@ -91,10 +90,10 @@ async def _hello(requests: AsyncIterator[decode_pb2.SessionUp]) -> str:
     return first.hello.router_id
 
 
-def command_from_proto(message: decode_pb2.SessionUp) -> Command | None:
-    """A router's command; None for a command that only a later version knows.
+def command_from_proto(message: decode_pb2.SessionUp) -> Command:
+    """A router's command.
 
-    Raises InvalidRequest for a second hello, and for invalid ids, addresses and tickets.
+    Raises InvalidRequest for a second hello, an empty message, and for invalid ids, addresses, tickets and policies.
     """
     kind = message.WhichOneof("message")
     match kind:
@@ -108,7 +107,7 @@ def command_from_proto(message: decode_pb2.SessionUp) -> Command | None:
                 reserve.deadline_ms / 1e3 if reserve.deadline_ms else None,
                 reserve.prefix_digests,
                 reserve.cache_salt,
-                _policy(reserve.cache),
+                cache_policy_from_proto(reserve.cache),
             )
         case "start":
             start = message.start
@@ -126,7 +125,7 @@ def command_from_proto(message: decode_pb2.SessionUp) -> Command | None:
             return Heartbeat(frozenset(_key(key, "heartbeat.live") for key in message.heartbeat.live))
         case "hello":
             raise InvalidRequest("hello", "must come once, as the first message")
-    return None
+    raise InvalidRequest("message", "must be a command", kind or "nothing")
 
 
 def down_to_proto(down: SessionDown) -> decode_pb2.SessionDown:
@@ -146,14 +145,6 @@ def down_to_proto(down: SessionDown) -> decode_pb2.SessionDown:
 def _key(key: decode_pb2.AttemptKey, kind: str) -> AttemptKey:
     check_id(f"{kind}.key.request_id", key.request_id)
     return AttemptKey(key.request_id, key.attempt)
-
-
-def _policy(value: int) -> CachePolicy:
-    """The cache policy; OFF for one that only a later version knows."""
-    try:
-        return cache_policy_from_proto(value)
-    except InvalidRequest:
-        return CachePolicy.OFF
 
 
 def _key_to_proto(key: AttemptKey) -> decode_pb2.AttemptKey:

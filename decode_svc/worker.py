@@ -1,10 +1,10 @@
 """The decode worker: the life of each attempt from its reservation to its end. All share one generation batch.
 
-    Reserve   `_reserve`    take pages, or refuse at once                                    RESERVED
-    Start     `_start`      export its pinned prefix to prefill, and start to fetch its KV   TRANSFERRING
-              `_transfer`   fetch ─▶ hash blocks ─▶ `_commit`                                SLOT_WAIT
-              `schedule`    give its sequences to the engine thread (`decode_svc.loop`)      SLOT_WAIT
-              `report`      send the results of each step to the router                      DECODING
+    Reserve   `_reserve`         take pages, or refuse at once                                    RESERVED
+    Start     `_start`           export its pinned prefix to prefill, and start to fetch its KV   TRANSFERRING
+              `_transfer`        fetch ─▶ hash and publish blocks ─▶ `_commit`                    SLOT_WAIT
+              `resume_waiting`   give its sequences to the engine thread (`decode_svc.loop`)      SLOT_WAIT
+              `on_step_report`   send the results of each step to the router                      DECODING
     Cancel, deadline, fault, end of the session, last choice finished ──▶ `_end`             ENDED
 
 Every attempt ends in `_end`, which frees everything that the attempt holds, in any state. Its final KV stays in the
@@ -12,10 +12,12 @@ pool, unless the engine has failed. With a shared cache, the KV is also copied t
 
 A reservation is refused while the worker drains or has failed, and for the reasons in `decode_svc.admission`. The
 answer has a time after which to retry, unless the reservation can never be granted. Pending choices are forked when
-slots and pages come free: `schedule` checks that after each event. `decode_svc.attempts` has the pages and states of
-an attempt, and its methods have the names of the steps here.
+slots and pages come free: `resume_waiting` checks that after each event. `decode_svc.attempts` has the pages and states
+of an attempt.
 
-Everything here runs on the asyncio loop; the engine thread gets only plain messages and KV handles.
+Everything here runs on the asyncio loop; the engine thread gets only plain messages and KV handles. If the engine
+thread ends, or the audit of the idle worker finds pages without owner, the worker can't go on. Then `failed` gets the
+exception, and the supervisor starts another process.
 """
 
 from __future__ import annotations
@@ -31,18 +33,20 @@ from baton.config.worker import DecodeConfig
 from baton.engine.contract import Engine, KvHandle
 from baton.errors import BatonError, OutOfPages, Overloaded
 from baton.kv.prefix.contract import PrefixCache
+from baton.ledger import Ledger, LedgerEntry
 from baton.lifecycle import State
+from baton.process.executors import EngineThread
 from baton.rates import DecayingAverage
 from baton.request import Handoff, Output, RemoteExport, ReserveResult
 from baton.telemetry import metrics
 from baton.transfer.export import ExportRegistry
-from baton.worker.health import Progress
+from baton.worker.health import IdleAudit, Progress, build_ledger
 from baton.worker.prefix_cache import BlockCopier, CacheTiers
-from baton.worker.status import WorkerLoad
-from decode_svc.admission import RENEW_S, Admission, SlotForecast
-from decode_svc.attempts import Attempts, DecodeAttempt, Failure, FailureKind
+from baton.worker.status import WorkerIdentity, WorkerLoad
+from decode_svc.admission import CLAIM_RENEW_S, Admission, SlotForecast
+from decode_svc.attempts import Attempts, DecodeAttempt, Failure, FailureKind, ledger_entries
 from decode_svc.loop import DecodeLoop, StepReport
-from decode_svc.reservation import InvalidReservation, Reserve, context_ids, pinnable_digests
+from decode_svc.reservation import ReservationTooLarge, Reserve, context_ids
 from decode_svc.scheduler import DecodeSequence
 from decode_svc.session import MAX_ANSWERS, Cancel, Command, Ended, Heartbeat, RouterSession, Start
 from decode_svc.write_backs import WriteBacks
@@ -59,36 +63,38 @@ class KvFetcher(Protocol):
 
 
 class DecodeWorker:
-    """All sessions and attempts of one worker.
+    """All sessions and attempts of one worker, and its engine thread; used on the asyncio loop only.
 
-    `changed` is called when the load has changed, `on_idle` when no attempt is left.
+    `changed` is called when the load has changed. The worker decodes from `start` on.
     """
 
     def __init__(
         self,
         config: DecodeConfig,
         engine: Engine,
+        identity: WorkerIdentity,
         fetch_kv: KvFetcher,
         exports: ExportRegistry,
         cache: PrefixCache,
         cache_tiers: CacheTiers,
         progress: Progress,
-        changed: abc.Callable[[], None],
-        on_idle: abc.Callable[[], None],
+        changed: abc.Callable[[], object],
     ) -> None:
         self._loop = loop = asyncio.get_running_loop()
         self._config = config
         self._engine = engine
+        self._identity = identity
         self._fetch_kv = fetch_kv
         self._exports = exports
+        self._cache = cache
         self._cache_tiers = cache_tiers
-        self._changed, self._on_idle = changed, on_idle
-        self.idle = asyncio.Event()
+        self._changed = changed
+        self._idle = asyncio.Event()
         """Set while there is no attempt."""
-        self.idle.set()
+        self._idle.set()
         self._blocks = BlockCopier(engine, cache)
-        self.load_meter = LoadMeter(engine)
-        self.refusal = ""
+        self._load_meter = LoadMeter(engine)
+        self._refusal = ""
         """The reason for which all reservations are refused, or an empty string."""
         self.failed: asyncio.Future[None] = loop.create_future()
         """Future that gets an exception when the engine can't go on."""
@@ -96,10 +102,10 @@ class DecodeWorker:
             engine,
             self._blocks,
             enabled=cache.enabled,
-            short_of_pages=lambda: self.decode_loop.missing_pages() > 0,
+            short_of_pages=lambda: self.decode_loop.pages_kept_for_batch() > 0,
             changed=self._check_idle,
         )
-        self.attempts = Attempts(engine, config.reserve_tokens, exact=not config.convert_kv)
+        self.attempts = Attempts(engine, config.reserve_tokens, self.write_backs.add, shares_kv=not config.convert_kv)
         self.sessions: dict[int, RouterSession] = {}
         self._numbers = itertools.count()
         self._transfers: dict[DecodeAttempt, asyncio.Task[None]] = {}
@@ -107,13 +113,25 @@ class DecodeWorker:
         self.decode_loop = DecodeLoop(
             engine,
             progress,
-            lambda report: loop.call_soon_threadsafe(self.report, report),
+            lambda report: loop.call_soon_threadsafe(self.on_step_report, report),
             loop.time,
             self.write_backs.release_pages,
         )
         forecast = SlotForecast(engine.spec.slots, loop.time())
-        missing, reclaim = self.decode_loop.missing_pages, self.write_backs.release_pages
-        self.admission = Admission(engine, self.attempts, forecast, missing, reclaim)
+        kept, reclaim = self.decode_loop.pages_kept_for_batch, self.write_backs.release_pages
+        self.admission = Admission(engine, self.attempts, forecast, kept, reclaim)
+        self._audit = IdleAudit(self.ledger, lambda: not self.attempts and not self.write_backs, self.fail_engine)
+        self._audit_task: asyncio.Future[None] | None = None
+        self._loop_run: asyncio.Future[None] | None = None
+        self._resume_scheduled = False
+
+    def start(self, thread: EngineThread) -> None:
+        """Run the decode loop on the engine thread, and an audit whenever the worker is idle."""
+        self._engine.watch_pages(self.on_pages_returned)
+        self._audit_task = asyncio.create_task(self._audit.run(), name="idle-audit")
+        self._loop_run = thread.run(self.decode_loop.run)
+        for running in (self._audit_task, self._loop_run):
+            running.add_done_callback(self._on_stopped)
 
     def open_session(self, router_id: str) -> RouterSession:
         """Open a session, which will own all attempts that it reserves."""
@@ -133,18 +151,15 @@ class DecodeWorker:
         self.admission.drop_session(session.number)
 
     async def receive(self, session: RouterSession, command: Command) -> None:
-        """Handle a command. For a long context it first evicts cached blocks in slices, between which others run."""
-        if isinstance(command, Reserve):
-            evict, now = self.admission.evict, self._loop.time
-            while not self.refusal and evict(session.number, command, now()):  # noqa: ASYNC110 nothing is awaited
-                await asyncio.sleep(0)
-        self.handle(session, command)
+        """Handle a router's command. For a long context, first evict cached blocks in slices; others run in between.
 
-    def handle(self, session: RouterSession, command: Command) -> None:
-        """Handle a router's command. An invalid command is answered or ignored, and never ends the session.
-
-        Commands after the end of the session are ignored, because nobody would free what they reserve.
+        Commands after the end of the session are ignored, because nobody would free what they reserve. Raises
+        InvalidRequest for a reservation that is malformed, or repeats the key of a live attempt.
         """
+        if isinstance(command, Reserve):
+            evict, now = self.admission.evict_for, self._loop.time
+            while not self._refusal and evict(session.number, command, now()):  # noqa: ASYNC110 nothing is awaited
+                await asyncio.sleep(0)
         if session.number not in self.sessions:
             return
         match command:
@@ -163,27 +178,27 @@ class DecodeWorker:
 
     # An attempt's life.
 
-    def _reserve(self, session: RouterSession, request: Reserve) -> ReserveResult:
-        """Reserve pages for an attempt, or answer why not."""
-        if self.refusal:
-            return ReserveResult(False, self.refusal)
+    def _reserve(self, session: RouterSession, reservation: Reserve) -> ReserveResult:
+        """Reserve pages for an attempt, or answer why not. Raises InvalidRequest for a malformed reservation."""
+        if self._refusal:
+            return ReserveResult(False, self._refusal)
         now, forecast = self._loop.time(), self.admission.forecast
         try:
-            attempt = self.admission.reserve(session.number, request, now, self._config.start_timeout_s)
-        except InvalidReservation as error:
+            attempt = self.admission.admit(session.number, reservation, now, self._config.start_timeout_s)
+        except ReservationTooLarge as error:
             return ReserveResult(False, str(error), too_small=True)
         except OutOfPages as error:
-            retry_after_s = min(forecast.retry_after(now), RENEW_S)
-            room = self.admission.free_context_tokens(now)
+            retry_after_s = min(forecast.retry_after(now), CLAIM_RENEW_S)
+            room = self.admission.free_context_tokens()
             return ReserveResult(False, str(error), retry_after_s=retry_after_s, reservable_tokens=room)
         except Overloaded as error:
             return ReserveResult(False, str(error), retry_after_s=error.retry_after or forecast.retry_after(now))
-        self.idle.clear()
-        self.schedule()
-        cached = attempt.handle.cached_tokens
-        found = cached // self._engine.spec.kv_format.block_size
-        self._cache_tiers.record_lookup(found, len(pinnable_digests(request)))
-        return ReserveResult(True, cached_tokens=cached)
+        self._idle.clear()
+        self.resume_waiting()
+        cached_tokens = attempt.handle.cached_tokens
+        cached_blocks = cached_tokens // self._engine.spec.kv_format.block_size
+        self._cache_tiers.record_lookup(cached_blocks, len(reservation.pinnable_digests))
+        return ReserveResult(True, cached_tokens=cached_tokens)
 
     def _start(self, session: RouterSession, start: Start) -> None:
         """Fetch a reserved attempt's KV, and export its pinned blocks to prefill."""
@@ -191,15 +206,15 @@ class DecodeWorker:
         if attempt is None:
             session.send(start.key, Failure(FailureKind.TRANSFER, f"nothing is reserved for {start.key}"))
             return
-        if attempt.life.state is not State.RESERVED:
+        if attempt.lifecycle.state is not State.RESERVED:
             return
-        limit_s = self._config.fetch_limit_s(attempt.request.context_tokens)
+        limit_s = self._config.fetch_limit_s(attempt.reservation.context_tokens)
         self.attempts.start(attempt, self._loop.time(), limit_s, start.deadline_s)
         if start.prefix_transfer_id:
             self._export_prefix(attempt, start.prefix_transfer_id)
         transfer = self._transfer(attempt, start.source)
         self._transfers[attempt] = asyncio.create_task(transfer, name=f"fetch {start.key}")
-        self.schedule()
+        self.resume_waiting()
 
     def _export_prefix(self, attempt: DecodeAttempt, transfer_id: str) -> None:
         """Export the attempt's pinned blocks to prefill. If this fails, prefill computes them.
@@ -218,7 +233,7 @@ class DecodeWorker:
             _log.warning("%s: its prefix can't be exported: %s", attempt.key, error)
             return
         attempt.prefix_transfer_id = transfer_id
-        export.commit_prefix(pinnable_digests(attempt.request)[tokens // self._engine.spec.kv_format.block_size - 1])
+        export.commit_prefix(attempt.reservation.pinnable_digests[tokens // self._engine.spec.kv_format.block_size - 1])
         metrics.PREFIX_EXPORTS.inc()
 
     def _end_prefix_export(self, attempt: DecodeAttempt) -> None:
@@ -227,18 +242,18 @@ class DecodeWorker:
 
     async def _transfer(self, attempt: DecodeAttempt, source: RemoteExport) -> None:
         """Fetch an attempt's KV, except the pinned blocks, and commit it. A failure ends the attempt."""
-        started, length = self._loop.time(), attempt.request.context_tokens
+        started, length = self._loop.time(), attempt.reservation.context_tokens
         missing = range(attempt.handle.cached_tokens, length)
         try:
             handoff = await self._fetch_kv(source, attempt.handle, tokens=missing, length=length)
             digests = None
             if self.attempts.needs_digests(attempt):
-                digests = await self._blocks.hash_blocks(context_ids(handoff), attempt.request.cache_salt)
-                self.attempts.check_handoff(attempt, handoff, digests)
-                if self.attempts.may_publish(attempt):
-                    await self._blocks.publish(attempt.handle, digests)
+                digests = await self._blocks.hash_blocks(context_ids(handoff), attempt.reservation.cache_salt)
+            self.attempts.check_handoff(attempt, handoff, digests or ())
+            if digests is not None and self.attempts.may_publish(attempt):
+                await self._blocks.publish(attempt.handle, digests)
             # The attempt may have ended while the last frame was written.
-            if not attempt.life.ended:
+            if not attempt.lifecycle.ended:
                 self._commit(attempt, handoff, digests, (self._loop.time() - started) * 1e3)
         except OutOfPages as error:
             self._fail(attempt, FailureKind.PREEMPTED, f"{attempt.key}: no page is left to keep the context: {error}")
@@ -259,44 +274,29 @@ class DecodeWorker:
         sequence = self.attempts.commit(attempt, handoff, fetch_ms, now, digests)
         metrics.REUSED_TOKENS.inc(attempt.handle.cached_tokens)
         if self._config.convert_kv:
-            metrics.UNSHARED_TOKENS.inc(attempt.request.context_tokens)
+            metrics.UNSHARED_TOKENS.inc(attempt.reservation.context_tokens)
         if sequence is None:
             self._end(attempt)
             return
         self.admission.forecast.record_ready(now - attempt.reserved_at)
-        self.schedule([sequence])
+        self.resume_waiting([sequence])
 
-    def schedule(self, committed: abc.Sequence[DecodeSequence] = ()) -> None:
-        """Let work go on that waits for slots, pages or the time.
+    def resume_waiting(self, committed: abc.Sequence[DecodeSequence] = ()) -> None:
+        """Give committed sequences to the engine thread, and forks whose turn it is.
 
-        Called after each event that may change them: a reservation, start, commit or end of an attempt, a cancellation,
-        a report of the engine thread, the return of pages, and the timer.
+        Called after each event by which work that waits for slots, pages or the time may go on: a reservation, start,
+        commit or end of an attempt, a cancellation, a report of the engine thread, the return of pages, and the timer.
         """
         self._changed()
-        self._add_write_backs()
-        refused = self._start_sequences(committed)
+        failed: abc.Sequence[tuple[DecodeAttempt, Exception]] = ()
+        if not self.failed.done():
+            forked = self.admission.start_forks(self._loop.time())
+            failed = forked.failed
+            if ready := [*committed, *forked.started]:
+                self.decode_loop.add(ready)
         self._set_timer()
-        for attempt, error in refused:
+        for attempt, error in failed:
             self._fail(attempt, FailureKind.ENGINE, f"{attempt.key}: a choice can't be forked: {error}")
-
-    def _add_write_backs(self) -> None:
-        """Copy the blocks of sequences that have ended since the last call to the shared cache."""
-        for published in self.attempts.take_published():
-            self.write_backs.add(published)
-
-    def _start_sequences(
-        self, committed: abc.Sequence[DecodeSequence]
-    ) -> abc.Sequence[tuple[DecodeAttempt, Exception]]:
-        """Give committed sequences, and forks whose turn it is, to the engine thread.
-
-        Returns the attempts whose fork the engine refused, with the errors.
-        """
-        if self.failed.done():
-            return ()
-        forked = self.admission.start_forks(self._loop.time())
-        if ready := [*committed, *forked.started]:
-            self.decode_loop.add(ready)
-        return forked.failed
 
     def _set_timer(self) -> None:
         """Set the timer to the next deadline of an attempt, or to the next time when a fork may start."""
@@ -312,13 +312,16 @@ class DecodeWorker:
         """End attempts whose deadline has passed, and try the forks again."""
         now = self._loop.time()
         for attempt in self.attempts:
-            if attempt.life.is_overdue(now):
+            if attempt.lifecycle.is_overdue(now):
                 failure = attempt.overdue_failure()
                 self._fail(attempt, failure.kind, failure.message)
-        self.schedule()
+        self.resume_waiting()
 
-    def report(self, report: StepReport) -> None:
-        """Send the results of one turn of the engine thread to the routers, as one message for each."""
+    def on_step_report(self, report: StepReport) -> None:
+        """Hand the results of one turn of the engine thread to the sessions of their routers.
+
+        The engine thread sends each report to the asyncio loop (`call_soon_threadsafe`).
+        """
         now = self._loop.time()
         for sequence in report.joined:
             self.attempts.join(sequence, now)
@@ -328,7 +331,7 @@ class DecodeWorker:
                 continue
             attempt, choice = owner
             attempt.has_output = True
-            self.sessions[attempt.session].send(
+            self.sessions[attempt.session_number].send(
                 attempt.key, Output(choice, output.output_index, output.tokens, output.finish, output.timings)
             )
             if output.finish is not None:
@@ -339,15 +342,15 @@ class DecodeWorker:
         for lost in report.failures:
             if (owner := self.attempts.find_owner(lost.id)) is not None:
                 self._fail(owner[0], lost.kind, f"{owner[0].key}: {lost.message}")
-        self.load_meter.record(report)
-        self.schedule()
+        self._load_meter.record(report)
+        self.resume_waiting()
 
     def _cancel(self, session: RouterSession, cancel: Cancel) -> None:
         """End an attempt, one choice of it, or the claim of an attempt that was refused."""
         attempt = self.attempts.get(session.number, cancel.key)
         if attempt is None:
             if self.admission.cancel_claim((session.number, cancel.key)):
-                self.schedule()
+                self.resume_waiting()
             return
         if cancel.choice_index is not None:
             now = self._loop.time()
@@ -355,7 +358,7 @@ class DecodeWorker:
                 self.decode_loop.drop(dropped)
                 self.admission.forecast.record_end(now)
             if not self.attempts.is_finished(attempt):
-                self.schedule()
+                self.resume_waiting()
                 return
         self._end(attempt)
 
@@ -368,7 +371,7 @@ class DecodeWorker:
 
     def _fail(self, attempt: DecodeAttempt, kind: FailureKind, message: str) -> None:
         """End an attempt with a failure, and tell its router. Does nothing if it has ended."""
-        if not attempt.life.ended:
+        if not attempt.lifecycle.ended:
             self._end(attempt, Failure(kind, message))
 
     def _end(self, attempt: DecodeAttempt, failure: Failure | None = None) -> None:
@@ -378,8 +381,8 @@ class DecodeWorker:
         """
         now = self._loop.time()
         publish = failure is None or failure.kind is not FailureKind.ENGINE
-        if not attempt.life.ended:
-            self.sessions[attempt.session].send(attempt.key, failure or Ended())
+        if not attempt.lifecycle.ended:
+            self.sessions[attempt.session_number].send(attempt.key, failure or Ended())
         self._end_prefix_export(attempt)
         if dropped := self.attempts.end(attempt, now, publish=publish):
             self.decode_loop.drop(dropped)
@@ -389,9 +392,32 @@ class DecodeWorker:
             # `call_soon`, because a task that is cancelled before its first step would never release the export.
             self._loop.call_soon(transfer.cancel)
         self._check_idle()
-        self.schedule()
+        self.resume_waiting()
 
     # The worker as a whole.
+
+    def load_report(self) -> WorkerLoad:
+        """The worker's load; also sets the page gauges."""
+        return self._load_meter.report(self.attempts.requests_without_token)
+
+    async def ledger(self) -> Ledger:
+        """The ledger: all owners of pages, and whether the sums are right."""
+
+        def list_entries() -> list[LedgerEntry]:
+            now = self._loop.time()
+            return [*ledger_entries(self.attempts, self._engine, now), *self.write_backs.entries(now)]
+
+        return await build_ledger(self._identity, self._engine, list_entries)
+
+    def refuse(self) -> None:
+        """Refuse new reservations."""
+        self._refusal = self._refusal or "the worker is draining"
+
+    async def wait_finished(self) -> None:
+        """Wait until no attempt or write-back is left; for a drain, after `refuse`."""
+        await self._idle.wait()
+        await self.write_backs.wait_finished()
+        await self._cache.flush()
 
     def fail_all(self, kind: FailureKind, message: str) -> None:
         """End all attempts with a failure."""
@@ -402,11 +428,20 @@ class DecodeWorker:
         """End all attempts because the engine can't go on, and set `failed`."""
         if not self.failed.done():
             self.failed.set_exception(error)
-            self.refusal = "the worker's engine has failed"
+            self._refusal = "the worker's engine has failed"
             self.fail_all(FailureKind.ENGINE, f"{type(error).__name__}: {error}")
 
     async def close(self) -> None:
-        """Wait for transfers, exports and write-backs; call it after all sessions and the decode loop have ended."""
+        """End all sessions and exports, wait for every thread and task, and free all pages."""
+        self.refuse()
+        for session in list(self.sessions.values()):
+            self.close_session(session)
+        self._engine.watch_pages(None)
+        self.decode_loop.stop()
+        if self._audit_task is not None:
+            self._audit_task.cancel()
+        running = [each for each in (self._audit_task, self._loop_run) if each is not None]
+        await asyncio.gather(*running, return_exceptions=True)
         await asyncio.gather(*self._transfers.values(), return_exceptions=True)
         self._exports.close()
         await self._exports.wait_closed()
@@ -414,11 +449,28 @@ class DecodeWorker:
         if not self.failed.cancel():
             self.failed.exception()
 
+    def on_pages_returned(self) -> None:
+        """Called when pages have returned to the pool, from any thread."""
+        if not self._resume_scheduled:
+            self._resume_scheduled = True
+            self._loop.call_soon_threadsafe(self._resume_for_pages)
+
+    def _resume_for_pages(self) -> None:
+        self._resume_scheduled = False
+        self.resume_waiting()
+
+    def _on_stopped(self, running: asyncio.Future[None]) -> None:
+        """Called when the engine thread or the audit has ended."""
+        error = None if running.cancelled() else running.exception()
+        if error is not None:
+            _log.error("the worker can't continue: %s", error)
+            self.fail_engine(error)
+
     def _check_idle(self) -> None:
-        """Report that the worker is idle, if no attempt is left; called when an attempt or a write-back has ended."""
+        """Note that the worker is idle, if no attempt is left; called when an attempt or a write-back has ended."""
         if not self.attempts:
-            self.idle.set()
-            self._on_idle()
+            self._idle.set()
+            self._audit.notify()
 
 
 class LoadMeter:
@@ -440,15 +492,11 @@ class LoadMeter:
             metrics.BATCH_SIZE.observe(report.batch)
             self._tokens_per_second.add(tokens / report.seconds)
 
-    def set_page_metrics(self) -> None:
-        """Set the page gauges."""
-        stats = self._engine.stats()
-        for state in ("used", "free", "cached"):
-            metrics.PAGES.labels("decode", state).set(getattr(stats, state))
-
-    def status(self, requests_without_token: int) -> WorkerLoad:
-        """The load now, given the number of attempts without a token."""
+    def report(self, requests_without_token: int) -> WorkerLoad:
+        """The load now, given the number of attempts without a token; also sets the page gauges."""
         stats, spec = self._engine.stats(), self._engine.spec
+        for state, pages in (("used", stats.used), ("free", stats.free), ("cached", stats.cached)):
+            metrics.PAGES.labels("decode", state).set(pages)
         return WorkerLoad(
             pages_used=stats.used,
             pages_total=stats.total,

@@ -112,6 +112,11 @@ class SessionRouter:
         await self.until(lambda: name in self.reserved)
         return self.reserved[name]
 
+    async def barrier(self) -> None:
+        """Wait until the worker has handled all commands, by a reservation that is too large for it."""
+        result = await self.reserve("barrier", 1 << 30, 1)
+        assert result.too_small, result.reason
+
     def transfer_id(self, name: str, attempt: int) -> str:
         return f"{name}/{attempt}/{id(self)}"
 
@@ -215,8 +220,8 @@ class Rig:
         """Wait until so many attempts have their KV, a round trip at a time."""
         ready = (State.SLOT_WAIT, State.DECODING)
         async with asyncio.timeout(WAIT_S):
-            while [a.life.state in ready for a in self.app.service.worker.attempts] != [True] * count:
-                await router.reserve("barrier", 0, 1)
+            while [a.lifecycle.state in ready for a in self.app.worker.attempts] != [True] * count:
+                await router.barrier()
 
     async def until_status(self, condition: Callable[[worker_pb2.WorkerStatus], bool]) -> None:
         """Wait until the worker's own status is so."""
@@ -244,7 +249,7 @@ async def rig(config: dict[str, Any] | None = None, *, admits: int = 0, **engine
         app = await stack.enter_async_context(run(DecodeConfig(**(config or {})), engine=fake))
         stack.callback(fake.gate.set)
         if admits:
-            app.service.worker.admission.forecast = SlotForecast(admits, 0.0)
+            app.worker.admission.forecast = SlotForecast(admits, 0.0)
         async with contextlib.AsyncExitStack() as sessions:
             yield Rig(app, fake, exporter, sessions)
         exporter.exports.close()

@@ -1,5 +1,6 @@
 """Helpers of decode's tests: prompts prefilled by hand on a fake engine, and an engine that keeps a log."""
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,8 @@ from baton.errors import EngineError
 from baton.kv.format import PartData
 from baton.kv.hashing import block_digests, chain_root
 from baton.request import FirstToken, Handoff, SamplingParams, SequenceState, finish_reason
+from decode_svc.attempts import Attempts, DecodeAttempt
+from decode_svc.reservation import Reserve
 from tests.engine_calls import prefill_chunk
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
@@ -41,6 +44,14 @@ def digests(engine: Engine, ids: Sequence[int], salt: bytes = b"") -> list[bytes
     spec = engine.spec
     root = chain_root(spec.fingerprint, spec.kv_format.digest, salt)
     return block_digests(root, ids, spec.kv_format.block_size)
+
+
+def take_pages(
+    attempts: Attempts, session_number: int, reservation: Reserve, now: float, limit_s: float = math.inf
+) -> DecodeAttempt:
+    """Size a reservation and take its pages, as admission does."""
+    size = attempts.size(session_number, reservation)
+    return attempts.take_pages(session_number, reservation, size, now, limit_s)
 
 
 def prefill(

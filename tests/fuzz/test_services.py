@@ -163,16 +163,28 @@ def _command(rng: random.Random, names: Sequence[str], named: bytes, sent: Seque
 
 
 def _reserve(rng: random.Random, attempt: decode_pb2.AttemptKey, named: bytes) -> decode_pb2.Reserve:
-    return decode_pb2.Reserve(
+    reserve = decode_pb2.Reserve(
         key=attempt,
-        context_tokens=rng.choice((0, 4, 20, 200, 2**32 - 1)),
-        max_new_tokens=rng.choice((0, 1, 8, 2**31)),
-        choices=rng.choice((0, 1, 1, 2, 100)),
+        context_tokens=rng.choice((4, 20, 200, 2**32 - 1)),
+        max_new_tokens=rng.choice((1, 8, 2**31)),
+        choices=rng.choice((1, 1, 2)),
         deadline_ms=rng.choice((0, 1, 2000, 2**63)),
-        prefix_digests=rng.choice((b"", b"x" * 31, b"x" * 32, rng.randbytes(64), named)),
-        cache_salt=rng.choice((b"", b"salt", b"x" * 300)),
-        cache=rng.randrange(7),
+        prefix_digests=rng.choice((b"", b"x" * 32, named)),
+        cache_salt=rng.choice((b"", b"salt")),
+        cache=rng.randrange(5),
     )
+    if rng.random() < 0.1:
+        # A malformed reservation ends the session.
+        malformed = (
+            ("context_tokens", 0),
+            ("max_new_tokens", 0),
+            ("choices", rng.choice((0, 100))),
+            ("prefix_digests", rng.choice((b"x" * 31, rng.randbytes(1 << 16)))),
+            ("cache_salt", b"x" * 300),
+            ("cache", 6),
+        )
+        setattr(reserve, *rng.choice(malformed))
+    return reserve
 
 
 def _start(rng: random.Random, attempt: decode_pb2.AttemptKey, address: str) -> decode_pb2.Start:

@@ -54,7 +54,7 @@ async def turn(all_: Rig, router: SessionRouter, name: str, prompt: Sequence[int
 
 def attempt_of(all_: Rig, name: str) -> DecodeAttempt:
     """The live attempt of that name."""
-    (attempt,) = (each for each in all_.app.service.worker.attempts if each.key.request_id == name)
+    (attempt,) = (each for each in all_.app.worker.attempts if each.key.request_id == name)
     return attempt
 
 
@@ -132,7 +132,7 @@ async def test_answers_are_written_back_and_prompts_are_not(tmp_path: Path, page
             router = await all_.router()
             ids = await turn(all_, router, "a", PROMPT, greedy(60))
             await all_.until_free()
-            await all_.app.service.worker.write_backs.wait_finished()
+            await all_.app.worker.write_backs.wait_finished()
             expected = digests(all_.engine, ids[:-1])[2:]
             await all_.app.cache.flush()
             assert (await all_.app.cache.lookup(expected)).blocks == len(expected) == 4
@@ -160,7 +160,7 @@ async def test_a_drain_waits_until_blocks_are_stored(tmp_path: Path, monkeypatch
         async with rig({"redis": server.url, "fleet_secret": "secret"}) as all_:
             await turn(all_, await all_.router(), "a", PROMPT, greedy(60))
             await asyncio.wait_for(writing.wait(), WAIT_S)
-            await all_.app.service.worker.write_backs.wait_finished()
+            await all_.app.worker.write_backs.wait_finished()
             draining = asyncio.create_task(all_.app.drain())
             await asyncio.wait({draining}, timeout=0.1)
             assert not draining.done()
@@ -177,7 +177,7 @@ async def fetched(
     engine = FakeEngine(page_size=8, pages=32)
     handle = engine.reserve("peer", len(PROMPT))
     name = digests(all_.engine, PROMPT[:PINNED])[-1]
-    identity = all_.app.service.status.identity
+    identity = all_.app.status.identity
     (shard,) = identity.shards
     export = RemoteExport(transfer_id, incarnation or identity.incarnation, identity.shards, ticket)
     async with kv_channel(all_.app.addresses.kv) as channel:
@@ -232,7 +232,7 @@ async def test_a_prefix_needs_a_ticket_where_kv_does() -> None:
     async with rig({"ticket_keys": str(fleet() / "ticket.pub")}) as all_:
         router = await all_.router()
         await turn(all_, router, "a", PROMPT, greedy(4))
-        incarnation = all_.app.service.status.identity.incarnation
+        incarnation = all_.app.status.identity.incarnation
         await pinned(all_, router, "b")
 
         def ticket(transfer_id: str) -> bytes:
@@ -283,20 +283,20 @@ async def test_an_export_ends_with_its_attempt_while_it_is_being_read(end: str) 
                 case "session":
                     router.call.cancel()
                 case "deadline":
-                    attempt_of(all_, "b").life.deadline = 0.0
-                    all_.app.service.worker.schedule()
+                    attempt_of(all_, "b").lifecycle.deadline = 0.0
+                    all_.app.worker.resume_waiting()
                     await router.until(lambda: "b" in router.failures)
                     assert "was still transferring" in router.failures.pop("b").message
                 case "release":
-                    all_.app.service.worker._exports.release("b/prefix", all_.app.service.status.identity.incarnation)
+                    all_.app.worker._exports.release("b/prefix", all_.app.status.identity.incarnation)
                 case "failed transfer":
                     all_.exporter.exports.close()
                     await router.until(lambda: "b" in router.failures)
                 case "drain":
                     await all_.app.drain()
             async with asyncio.timeout(WAIT_S):
-                while len(all_.app.service.worker.attempts) and end != "release":
-                    await keeper.reserve("barrier", 0, 1)
+                while len(all_.app.worker.attempts) and end != "release":
+                    await keeper.barrier()
         with pytest.raises(TransferError):
             fetching.result()
         if end == "release":

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import logging
 import threading
+from typing import Any
 
 import grpc
 import pytest
@@ -82,22 +83,20 @@ async def test_reservations_are_answered_while_a_step_runs_and_refused_with_numb
         never = await router.reserve("never", 300, 4)
         assert (never.granted, never.too_small) == (False, True)
         assert "needs 76 pages, there are 32" in never.reason
-        again = await router.reserve("fits", 1, 1)
-        assert "already" in again.reason
         all_.engine.gate.set()
         await router.until_finished(("r", 0))
 
 
 async def test_a_start_that_is_cancelled_in_the_same_breath_releases_the_export() -> None:
     async with rig() as all_:
-        service, exporter = all_.app.service, all_.exporter
+        worker, exporter = all_.app.worker, all_.exporter
         exporter.open("r/0", [1, 2, 3])(SamplingParams(max_tokens=4, temperature=0))
-        session, key = service.worker.open_session("router"), AttemptKey("r", 0)
-        service.worker.handle(session, Reserve(key, context_tokens=3, max_new_tokens=4, choices=1))
-        service.worker.handle(session, Start(key, exporter.source("r/0")))
-        service.worker.handle(session, Cancel(key))
+        session, key = worker.open_session("router"), AttemptKey("r", 0)
+        await worker.receive(session, Reserve(key, context_tokens=3, max_new_tokens=4, choices=1))
+        await worker.receive(session, Start(key, exporter.source("r/0")))
+        await worker.receive(session, Cancel(key))
         await asyncio.wait_for(exporter.exports.wait_closed(), 60)
-        service.worker.close_session(session)
+        worker.close_session(session)
 
 
 @pytest.mark.parametrize(
@@ -220,6 +219,30 @@ async def test_a_malformed_command_ends_its_session_by_name_and_frees_it() -> No
         await all_.until_free()
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"choices": 0}, "reserve.choices: must be at least 1, got 0"),
+        ({"prefix_digests": b"x" * 33}, "reserve.prefix_digests: its length must be a multiple of 32 bytes, got 33"),
+        ({"cache": 99}, "cache: must be one of"),
+        ({"name": "r"}, "reserve.key: attempt r/0 is reserved already"),
+    ],
+)
+async def test_a_malformed_or_repeated_reservation_ends_its_session_and_is_not_too_large(
+    change: dict[str, Any], words: str
+) -> None:
+    async with rig() as all_:
+        router = await all_.router()
+        assert (await router.reserve("r", 5, 5)).granted
+        request = {"name": "next", "context": 5, "new": 5, **change}
+        asking = asyncio.create_task(router.reserve(**request))
+        assert await router.call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert words in await router.call.details()
+        assert request["name"] not in router.reserved
+        asking.cancel()
+        await all_.until_free()
+
+
 async def test_the_worker_leaves_no_task_and_no_thread_behind() -> None:
     before = {task.get_name() for task in asyncio.all_tasks()}
     async with rig() as all_:
@@ -239,8 +262,8 @@ async def test_attempts_that_a_router_does_not_list_are_ended() -> None:
         assert (await router.reserve("unstarted", 10, 10)).granted
         assert (await other.reserve("foreign", 10, 10)).granted
         await router.say(heartbeat=decode_pb2.Heartbeat(live=[key("kept"), key("never heard of")]))
-        assert not (await router.reserve("barrier", 0, 1)).granted
-        assert {each.key.request_id for each in all_.app.service.worker.attempts} == {"kept", "foreign"}
+        await router.barrier()
+        assert {each.key.request_id for each in all_.app.worker.attempts} == {"kept", "foreign"}
         all_.engine.gate.set()
         await router.until_finished(("kept", 0))
         assert router.tokens["kept", 0] == alone([1, 2, 3], greedy(9))
@@ -254,9 +277,9 @@ async def test_a_cancel_of_what_was_refused_gives_back_the_pages_kept_for_it(mon
         assert not (await router.reserve("large", 60, 4)).granted
         assert "are kept for a larger request" in (await other.reserve("half", 28, 4)).reason
         told: list[str] = []
-        monkeypatch.setattr(all_.app.service.status, "notify", lambda: told.append("routers"))
+        monkeypatch.setattr(all_.app.worker, "_changed", lambda: told.append("routers"))
         await router.cancel("large")
-        assert not (await router.reserve("barrier", 0, 1)).granted
+        await router.barrier()
         assert told, "so that they ask again"
         assert (await other.reserve("half", 28, 4)).granted
 
@@ -267,21 +290,23 @@ async def test_answers_that_are_not_read_are_bounded(monkeypatch: pytest.MonkeyP
         router, other = await all_.router(), await all_.router()
         assert (await router.reserve("r", 10, 10)).granted
         assert (await other.reserve("s", 10, 10)).granted
-        (session, _) = all_.app.service.worker.sessions.values()
+        (session, _) = all_.app.worker.sessions.values()
         for number in range(52):
             # All at once, so that no message leaves in between.
-            all_.app.service.worker.handle(session, Reserve(AttemptKey(f"flood{number}", 0), 0, 1, 1))
+            await all_.app.worker.receive(session, Reserve(AttemptKey(f"flood{number}", 0), 1 << 30, 1, 1))
         assert session.unread == 0
         assert await router.call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "51 answers were not read; at most 50" in await router.call.details()
-        assert {each.key.request_id for each in all_.app.service.worker.attempts} == {"s"}
+        assert {each.key.request_id for each in all_.app.worker.attempts} == {"s"}
 
 
 async def test_a_flood_of_hopeless_reservations_is_answered_to_a_router_that_reads() -> None:
     async with rig() as all_:
         router = await all_.router()
         for number in range(2000):
-            await router.say(reserve=decode_pb2.Reserve(key=key(f"flood{number}"), context_tokens=0, choices=1))
+            flood = key(f"flood{number}")
+            reserve = decode_pb2.Reserve(key=flood, context_tokens=1 << 30, max_new_tokens=1, choices=1)
+            await router.say(reserve=reserve)
         async with asyncio.timeout(60):
             await router.until(lambda: len(router.reserved) == 2000)
         assert not any(result.granted for result in router.reserved.values())
@@ -292,23 +317,23 @@ async def test_the_youngest_goes_back_to_its_router_and_nothing_takes_the_pages_
     async with rig({"reserve_tokens": 4}, pages=20, max_model_len=80) as all_:
         router = await all_.router()
         await router.reserve("c", 1, 1)
-        assert all_.app.service.status.status().load.requests_without_token == 1
+        assert all_.app.status.status().load.requests_without_token == 1
         await router.cancel("c")
         all_.engine.gate.clear()
         for name in ("a", "b"):
             await router.request(name, [1, 2, 3], greedy(60))
         await all_.until_decoding(router, 2)
-        loop = all_.app.service.worker.decode_loop
-        while not loop.missing_pages():
+        loop = all_.app.worker.decode_loop
+        while not loop.pages_kept_for_batch():
             await asyncio.to_thread(all_.engine.entered.acquire)
-            if not loop.missing_pages():
+            if not loop.pages_kept_for_batch():
                 all_.engine.gate.set()
                 all_.engine.gate.clear()
         await router.until(lambda: "b" in router.failures)
         failure = router.failures.pop("b")
         assert failure.kind == Failure.KIND_PREEMPTED
         assert "gives back its 10 pages of 20: no page is left" in failure.message
-        assert all_.app.service.status.status().load.requests_without_token == 0, "both have had tokens"
+        assert all_.app.status.status().load.requests_without_token == 0, "both have had tokens"
         for name in ("c", "d"):
             refused = await router.reserve(name, 30, 1)
             assert (refused.granted, refused.too_small) == (False, False)

@@ -248,7 +248,7 @@ async def test_what_a_converting_worker_decodes_is_left_to_nobody(converts: bool
             worker = await fleet.decode(redis=server.url, convert_kv=converts)
             client, unshared = await fleet.router([prefill], [worker]), count(UNSHARED_TOKENS)
             await client.complete(prompt_ids(100), max_tokens=40, temperature=0, ignore_eos=True)
-            await worker.service.drain(5)
+            await worker.drain()
             await worker.cache.flush()
             shared = (server.client().dbsize() > 0, worker.engine.stats().cached > 0)
             assert shared == (not converts, not converts)

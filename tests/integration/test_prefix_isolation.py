@@ -56,8 +56,8 @@ async def test_others_prompts_are_not_found(valkey: Server, tmp_path: Path, monk
                 before = works(valkey)
                 await client.complete(prompt, cache_salt=salt, max_tokens=2, temperature=0, ignore_eos=True)
                 await prefill.worker.wait_finished()
-                await decode.service.worker.write_backs.wait_finished()
-                await decode.service._cache.flush()
+                await decode.worker.write_backs.wait_finished()
+                await decode.cache.flush()
                 return {name: count - before[name] for name, count in works(valkey).items() if count > before[name]}
 
             asked = [chosen.randrange(4, 256) for _ in range(PROMPT_TOKENS)]

@@ -25,13 +25,15 @@ from baton.errors import EngineError, IncompleteTransfer
 from baton.lifecycle import PREFILL_TOKEN_S, State
 from baton.request import CachePolicy, Handoff, RemoteExport, SamplingParams
 from baton.transfer.export import ExportRegistry
+from baton.worker.health import Progress
+from baton.worker.prefix_cache import CacheTiers
 from baton.worker.status import WorkerRole, new_identity
-from decode_svc.admission import OFFER_S
-from decode_svc.app import DecodeService
+from decode_svc.admission import REFUSED_PRIORITY_S
 from decode_svc.loop import StepReport
 from decode_svc.reservation import AttemptKey, Reserve
 from decode_svc.scheduler import DecodeScheduler
 from decode_svc.session import Cancel, Heartbeat, RouterSession, Start
+from decode_svc.worker import DecodeWorker
 from tests.decoding import LoggingEngine, alone, digests, prefill
 from tests.effort import machine_test
 from tests.prefix_cache import MemoryPrefixCache
@@ -70,17 +72,27 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         self.reports: list[StepReport] = []
         self.asleep = True
         self.open: set[int] = set()
-        self.service = self.loop.call(self._made)
+        self.worker = self.loop.call(self._made)
 
-    def _made(self) -> DecodeService:
+    def _made(self) -> DecodeWorker:
         identity = new_identity(WorkerConfig(), WorkerRole.DECODE, self.engine.spec, "")
         config = DecodeConfig(start_timeout_s=START_S, fetch_timeout_s=FETCH_S, reserve_tokens=RESERVE_TOKENS)
         self.exports = ExportRegistry(self.engine, "ours", unknown_wait_s=0.0)
-        service = DecodeService(config, self.engine, identity, self._fetch, self.exports, self.cache)
-        loop = service.worker.decode_loop
+        worker = DecodeWorker(
+            config,
+            self.engine,
+            identity,
+            self._fetch,
+            self.exports,
+            self.cache,
+            CacheTiers(self.engine, self.cache),
+            Progress(),
+            changed=lambda: None,
+        )
+        loop = worker.decode_loop
         loop._emit, loop._preempt = self.reports.append, self._preempt_with(loop._preempt, loop._scheduler)
-        self.engine.watch_pages(service.on_pages_returned)
-        return service
+        self.engine.watch_pages(worker.on_pages_returned)
+        return worker
 
     def _preempt_with(
         self, preempt: Callable[[StepReport], None], scheduler: DecodeScheduler
@@ -116,7 +128,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
 
     @rule(target=sessions)
     def open_session(self) -> RouterSession:
-        session = self.loop.call(self.service.worker.open_session, "router")
+        session = self.loop.call(self.worker.open_session, "router")
         self.loop.spawn(self.book.listen(session))
         self.open.add(session.number)
         return session
@@ -126,10 +138,10 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         for ours in self.tries_of.values():
             ours.told_to_end |= ours.session is session
         self.open.discard(session.number)
-        self.loop.call(self.service.worker.close_session, session)
+        self.loop.call(self.worker.close_session, session)
         late = AttemptKey("late", 0)
-        self.loop.call(self.service.worker.handle, session, Reserve(late, 1, 1, 1))
-        assert self.service.worker.attempts.get(session.number, late) is None
+        self.loop.spawn(self.worker.receive(session, Reserve(late, 1, 1, 1)))
+        assert self.worker.attempts.get(session.number, late) is None
 
     @rule(
         session=sessions,
@@ -167,13 +179,13 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
             if first.finish is not None:
                 ours.finished[first.choice_index] = first.finish
         self.tries_of[key.request_id] = ours
-        missing, stats = self.service.worker.decode_loop.missing_pages(), self.engine.stats()
+        missing, stats = self.worker.decode_loop.pages_kept_for_batch(), self.engine.stats()
         names = b"".join(digests(self.engine, ours.named, ours.salt))
         request = Reserve(key, len(prompt), max_tokens, choices, patience, names, ours.salt, cache)
-        self.loop.call(self.service.worker.handle, session, request)
+        self.loop.spawn(self.worker.receive(session, request))
         assert cache.reads or not ours.cached
         assert ours.granted or ours.refused
-        attempt = self.service.worker.attempts.get(session.number, key)
+        attempt = self.worker.attempts.get(session.number, key)
         if attempt is not None and missing:
             need = self.engine.spec.pages_for(attempt.handle.capacity)
             assert need <= stats.free + stats.cached - missing, "it took pages that are kept for the batch"
@@ -203,7 +215,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
     def cancel(self, pick: int) -> None:
         for ours in self._picked(pick):
             ours.told_to_end = True
-            self.loop.call(self.service.worker.handle, ours.session, Cancel(ours.key))
+            self.loop.spawn(self.worker.receive(ours.session, Cancel(ours.key)))
 
     @rule(pick=PICK, choice=st.integers(0, 4))
     def cancel_one_choice(self, pick: int, choice: int) -> None:
@@ -215,7 +227,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
             ours.started_at = self.loop.now
             ours.deadline = min(ours.deadline, self.loop.now + (patience or math.inf))
             start = Start(ours.key, RemoteExport(ours.key.request_id, "i", ()), patience, f"{ours.key}/prefix")
-            self.loop.call(self.service.worker.handle, ours.session, start)
+            self.loop.spawn(self.worker.receive(ours.session, start))
 
     def end_fetch(self, ours: Try, good: bool) -> None:
         if ours.started_at is not None and not ours.fetched.done():
@@ -268,7 +280,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
     def cancel_choice(self, ours: Try, choice: int) -> None:
         if ours.session.number in self.open and choice in ours.tokens:
             ours.cancelled.add(choice)
-            self.loop.call(self.service.worker.handle, ours.session, Cancel(ours.key, choice))
+            self.loop.spawn(self.worker.receive(ours.session, Cancel(ours.key, choice)))
 
     @rule(session=sessions, forgotten=st.sets(st.integers(0, 5), max_size=1))
     def heartbeat(self, session: RouterSession, forgotten: set[int]) -> None:
@@ -276,12 +288,12 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         for index in forgotten & set(range(len(going))):
             going[index].told_to_end = True
         live = frozenset(each.key for each in going if not each.told_to_end)
-        self.loop.call(self.service.worker.handle, session, Heartbeat(live))
+        self.loop.spawn(self.worker.receive(session, Heartbeat(live)))
 
     @rule(fails=st.sampled_from([""] * 6 + ["out of memory"]))
     def turn(self, fails: str) -> None:
         """One turn of the engine thread, unless it sleeps."""
-        loop = self.service.worker.decode_loop
+        loop = self.worker.decode_loop
         if self.asleep and loop._inbox.empty():
             return
         self.engine.fail_next = fails
@@ -293,7 +305,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         self.engine.fail_next = ""
 
     def _idle(self) -> bool:
-        return self.service.worker.decode_loop._scheduler.idle
+        return self.worker.decode_loop._scheduler.idle
 
     @rule(count=st.integers(2, 12))
     def turns(self, count: int) -> None:
@@ -304,7 +316,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
     @rule()
     def deliver(self) -> None:
         while self.reports:
-            self.loop.call(self.service.worker.report, self.reports.pop(0))
+            self.loop.call(self.worker.on_step_report, self.reports.pop(0))
 
     @rule(seconds=st.sampled_from([0.5, 2.0, 5.0, 11.0, 21.0]))
     def pass_time(self, seconds: float) -> None:
@@ -313,26 +325,26 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
 
     @invariant()
     def pages_belong_to_live_attempts(self) -> None:
-        live = {str(attempt.key) for attempt in self.service.worker.attempts}
-        copied = {entry.owner for entry in self.service.worker.write_backs.entries(self.loop.now)}
+        live = {str(attempt.key) for attempt in self.worker.attempts}
+        copied = {entry.owner for entry in self.worker.write_backs.entries(self.loop.now)}
         owners = {owner.removesuffix(" (draining)") for owner in self.engine.audit()} - copied
-        if self.service.worker.decode_loop._inbox.empty():
+        if self.worker.decode_loop._inbox.empty():
             assert {"/".join(owner.split("/")[:2]) for owner in owners} <= live
 
     @invariant()
     def attempts_are_those_that_go_on(self) -> None:
-        live = {(attempt.session, attempt.key) for attempt in self.service.worker.attempts}
+        live = {(attempt.session_number, attempt.key) for attempt in self.worker.attempts}
         assert live == {(ours.session.number, ours.key) for ours in self.tries_of.values() if goes_on(ours)}
 
     @invariant()
     def no_state_outlasts_its_deadline(self) -> None:
-        for attempt in self.service.worker.attempts:
+        for attempt in self.worker.attempts:
             ours, now = self.tries_of[attempt.key.request_id], self.loop.now
             assert now <= ours.deadline
-            assert attempt.life.state is not State.RESERVED or now <= ours.reserved_at + START_S
+            assert attempt.lifecycle.state is not State.RESERVED or now <= ours.reserved_at + START_S
             assert (
-                attempt.life.state is not State.TRANSFERRING
-                or now <= (ours.started_at or 0.0) + FETCH_S + PREFILL_TOKEN_S * attempt.request.context_tokens
+                attempt.lifecycle.state is not State.TRANSFERRING
+                or now <= (ours.started_at or 0.0) + FETCH_S + PREFILL_TOKEN_S * attempt.reservation.context_tokens
             )
 
     @invariant()
@@ -360,28 +372,26 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
             self.deliver()
             if self._progress() == before:
                 # A place may be kept for whoever was refused.
-                self.loop.advance(OFFER_S)
+                self.loop.advance(REFUSED_PRIORITY_S)
             still = 0 if self._progress() != before else still + 1
         stuck = [ours for ours in going if goes_on(ours)]
         if stuck:
             raise Hung(f"{[str(ours.key) for ours in stuck]} never end")
-        for session in list(self.service.worker.sessions.values()):
+        for session in list(self.worker.sessions.values()):
             self.lose_session(session)
         for _ in range(3):
             self.turn("")
             self.deliver()
-        self.loop.run_until_complete(self.service.worker.write_backs.wait_finished())
+        self.loop.run_until_complete(self.worker.write_backs.wait_finished())
         # Reads of exports that have ended may still be under way.
         self.loop.advance(COPY_S)
         assert self.engine.audit() == {}
-        assert len(self.service.worker.attempts) == 0
+        assert len(self.worker.attempts) == 0
         assert not self.exports._open
         check_left(self.engine, self.cache, self.tries_of.values())
-        assert self.service.worker._timer is None
-        assert not len(self.service.worker._transfers)
-        loop_run = self.loop.create_future()
-        loop_run.set_result(None)
-        self.loop.run_until_complete(self.service.close(loop_run))
+        assert self.worker._timer is None
+        assert not len(self.worker._transfers)
+        self.loop.run_until_complete(self.worker.close())
         self.loop.finish()
 
 

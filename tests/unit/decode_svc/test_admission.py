@@ -20,12 +20,11 @@ from baton.request import SamplingParams
 from baton.worker.health import Progress
 from decode_svc.admission import (
     CLAIM_S,
+    FORK_HEADROOM_DIVISOR,
     FORKS,
-    KEEP,
     MAX_RETRY_S,
     MIN_RETRY_S,
-    NOBODY,
-    OFFER_S,
+    REFUSED_PRIORITY_S,
     SPAN_S,
     USUAL_RETRY_S,
     Admission,
@@ -82,7 +81,7 @@ class Worker:
         self.loop = DecodeLoop(self.engine, Progress(), self.reports.append)
         self.attempts = Attempts(self.engine, reserve_tokens)
         forecast = SlotForecast(slots, 0.0)
-        self.admission = Admission(self.engine, self.attempts, forecast, self.loop.missing_pages, lambda: False)
+        self.admission = Admission(self.engine, self.attempts, forecast, self.loop.pages_kept_for_batch, lambda: False)
         self.asked: dict[str, Asked] = {}
         self.now = 0.0
 
@@ -99,7 +98,7 @@ class Worker:
     def reserve(self, name: str, asked: Asked) -> bool:
         """Ask for a place; False when it is refused."""
         try:
-            attempt = self.admission.reserve(1, asked.reserve(name), self.now)
+            attempt = self.admission.admit(1, asked.reserve(name), self.now)
         except Overloaded:
             return False
         self.asked[name], asked.attempt = asked, attempt
@@ -187,10 +186,11 @@ class Worker:
                 waiting.pop(0)
                 moved = True
             if not moved:
-                self.now += OFFER_S
+                self.now += REFUSED_PRIORITY_S
                 self.fork()
             still = 0 if moved else still + 1
-            assert still < 3 + CLAIM_S / OFFER_S, "it never ends, even without the claims of those who don't ask again"
+            # The claims of those who don't ask again end too.
+            assert still < 3 + CLAIM_S / REFUSED_PRIORITY_S, "it never ends"
         self.finish()
 
     def progress(self) -> list[object]:
@@ -204,7 +204,7 @@ class Worker:
             if self.turn():
                 still = 0
                 continue
-            self.now += OFFER_S
+            self.now += REFUSED_PRIORITY_S
             self.fork()
             still += 1
             assert still < 3, "it never ends"
@@ -221,7 +221,7 @@ def test_more_choices_than_slots_all_end_with_the_tokens_that_each_has_alone(slo
     assert worker.ask("many", [3, 1, 4, 1, 5], 9, 64)
     worker.finish()
     assert worker.asked["many"].failed is None
-    assert max(map(len, worker.engine.steps)) == slots - slots // KEEP
+    assert max(map(len, worker.engine.steps)) == slots - slots // FORK_HEADROOM_DIVISOR
 
 
 def test_a_request_that_comes_while_more_choices_than_slots_run_starts_at_once() -> None:
@@ -257,7 +257,7 @@ def test_after_a_preemption_a_request_is_granted_that_leaves_the_batch_its_next_
         worker.turn()
     # The other one has 11 pages, and needs 16 at its end.
     with pytest.raises(Overloaded, match="needs 5 pages, 9 of 20 are free, 5 are kept for sequences that run"):
-        worker.admission.reserve(1, Reserve(AttemptKey("large", 0), 16, 4, 1), worker.now)
+        worker.admission.admit(1, Reserve(AttemptKey("large", 0), 16, 4, 1), worker.now)
     worker.admission.cancel_claim((1, AttemptKey("large", 0)))
     assert worker.ask("small", [5] * 12, 4, 1)
     worker.finish()
@@ -366,7 +366,7 @@ def test_any_mix_of_requests_ends_in_any_pool_that_holds_each_alone_and_every_at
         if worker.try_again(*coming[0]):
             coming.pop(0)
         elif not worker.turn():
-            worker.now += OFFER_S
+            worker.now += REFUSED_PRIORITY_S
         if all(asked.over for asked in worker.asked.values()) or dice.random() < 0.1:
             worker.finish_with_replays()
     worker.finish_with_replays()
@@ -376,24 +376,30 @@ def claimant(session: int, name: str = "large") -> Claimant:
     return session, AttemptKey(name, 0)
 
 
+def set_aside(claims: Claims, free: int, now: float, asking: Claimant | None = None) -> int:
+    """Pages that are set aside for others when `free` are free."""
+    claims.record_free(free, now)
+    return claims.pages_set_aside(asking)
+
+
 def generations(pages: int, need: int) -> list[int]:
     """A full pool in which others take all that they may: what they get in each generation until the claim is met."""
     claims, large = Claims(), claimant(0)
     free, others, got = 0, pages, []
     claims.add(large, need, 0.0)
-    assert claims.pages_set_aside(NOBODY, free, 0.0) == 0
+    assert set_aside(claims, free, 0.0) == 0
     while free < need:
         # All that runs ends, page by page, and each time others come.
         ending, others = others, 0
         for _ in range(ending):
             free += 1
             claims.renew(large, 0.0)
-            took = max(free - claims.pages_set_aside(NOBODY, free, 0.0), 0)
+            took = max(free - set_aside(claims, free, 0.0), 0)
             free, others = free - took, others + took
-            claims.settle(NOBODY, free)
+            claims.remove_granted(claimant(1), free)
         got.append(others)
         assert len(got) < 100
-    assert claims.pages_set_aside(large, free, 0.0) == 0
+    assert set_aside(claims, free, 0.0, large) == 0
     return got
 
 
@@ -412,23 +418,23 @@ def test_a_claim_of_a_share_of_all_pages_waits_for_a_bounded_number_of_generatio
 def test_growth_takes_from_both_halves_and_what_it_gives_back_counts_once() -> None:
     claims = Claims()
     claims.add(claimant(0), 50, 0.0)
-    assert claims.pages_set_aside(NOBODY, 20, 0.0) == 10
-    assert claims.pages_set_aside(NOBODY, 10, 0.0) == 5
-    assert claims.pages_set_aside(NOBODY, 20, 0.0) == 10
-    assert claims.pages_set_aside(NOBODY, 0, 0.0) == 0
-    assert claims.pages_set_aside(NOBODY, 200, 0.0) == 50
+    assert set_aside(claims, 20, 0.0) == 10
+    assert set_aside(claims, 10, 0.0) == 5
+    assert set_aside(claims, 20, 0.0) == 10
+    assert set_aside(claims, 0, 0.0) == 0
+    assert set_aside(claims, 200, 0.0) == 50
 
 
 def test_a_claim_that_nobody_renews_lapses() -> None:
     claims = Claims()
     claims.add(claimant(0), 50, 0.0)
-    assert claims.pages_set_aside(NOBODY, 20, 0.0) == 10
+    assert set_aside(claims, 20, 0.0) == 10
     claims.renew(claimant(0), CLAIM_S / 2)
     claims.renew(claimant(0, "another"), CLAIM_S)
-    assert claims.pages_set_aside(NOBODY, 20, CLAIM_S) == 10
-    assert claims.pages_set_aside(NOBODY, 20, 1.5 * CLAIM_S) == 0
+    assert set_aside(claims, 20, CLAIM_S) == 10
+    assert set_aside(claims, 20, 1.5 * CLAIM_S) == 0
     claims.renew(claimant(0), 1.6 * CLAIM_S)
-    assert claims.pages_set_aside(NOBODY, 20, 1.6 * CLAIM_S) == 0
+    assert set_aside(claims, 20, 1.6 * CLAIM_S) == 0
 
 
 def test_sessions_and_forks_have_one_claim_each_and_the_oldest_is_met_first() -> None:
@@ -437,15 +443,15 @@ def test_sessions_and_forks_have_one_claim_each_and_the_oldest_is_met_first() ->
         claims.add(each, 10, now)
     met = []
     for wanted in (claimant(1, "a"), claimant(1, "d"), claimant(2, "c"), FORKS, claimant(1, "d")):
-        assert claims.pages_set_aside(NOBODY, 20, now) == 10
-        if claims.pages_set_aside(wanted, 20, now) == 0:
+        assert set_aside(claims, 20, now) == 10
+        if set_aside(claims, 20, now, wanted) == 0:
             met.append(wanted)
-            claims.settle(wanted, 20)
+            claims.remove_granted(wanted, 20)
         claims.add(claimant(1, "d"), 10, now)
     # The next one of session 1 is behind those of the others.
     assert met == [claimant(1, "a"), claimant(2, "c"), FORKS, claimant(1, "d")]
     claims.drop_session(1)
-    assert claims.pages_set_aside(NOBODY, 20, now) == 0
+    assert set_aside(claims, 20, now) == 0
 
 
 def busy(slots: int, rate: float, lead_s: float, until: float = 10 * SPAN_S) -> SlotForecast:
@@ -545,7 +551,7 @@ def test_forks_leave_a_share_of_the_places_to_a_request_that_comes_now(slots: in
     worker = SlotWorker(slots)
     while worker.fork():
         pass
-    assert worker.held == slots - slots // KEEP
+    assert worker.held == slots - slots // FORK_HEADROOM_DIVISOR
     assert worker.reserve()
 
 
@@ -559,12 +565,12 @@ def test_forks_leave_more_places_where_reservations_come_often(rate: float, kept
     while worker.fork():
         pass
     assert worker.held == 32 - kept
-    while kept > 32 // KEEP and (at := worker.admission.wake_at(worker.held, worker.now)) < math.inf:
+    while kept > 32 // FORK_HEADROOM_DIVISOR and (at := worker.admission.wake_at(worker.held, worker.now)) < math.inf:
         assert at > worker.now, "they are tried again"
         worker.now = at
         while worker.fork():
             pass
-    assert worker.held == 32 - 32 // KEEP
+    assert worker.held == 32 - 32 // FORK_HEADROOM_DIVISOR
 
 
 def test_places_are_left_only_for_whoever_was_refused_and_only_for_a_while() -> None:
@@ -575,7 +581,7 @@ def test_places_are_left_only_for_whoever_was_refused_and_only_for_a_while() -> 
     assert not worker.reserve()
     worker.held = 0
     assert not worker.fork()
-    worker.now = OFFER_S
+    worker.now = REFUSED_PRIORITY_S
     assert worker.fork()
 
 
@@ -595,7 +601,7 @@ def test_places_that_come_free_all_at_once_are_shared_as_well(slots: int) -> Non
     while worker.fork():
         pass
     assert worker.held == 1 + worker.admission._fork_owed
-    worker.now += OFFER_S
+    worker.now += REFUSED_PRIORITY_S
     assert worker.fork() or slots == 2
 
 

@@ -9,9 +9,9 @@ from baton.errors import BatonError, IncompleteTransfer, InvalidRequest, OutOfPa
 from baton.lifecycle import State
 from baton.request import FinishReason, Handoff, SamplingParams
 from decode_svc.attempts import Attempts, DecodeAttempt, ledger_entries
-from decode_svc.reservation import AttemptKey, InvalidReservation, Reserve, size_reservation
+from decode_svc.reservation import AttemptKey, ReservationTooLarge, Reserve, size_reservation
 from decode_svc.scheduler import DecodeSequence
-from tests.decoding import greedy, prefill
+from tests.decoding import greedy, prefill, take_pages
 
 KEY = AttemptKey("r", 0)
 
@@ -26,12 +26,13 @@ def of(fake: FakeEngine, reserve_tokens: int = 100) -> Attempts:
 
 def committed(attempts: Attempts, ours: DecodeAttempt, **handoff: object) -> int:
     ready = replace(prefill([1, 2, 3, 4, 5]).handoff, **handoff)
+    attempts.check_handoff(ours, ready, ())
     first = attempts.commit(ours, ready, 0.0, 0.0)
     return (first is not None) + attempts.pending_choices
 
 
 def started(attempts: Attempts, request: Reserve) -> DecodeAttempt:
-    attempt = attempts.reserve(1, request, 0.0)
+    attempt = take_pages(attempts, 1, request, 0.0)
     attempts.start(attempt, 0.0)
     return attempt
 
@@ -45,8 +46,9 @@ def forked(attempts: Attempts, ours: DecodeAttempt, ready: Handoff, now: float =
 def test_a_request_that_was_tried_before_is_older() -> None:
     attempts = of(engine())
     tries = [("a", 0), ("b", 0), ("c", 1), ("d", 2), ("e", 1)]
-    reserved = [attempts.reserve(1, Reserve(AttemptKey(*each), 4, 4, 1), 0.0) for each in tries]
-    assert [each.key.request_id for each in sorted(reserved, key=lambda each: each.age)] == ["d", "c", "e", "a", "b"]
+    reserved = [take_pages(attempts, 1, Reserve(AttemptKey(*each), 4, 4, 1), 0.0) for each in tries]
+    oldest_first = sorted(reserved, key=lambda each: each.order_key)
+    assert [each.key.request_id for each in oldest_first] == ["d", "c", "e", "a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -70,25 +72,28 @@ def test_a_reservation_holds_the_context_and_one_choices_first_outputs_and_the_p
 
 
 @pytest.mark.parametrize(
-    ("context", "new", "choices", "words"),
+    ("context", "new", "choices", "error", "words"),
     [
-        (0, 1, 1, "context_tokens: .* got 0"),
-        (40, 1, 1, "context_tokens: .*at most 39, got 40"),
-        (4, 0, 1, "max_new_tokens: .* got 0"),
-        (30, 11, 1, "max_new_tokens: with 30 tokens of context it exceeds max_model_len 40, got 11"),
-        (4, 4, 0, "choices: .* got 0"),
-        (4, 4, 65, "choices: .*at most 64, got 65"),
+        (0, 1, 1, InvalidRequest, "reserve.context_tokens: .* got 0"),
+        (4, 0, 1, InvalidRequest, "reserve.max_new_tokens: .* got 0"),
+        (4, 4, 0, InvalidRequest, "reserve.choices: .* got 0"),
+        (4, 4, 65, InvalidRequest, "reserve.choices: .*at most 64, got 65"),
+        (40, 1, 1, ReservationTooLarge, "max_new_tokens: with 40 tokens of context it exceeds max_model_len 40, got 1"),
+        (30, 11, 1, ReservationTooLarge, "max_new_tokens: with 30 tokens of context it exceeds max_model_len 40"),
     ],
 )
-def test_too_large_reservations_are_refused(context: int, new: int, choices: int, words: str) -> None:
+def test_malformed_and_too_large_reservations_are_refused(
+    context: int, new: int, choices: int, error: type[BatonError], words: str
+) -> None:
     attempts = of(engine())
-    with pytest.raises(InvalidReservation, match=words):
-        attempts.reserve(1, Reserve(KEY, context, new, choices), 0.0)
+    with pytest.raises(InvalidRequest, match=words) as refused:
+        take_pages(attempts, 1, Reserve(KEY, context, new, choices), 0.0)
+    assert type(refused.value) is error
     assert len(attempts) == 0
 
 
 def test_what_could_not_be_generated_alone_in_an_empty_pool_is_refused_however_little_is_reserved() -> None:
-    with pytest.raises(InvalidReservation, match="needs 10 pages, there are 9"):
+    with pytest.raises(ReservationTooLarge, match="needs 10 pages, there are 9"):
         size_reservation(engine(pages=9).spec, Reserve(KEY, 10, 30, 1), 1)
     assert size_reservation(engine(pages=10).spec, Reserve(KEY, 10, 30, 1), 1).pages == 3
     many, one = (size_reservation(engine(pages=10).spec, Reserve(KEY, 30, 10, choices), 100) for choices in (64, 1))
@@ -98,9 +103,9 @@ def test_what_could_not_be_generated_alone_in_an_empty_pool_is_refused_however_l
 def test_a_reservation_takes_all_its_pages_or_none() -> None:
     fake = engine()
     attempts = of(fake)
-    attempts.reserve(1, Reserve(KEY, 10, 26, 1), 0.0)
+    take_pages(attempts, 1, Reserve(KEY, 10, 26, 1), 0.0)
     with pytest.raises(OutOfPages, match=r"needs 8 pages, 7 of 16 are free"):
-        attempts.reserve(1, Reserve(AttemptKey("other", 0), 9, 19, 2), 0.0)
+        take_pages(attempts, 1, Reserve(AttemptKey("other", 0), 9, 19, 2), 0.0)
     assert fake.audit() == {"r/0": 9}
     assert len(attempts) == 1
 
@@ -108,19 +113,19 @@ def test_a_reservation_takes_all_its_pages_or_none() -> None:
 def test_a_live_name_is_not_given_twice_but_each_session_has_its_own() -> None:
     fake = engine()
     attempts = of(fake)
-    first = attempts.reserve(1, Reserve(KEY, 4, 4, 1), 0.0)
-    with pytest.raises(InvalidReservation, match="attempt r/0 is reserved already"):
-        attempts.reserve(1, Reserve(KEY, 4, 4, 1), 0.0)
-    assert attempts.reserve(2, Reserve(KEY, 4, 4, 1), 0.0) is not first
+    first = take_pages(attempts, 1, Reserve(KEY, 4, 4, 1), 0.0)
+    with pytest.raises(InvalidRequest, match=r"reserve\.key: attempt r/0 is reserved already"):
+        take_pages(attempts, 1, Reserve(KEY, 4, 4, 1), 0.0)
+    assert take_pages(attempts, 2, Reserve(KEY, 4, 4, 1), 0.0) is not first
     attempts.end(first, 0.0)
-    attempts.reserve(1, Reserve(KEY, 4, 4, 1), 0.0)
+    take_pages(attempts, 1, Reserve(KEY, 4, 4, 1), 0.0)
     assert fake.stats().used == 4
 
 
 def test_further_choices_take_their_pages_one_by_one_and_the_last_takes_the_context_over() -> None:
     fake = engine(pages=9)
     attempts = of(fake)
-    attempt = attempts.reserve(1, Reserve(KEY, 6, 6, 4), 0.0)
+    attempt = take_pages(attempts, 1, Reserve(KEY, 6, 6, 4), 0.0)
     assert fake.audit() == {"r/0": 3, "r/0/spare": 1}
     attempts.start(attempt, 0.0)
     ready = prefill([1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=6, seed=1, n=4), choices=range(4))
@@ -169,7 +174,7 @@ def test_a_fork_without_pages_changes_nothing_and_its_attempt_keeps_its_turn() -
 def test_the_oldest_attempt_and_the_one_with_the_fewest_pending_choices_lead_alternately() -> None:
     attempts = of(engine(pages=64))
     for name, n in (("a", 6), ("b", 4), ("c", 2)):
-        attempt = attempts.reserve(1, Reserve(AttemptKey(name, 0), 5, 4, n), 0.0)
+        attempt = take_pages(attempts, 1, Reserve(AttemptKey(name, 0), 5, 4, n), 0.0)
         attempts.start(attempt, 0.0)
         params = SamplingParams(max_tokens=4, seed=1, n=n)
         attempts.commit(attempt, prefill([1, 2, 3, 4, 5], params, request_id=name, choices=range(n)).handoff, 0, 0)
@@ -189,7 +194,7 @@ def test_a_pending_choice_that_is_cancelled_never_runs_and_the_last_gives_the_co
     attempts.join(first.id, 0.0)
     fake.free(first.handle)
     attempts.end_sequence(first.id, 1.0)
-    assert (attempts.is_finished(attempt), attempt.life.state) == (False, State.SLOT_WAIT)
+    assert (attempts.is_finished(attempt), attempt.lifecycle.state) == (False, State.SLOT_WAIT)
     assert attempts.cancel_choice(attempt, 2, 1.0) == []
     assert set(fake.audit()) == {"r/0/context"}
     assert attempts.cancel_choice(attempt, 1, 1.0) == []
@@ -223,7 +228,7 @@ def test_with_no_choice_left_nothing_is_decoded_and_the_end_frees_all() -> None:
     assert committed(attempts, attempt, first_tokens=(first,)) == 0
     assert attempts.end(attempt, 0.0) == []
     assert attempts.end(attempt, 0.0) == []
-    assert attempt.life.state is State.ENDED
+    assert attempt.lifecycle.state is State.ENDED
     assert fake.audit() == {}
 
 
@@ -262,20 +267,20 @@ def test_a_replay_reserves_what_is_left_and_continues_its_choice() -> None:
 
 def test_every_state_has_the_deadline_of_the_request_or_its_own_if_that_comes_first() -> None:
     attempts = of(engine())
-    attempt = attempts.reserve(1, Reserve(KEY, 5, 4, 1, deadline_s=30.0), 100.0, 10.0)
-    assert (attempt.life.state, attempt.life.deadline) == (State.RESERVED, 110.0)
+    attempt = take_pages(attempts, 1, Reserve(KEY, 5, 4, 1, deadline_s=30.0), 100.0, 10.0)
+    assert (attempt.lifecycle.state, attempt.lifecycle.deadline) == (State.RESERVED, 110.0)
     attempts.start(attempt, 105.0, 60.0)
-    assert (attempt.life.state, attempt.life.deadline) == (State.TRANSFERRING, 130.0)
+    assert (attempt.lifecycle.state, attempt.lifecycle.deadline) == (State.TRANSFERRING, 130.0)
     (sequence,) = forked(attempts, attempt, prefill([1, 2, 3, 4, 5]).handoff, 107.0)
-    assert (attempt.life.state, attempt.life.deadline) == (State.SLOT_WAIT, 130.0)
+    assert (attempt.lifecycle.state, attempt.lifecycle.deadline) == (State.SLOT_WAIT, 130.0)
     attempts.join(sequence.id, 108.0)
-    assert (attempt.life.state, attempt.life.deadline) == (State.DECODING, 130.0)
+    assert (attempt.lifecycle.state, attempt.lifecycle.deadline) == (State.DECODING, 130.0)
     attempts.end(attempt, 109.0)
     attempts.join(sequence.id, 110.0)
-    assert attempt.life.ended
-    sooner = attempts.reserve(1, Reserve(KEY, 5, 4, 1, deadline_s=30.0), 100.0, 10.0)
+    assert attempt.lifecycle.ended
+    sooner = take_pages(attempts, 1, Reserve(KEY, 5, 4, 1, deadline_s=30.0), 100.0, 10.0)
     attempts.start(sooner, 105.0, 60.0, deadline_s=3.0)
-    assert sooner.life.deadline == 108.0
+    assert sooner.lifecycle.deadline == 108.0
 
 
 def test_an_attempt_is_where_the_foremost_of_its_choices_is() -> None:
@@ -284,15 +289,15 @@ def test_an_attempt_is_where_the_foremost_of_its_choices_is() -> None:
     attempt = started(attempts, Reserve(KEY, 5, 4, 3))
     ready = prefill([1, 2, 3, 4, 5], SamplingParams(max_tokens=4, seed=1, n=3), choices=range(3))
     one, two, three = (each.id for each in forked(attempts, attempt, ready.handoff))
-    assert attempt.life.state is State.SLOT_WAIT
+    assert attempt.lifecycle.state is State.SLOT_WAIT
     for sequence in (two, one):
         attempts.join(sequence, 1.0)
-        assert attempt.life.state is State.DECODING
+        assert attempt.lifecycle.state is State.DECODING
     assert attempts.sequences == 3
     attempts.cancel_choice(attempt, 1, 2.0)
-    assert attempt.life.state is State.DECODING
+    assert attempt.lifecycle.state is State.DECODING
     attempts.cancel_choice(attempt, 0, 2.0)
-    assert attempt.life.state is State.SLOT_WAIT
+    assert attempt.lifecycle.state is State.SLOT_WAIT
     assert attempts.sequences == 1
     attempts.end(attempt, 3.0)
     assert three not in attempts._owners
@@ -314,8 +319,8 @@ def test_the_context_takes_over_its_spare_though_others_wait_for_every_page() ->
 def test_the_ledger_names_every_handle_and_where_its_bytes_are() -> None:
     fake = engine()
     attempts = of(fake, 1)
-    waiting = attempts.reserve(1, Reserve(AttemptKey("w", 0), 9, 30, 2, deadline_s=50.0), 10.0)
-    running = attempts.reserve(1, Reserve(KEY, 5, 4, 1), 10.0)
+    waiting = take_pages(attempts, 1, Reserve(AttemptKey("w", 0), 9, 30, 2, deadline_s=50.0), 10.0)
+    running = take_pages(attempts, 1, Reserve(KEY, 5, 4, 1), 10.0)
     attempts.start(running, 11.0)
     (sequence,) = forked(attempts, running, prefill([1, 2, 3, 4, 5]).handoff, 12.0)
     page = 4 * fake.spec.kv_format.token_bytes

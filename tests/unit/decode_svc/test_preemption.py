@@ -93,8 +93,8 @@ class Bench:
         ready.write(self.engine, handle)
         state = SequenceState(request.params, request.prompt, tuple(request.tokens))
         identity = len(self.live) + 1000 * sum(each.attempts for each in self.asked.values())
-        age = (-attempt, identity)
-        sequence = DecodeSequence(identity, handle, state, age=age)
+        order_key = (-attempt, identity)
+        sequence = DecodeSequence(identity, handle, state, order_key=order_key)
         self.live[identity] = request, sequence
         self.loop.add([sequence])
         return sequence
@@ -116,7 +116,7 @@ class Bench:
     def fits(self, request: Request) -> bool:
         """Whether its pages are free beside those that are kept for the batch."""
         stats = self.engine.stats()
-        return self.pages(request) <= stats.free + stats.cached - self.loop.missing_pages()
+        return self.pages(request) <= stats.free + stats.cached - self.loop.pages_kept_for_batch()
 
     def finish(self, most: int = 3000) -> None:
         for _ in range(most):
@@ -188,7 +188,7 @@ def test_one_that_is_alone_is_replayed_when_others_hold_the_pages_and_gets_all_t
             bench.turn()
         # Nobody else is there for whom pages would be kept, though its own are still being read.
         assert bench.engine.stats().free == 0
-        assert bench.loop.missing_pages() == 0
+        assert bench.loop.pages_kept_for_batch() == 0
     assert set(bench.engine.audit()) == {"on its way"}
     bench.replay()
     assert bench.to_replay, "it needs a page more than are free"

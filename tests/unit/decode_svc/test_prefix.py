@@ -8,11 +8,11 @@ import pytest
 
 from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine
-from baton.errors import IncompleteTransfer
+from baton.errors import IncompleteTransfer, InvalidRequest
 from baton.request import CachePolicy, SamplingParams
-from decode_svc.attempts import Attempts, DecodeAttempt
-from decode_svc.reservation import AttemptKey, InvalidReservation, Reserve
-from tests.decoding import alone, digests, greedy, prefill
+from decode_svc.attempts import Attempts, DecodeAttempt, PublishedBlocks
+from decode_svc.reservation import AttemptKey, Reserve
+from tests.decoding import alone, digests, greedy, prefill, take_pages
 from tests.property.attempts import check_pool, held_payloads, payloads
 
 PROMPT = list(range(5, 15))
@@ -29,12 +29,13 @@ class Worker:
 
     def __init__(self, **settings: int) -> None:
         self.engine = engine(**settings)
-        self.attempts = Attempts(self.engine, 100)
+        self.published: list[PublishedBlocks] = []
+        self.attempts = Attempts(self.engine, 100, self.published.append)
 
     def reserve(self, name: str, prompt: Sequence[int] = PROMPT, **change: Any) -> DecodeAttempt:
         names = b"".join(digests(self.engine, prompt, SALT))
         request = Reserve(AttemptKey(name, 0), len(prompt), 8, 1, prefix_digests=names, cache_salt=SALT)
-        return self.attempts.reserve(1, replace(request, **change), 0.0)
+        return take_pages(self.attempts, 1, replace(request, **change), 0.0)
 
     def commit(
         self, attempt: DecodeAttempt, prompt: Sequence[int] = PROMPT, params: SamplingParams = PARAMS
@@ -43,6 +44,9 @@ class Worker:
         self.attempts.start(attempt, 0.0)
         ready.write(self.engine, attempt.handle, attempt.handle.cached_tokens)
         names = digests(self.engine, prompt, SALT) if self.attempts.needs_digests(attempt) else None
+        self.attempts.check_handoff(attempt, ready.handoff, names or ())
+        if names is not None and self.attempts.may_publish(attempt):
+            self.engine.publish(attempt.handle, names)
         first = self.attempts.commit(attempt, ready.handoff, 0.0, 0.0, names)
         return (
             []
@@ -91,7 +95,7 @@ def test_the_end_leaves_what_is_final_and_the_next_turn_finds_its_answer() -> No
     ids = [*PROMPT, *sequence.output_ids]
     assert ids == [*PROMPT, *alone(PROMPT, greedy(8))]
     assert worker.attempts.end(attempt, 1.0) == [sequence.id]
-    (left,) = worker.attempts.take_published()
+    (left,) = worker.published
     assert (left.owner, len(left.digests), left.context_blocks, left.new) == ("a/0", 4, 2, 2)
     # 18 tokens, of which the last has no KV.
     assert worker.held(ids) == 16
@@ -173,7 +177,7 @@ def test_the_salt_of_another_tenant_finds_nothing_and_fails_where_it_is_pinned()
     worker.attempts.start(liar, 0.0)
     ready = prefill(PROMPT, greedy(8), request_id="c")
     with pytest.raises(IncompleteTransfer, match="pinned"):
-        worker.attempts.commit(liar, ready.handoff, 0.0, 0.0, digests(worker.engine, PROMPT, b"other"))
+        worker.attempts.check_handoff(liar, ready.handoff, digests(worker.engine, PROMPT, b"other"))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +192,7 @@ def test_a_policy_says_who_reads_and_who_writes(policy: CachePolicy, first: int,
     assert worker.reserve("b", cache=policy).handle.cached_tokens == second
     assert (sequence.hasher is not None) is policy.writes
     worker.attempts.end(attempt, 1.0)
-    assert bool(worker.attempts.take_published()) is policy.writes
+    assert bool(worker.published) is policy.writes
 
 
 def test_after_a_fault_of_the_engine_an_end_leaves_nothing_more() -> None:
@@ -198,7 +202,7 @@ def test_after_a_fault_of_the_engine_an_end_leaves_nothing_more() -> None:
     worker.run(sequence, 7)
     worker.attempts.end(attempt, 1.0, publish=False)
     assert worker.held([*PROMPT, *sequence.output_ids]) == 8
-    assert worker.attempts.take_published() == []
+    assert worker.published == []
     worker.check()
 
 
@@ -233,7 +237,7 @@ def test_a_replay_finds_prompt_and_outputs() -> None:
 )
 def test_malformed_names_are_refused_by_name(change: dict[str, Any], words: str) -> None:
     worker = Worker()
-    with pytest.raises(InvalidReservation, match=words):
+    with pytest.raises(InvalidRequest, match=words):
         worker.reserve("a", **change)
     worker.check()
 
@@ -246,5 +250,5 @@ def test_a_handle_of_another_life_is_left_alone() -> None:
     handle: KvHandle = sequence.handle
     worker.engine.free(handle)
     worker.attempts.end(attempt, 1.0)
-    assert worker.attempts.take_published() == []
+    assert worker.published == []
     worker.check()

@@ -30,7 +30,7 @@ def sequence(
     number: int, *, max_tokens: int = 4, ready_at: float = 0.0, first: int = 50, age: int = 0, capacity: int = 64
 ) -> DecodeSequence:
     state = SequenceState(SamplingParams(max_tokens=max_tokens), (10, 11, 12), (first,))
-    return DecodeSequence(number, Handle(capacity=capacity), state, fetch_ms=7.0, ready_at=ready_at, age=(0, age))
+    return DecodeSequence(number, Handle(capacity=capacity), state, fetch_ms=7.0, ready_at=ready_at, order_key=(0, age))
 
 
 def ids(sequences: list[DecodeSequence]) -> list[int]:

@@ -16,7 +16,7 @@ from decode_svc.worker import DecodeWorker
 from tests.property.virtual import VirtualLoop
 
 
-class FakeService:
+class FakeWorker:
     """One session, which owns nothing."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class SessionPeer:
     """The router's side of a session with the real servicer."""
 
     def __init__(self, loop: VirtualLoop, wire_version: int = WIRE_VERSION) -> None:
-        self.service = FakeService()
+        self.worker = FakeWorker()
         self._loop = loop
         self._up: asyncio.Queue[decode_pb2.SessionUp] = asyncio.Queue()
         hello = decode_pb2.Hello(router_id="r", wire_version=wire_version)
@@ -55,7 +55,7 @@ class SessionPeer:
             while True:
                 yield await self._up.get()
 
-        servicer = DecodeServicer(cast(DecodeWorker, self.service))
+        servicer = DecodeServicer(cast(DecodeWorker, self.worker))
         async for _ in servicer.Session(said(), cast(grpc.aio.ServicerContext, None)):
             pass
 
@@ -75,9 +75,9 @@ def test_a_silent_router_loses_its_session(loop: VirtualLoop) -> None:
     for _ in range(10):
         loop.advance(1.0)
         loop.call(router.beat)
-    assert router.service.session is not None
+    assert router.worker.session is not None
     loop.advance(SILENCE_S + 0.1)
-    assert router.service.session is None
+    assert router.worker.session is None
     assert isinstance(router.task.exception(), DeadlineExceeded)
 
 
@@ -95,6 +95,6 @@ def test_a_worker_that_was_paused_judges_no_router_by_that_time(loop: VirtualLoo
     loop.now += 2 * SILENCE_S
     loop.call_later(0.05, router.beat)
     loop.advance(1.0)
-    assert (router.service.heard, router.task.done()) == (1, False)
+    assert (router.worker.heard, router.task.done()) == (1, False)
     loop.advance(SILENCE_S + 0.1)
     assert isinstance(router.task.exception(), DeadlineExceeded)

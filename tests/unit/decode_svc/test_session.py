@@ -88,10 +88,13 @@ def test_commands_are_read() -> None:
     assert command_from_proto(up(cancel=choice)) == Cancel(KEY, 0)
     beat = decode_pb2.Heartbeat(live=[KEY_MESSAGE])
     assert command_from_proto(up(heartbeat=beat)) == Heartbeat(frozenset({KEY}))
-    assert command_from_proto(up()) is None
 
 
-def test_a_command_without_a_request_id_and_a_second_hello_are_refused_by_name() -> None:
+def test_what_is_no_command_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequest, match="message: must be a command, got 'nothing'"):
+        command_from_proto(decode_pb2.SessionUp())
+    with pytest.raises(InvalidRequest, match=r"cache: must be one of .*, got 99"):
+        command_from_proto(decode_pb2.SessionUp(reserve=decode_pb2.Reserve(key=KEY_MESSAGE, cache=99)))
     with pytest.raises(InvalidRequest, match=r"cancel\.key\.request_id"):
         command_from_proto(decode_pb2.SessionUp(cancel=decode_pb2.Cancel()))
     with pytest.raises(InvalidRequest, match="hello"):

@@ -15,8 +15,9 @@ from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine
 from baton.request import CachePolicy, Handoff, RemoteExport, SamplingParams
 from baton.transfer.export import ExportRegistry
+from baton.worker.health import Progress
+from baton.worker.prefix_cache import CacheTiers
 from baton.worker.status import WorkerRole, new_identity
-from decode_svc.app import DecodeService
 from decode_svc.attempts import FailureKind
 from decode_svc.reservation import AttemptKey, Reserve
 from decode_svc.session import RouterSession, Start
@@ -38,13 +39,15 @@ def loop() -> Iterator[VirtualLoop]:
 def made(loop: VirtualLoop, engine: FakeEngine, fetch: KvFetcher) -> DecodeWorker:
     """A worker without its engine thread. A fetch may take FETCH_S for three tokens."""
 
-    def make() -> DecodeService:
+    def make() -> DecodeWorker:
         identity = new_identity(WorkerConfig(), WorkerRole.DECODE, engine.spec, "")
         # And a tenth of a second for each token.
         config = DecodeConfig(fetch_timeout_s=FETCH_S - 0.3)
-        return DecodeService(config, engine, identity, fetch, ExportRegistry(engine, "ours"), MemoryPrefixCache())
+        cache, exports = MemoryPrefixCache(), ExportRegistry(engine, "ours")
+        tiers = CacheTiers(engine, cache)
+        return DecodeWorker(config, engine, identity, fetch, exports, cache, tiers, Progress(), lambda: None)
 
-    return loop.call(make).worker
+    return loop.call(make)
 
 
 @pytest.mark.parametrize("late_s", [0.0, 1.0])
@@ -59,10 +62,10 @@ def test_a_fetch_that_ends_at_the_deadline_is_in_time(loop: VirtualLoop, late_s:
 
     worker = made(loop, engine, fetch)
     session, key = loop.call(worker.open_session, "router"), AttemptKey("r", 0)
-    loop.call(worker.handle, session, Reserve(key, len(PROMPT), 8, 1))
+    loop.spawn(worker.receive(session, Reserve(key, len(PROMPT), 8, 1)))
     # Before the worker's own timer, at the same instant.
     loop.call_at(loop.now + FETCH_S + late_s, fetched.set_result, None)
-    loop.call(worker.handle, session, Start(key, RemoteExport("t", "theirs", ())))
+    loop.spawn(worker.receive(session, Start(key, RemoteExport("t", "theirs", ()))))
     loop.advance(FETCH_S + late_s)
     failures = [(failure.kind, failure.message) for _, failure in session._down.failures]
     late = [(FailureKind.TRANSFER, "r/0 was still transferring after 20.3 s, prefill included (--fetch-timeout-s)")]
@@ -82,8 +85,8 @@ def test_a_router_is_told_of_an_attempt_that_ends_with_its_first_token(loop: Vir
 
     worker = made(loop, engine, fetch)
     session, key = loop.call(worker.open_session, "router"), AttemptKey("r", 0)
-    loop.call(worker.handle, session, Reserve(key, len(PROMPT), 1, 1))
-    loop.call(worker.handle, session, Start(key, RemoteExport("t", "theirs", ())))
+    loop.spawn(worker.receive(session, Reserve(key, len(PROMPT), 1, 1)))
+    loop.spawn(worker.receive(session, Start(key, RemoteExport("t", "theirs", ()))))
     loop.advance(1.0)
     assert (session._down.ended, session._down.failures) == ([key], [])
     assert len(worker.attempts) == 0
@@ -144,7 +147,7 @@ def test_others_are_served_while_blocks_are_evicted_for_a_long_context(evicting:
 
 def test_a_drain_ends_the_eviction_for_a_long_context(evicting: Evicting) -> None:
     async def drain() -> None:
-        evicting.worker.refusal = "drains"
+        evicting.worker.refuse()
 
     evicting.ask(evicting.open_session(), "long", 12)
     evicting.loop.create_task(drain())
@@ -186,9 +189,9 @@ def test_blocks_of_a_long_context_are_published_in_slices(evicting: Evicting, mo
 
     evicting.worker._fetch_kv = fetch
     session, key = evicting.open_session(), AttemptKey("r", 0)
-    evicting.loop.call(evicting.worker.handle, session, Reserve(key, 90, 4, 1))
-    evicting.loop.call(evicting.worker.handle, session, Start(key, RemoteExport("t", "theirs", ())))
-    assert published[:3] == [2, 4, 5]
+    evicting.loop.spawn(evicting.worker.receive(session, Reserve(key, 90, 4, 1)))
+    evicting.loop.spawn(evicting.worker.receive(session, Start(key, RemoteExport("t", "theirs", ()))))
+    assert published == [2, 4, 5]
     assert evicting.engine.match_prefix(digests(evicting.engine, [7] * 90)) == 80
 
 
@@ -212,8 +215,8 @@ def test_what_a_request_may_only_read_is_not_published(evicting: Evicting) -> No
     session, key = evicting.open_session(), AttemptKey("r", 0)
     names = b"".join(digests(evicting.engine, ids[:32]))
     reserve = Reserve(key, 90, 4, 1, prefix_digests=names, cache=CachePolicy.READ)
-    evicting.loop.call(evicting.worker.handle, session, reserve)
-    evicting.loop.call(evicting.worker.handle, session, Start(key, RemoteExport("t", "theirs", ())))
+    evicting.loop.spawn(evicting.worker.receive(session, reserve))
+    evicting.loop.spawn(evicting.worker.receive(session, Start(key, RemoteExport("t", "theirs", ()))))
     evicting.loop.settle()
     assert evicting.engine.match_prefix(digests(evicting.engine, ids)) == 32
 
@@ -231,8 +234,8 @@ def test_what_does_not_belong_to_the_pinned_blocks_is_not_published(loop: Virtua
     engine.free(engine.reserve("cached", 64), digests(engine, [1] * 64))
     session, key = loop.call(worker.open_session, "router"), AttemptKey("r", 0)
     names = b"".join(digests(engine, [1] * 32))
-    loop.call(worker.handle, session, Reserve(key, 90, 4, 1, prefix_digests=names))
-    loop.call(worker.handle, session, Start(key, RemoteExport("t", "theirs", ())))
+    loop.spawn(worker.receive(session, Reserve(key, 90, 4, 1, prefix_digests=names)))
+    loop.spawn(worker.receive(session, Start(key, RemoteExport("t", "theirs", ()))))
     loop.settle()
     assert len(worker.attempts) == 0
     assert engine.match_prefix(digests(engine, ids)) == 0

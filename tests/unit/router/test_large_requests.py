@@ -40,11 +40,9 @@ class SharedWorker:
     def reserve(self, session: int, request: Reserve) -> DecodeAttempt | ReserveResult:
         self.asked += 1
         try:
-            return self.admission.reserve(session, request, self.loop.time())
+            return self.admission.admit(session, request, self.loop.time())
         except OutOfPages as error:
-            return ReserveResult(
-                False, str(error), False, 1.0, reservable_tokens=self.admission.free_context_tokens(self.loop.time())
-            )
+            return ReserveResult(False, str(error), False, 1.0, reservable_tokens=self.admission.free_context_tokens())
         except Overloaded as error:
             return ReserveResult(False, str(error), False, 1.0)
 
