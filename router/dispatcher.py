@@ -34,9 +34,11 @@ from router.isolation import Isolation, IsolationGrant
 from router.placement.policy import PlacementQuery, Selection, can_serve
 from router.placement.scheduler import PlacementScheduler, make_query
 from router.placement.waiter import PlacementRequest, Refusal, Waiter
-from router.workers.calls import DecodeCall, Deliver, PrefillAssignment, complete_shards
+from router.workers.decode_session import DecodeCall
+from router.workers.events import Deliver
 from router.workers.failures import AttemptBreakers, Breakers, Suspicion
 from router.workers.pool import Pool, WorkerLink
+from router.workers.prefill_call import PrefillAssignment
 
 _logger = logging.getLogger(__name__)
 
@@ -456,7 +458,7 @@ class Reserver:
         status = decode.status
         if status is None or decode.namespace != assignment.link.namespace or not self._pool.signs_for(status.identity):
             return None
-        return Peer(complete_shards(status.identity.shards, decode.address), status.identity.incarnation)
+        return Peer(status.identity.shards_at(decode.address), status.identity.incarnation)
 
     async def _ask(self, call: DecodeCall, request: PlacementRequest, digests: bytes) -> ReserveResult:
         """The answer of one worker; a refusal if none comes in time or the session is lost."""

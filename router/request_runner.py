@@ -51,18 +51,17 @@ from router.placement.prefix_directory import BlockHasher
 from router.placement.waiter import PlacementRequest
 from router.serving.threads import TenantThreads
 from router.serving.validator import Request
-from router.workers.calls import (
+from router.workers.events import DecodeEnded, Event
+from router.workers.failures import AvoidedWorker, Blame, Cause, Failed, RetryBudget, RetryHistory
+from router.workers.pool import Pool
+from router.workers.prefill_call import (
     LARGE_REQUEST,
     LOSS_GRACE_S,
     AbandonCalls,
-    DecodeEnded,
-    Event,
     PrefillMessage,
     call_prefill,
     prefill_message,
 )
-from router.workers.failures import AvoidedWorker, Blame, Cause, Failed, RetryBudget, RetryHistory
-from router.workers.pool import Pool
 
 DEATH_WAIT_S = 15.0
 """Seconds after which a lost worker counts as dead, if a request may have killed it."""

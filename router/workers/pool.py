@@ -34,6 +34,7 @@ import grpc
 
 from baton.config import parse_address
 from baton.config.router import RouterConfig
+from baton.config.values import join_address
 from baton.errors import BatonError, ConfigError, Unavailable, preview
 from baton.kv.format import KvFormat
 from baton.pb import worker_pb2, worker_pb2_grpc
@@ -44,8 +45,9 @@ from baton.transfer.tickets import TicketSigner
 from baton.worker.status import WIRE_VERSION, PrefixChange, WorkerIdentity, WorkerRole, WorkerStatus, status_from_proto
 from router.placement.policy import RECENT_S, DecodeView, FleetView, PrefillView, can_pair, can_serve
 from router.placement.prefix_directory import BlockNamespace, PrefixDirectory
-from router.workers.calls import DecodeSession, PrefillAssignment, SessionEnd, join_address
+from router.workers.decode_session import DecodeSession, SessionEnd
 from router.workers.failures import Cause, WorkerLoss, WorkerLosses
+from router.workers.prefill_call import PrefillAssignment
 
 _AGAIN_S = 5.0
 """Seconds until a worker is dialled again if its watch failed because of a bug in this router."""
@@ -563,7 +565,7 @@ class WorkerLink:
             draining=self.status.draining,
             free_tokens=max((load.pages_total - load.pages_used) * load.page_size - self._granted_tokens, 0),
             free_slots=max(load.slots_total - load.slots_used - self._granted_slots, 0),
-            own_requests=self.session.attempts,
+            own_requests=self.session.open_calls,
             incarnation=self._incarnation,
         )
 

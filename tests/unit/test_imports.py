@@ -61,8 +61,9 @@ EDGES = (
     "prefill_svc.servicer",
     "router.app",
     "router.serving.servicer",
-    "router.workers.calls",
+    "router.workers.decode_session",
     "router.workers.pool",
+    "router.workers.prefill_call",
 )
 """Modules that may use generated stubs: servicers and their registration, conversion, and callers of a stub."""
 

@@ -15,9 +15,10 @@ from router.output import OutputProcessor
 from router.request_runner import Attempt, AttemptDeps, RequestState
 from router.serving.threads import TenantThreads
 from router.serving.validator import Request
-from router.workers.calls import AbandonCalls, Deliver
+from router.workers.events import Deliver
 from router.workers.failures import RetryHistory
 from router.workers.pool import Pool
+from router.workers.prefill_call import AbandonCalls
 from tests.unit.router.dispatching import FakePool, dispatcher, settle
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from baton.pb import decode_pb2
 from baton.request import CachePolicy
-from router.workers.calls import DecodeEnded, DecodeSession, Event
+from router.workers.decode_session import DecodeSession
+from router.workers.events import DecodeEnded, Event
 from router.workers.failures import Failed
 
 

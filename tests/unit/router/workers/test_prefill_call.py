@@ -13,8 +13,9 @@ from baton.pb import inference_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.request import CachePolicy, Prefilled, PromptLogprobs, SamplingParams
 from baton.rpc.channel import control_channel
 from baton.rpc.server import listen
-from router.workers.calls import Event, PrefillAssignment, call_prefill, prefill_message
+from router.workers.events import Event
 from router.workers.failures import Failed
+from router.workers.prefill_call import PrefillAssignment, call_prefill, prefill_message
 
 
 class Breaking(prefill_pb2_grpc.PrefillServicer):
