@@ -43,7 +43,7 @@ from baton.rpc.convert import (
 )
 from baton.worker.status import WIRE_VERSION
 from router.workers.events import DecodeEnded, Deliver
-from router.workers.failures import Blame, Cause, Failed, WorkerLoss
+from router.workers.failures import Blame, Cause, FailureEvent, WorkerLoss
 
 PREEMPTED_RETRY_S = 1.0
 """Seconds after which a client should try again, if its request was preempted too often."""
@@ -212,11 +212,11 @@ class DecodeCall:
     ) -> None:
         """Handle the end of the attempt by a fault, after which the worker holds nothing of it.
 
-        While `reserve` waits, it raises `error`, so that another worker can be asked. Later, Failed is delivered.
+        While `reserve` waits, it raises `error`, so that another worker can be asked. Later, the failure is delivered.
         """
         self._reserved = self._unanswered = False
         if self._answer.done():
-            self._deliver(Failed(error, blame, cause, loss))
+            self._deliver(FailureEvent(error, blame, cause, loss))
             return
         self._answer.set_exception(error)
         # If `reserve` was not called, nobody reads this future: asyncio must not warn about its exception.

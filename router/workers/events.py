@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.request import Output, Prefilled, PrefillProgress, PromptLogprobs
-from router.workers.failures import Failed
+from router.workers.failures import FailureEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,5 +14,5 @@ class DecodeEnded:
     """The attempt has ended at the decode worker without a fault, and holds nothing there."""
 
 
-Event = PrefillProgress | PromptLogprobs | Prefilled | Output | DecodeEnded | Failed
+Event = PrefillProgress | PromptLogprobs | Prefilled | Output | DecodeEnded | FailureEvent
 Deliver = Callable[[Event], None]

@@ -30,7 +30,7 @@ from baton.rpc.errors import from_rpc_error
 from baton.worker.status import WorkerIdentity
 from router.placement.prefix_directory import BlockNamespace
 from router.workers.events import Deliver
-from router.workers.failures import Blame, Cause, Failed, WorkerLoss
+from router.workers.failures import Blame, Cause, FailureEvent, WorkerLoss
 
 _logger = logging.getLogger(__name__)
 
@@ -82,13 +82,13 @@ class PrefillLink(Protocol):
     def draining(self) -> bool:
         """Whether the worker says that it takes no new work."""
 
-    def attach(self, assignment: PrefillAssignment, request_id: str) -> None:
+    def mark_present(self, assignment: PrefillAssignment, request_id: str) -> None:
         """Record that the request is at the worker."""
 
-    def detach(self, assignment: PrefillAssignment) -> None:
+    def mark_absent(self, assignment: PrefillAssignment) -> None:
         """Record that the request needs nothing more from the worker."""
 
-    def unassign(self, assignment: PrefillAssignment) -> bool:
+    def release(self, assignment: PrefillAssignment) -> bool:
         """Stop counting the prompt at the worker; False if it did not count."""
 
 
@@ -112,25 +112,28 @@ class PrefillAssignment:
         self.loss: WorkerLoss | None = None
         """The loss of the worker, if the request was there when it was lost."""
         self._deliver: Deliver | None = None
-        self._failed: Failed | None = None
+        self._failure: FailureEvent | None = None
 
-    def attach(self, request_id: str, deliver: Deliver) -> None:
-        """Record that the request goes to the worker. If the worker is lost before `release`, Failed is delivered."""
+    def mark_present(self, request_id: str, deliver: Deliver) -> None:
+        """Record that the request goes to the worker.
+
+        If the worker is lost before `release`, FailureEvent is delivered.
+        """
         self._deliver = deliver
-        if self._failed is not None:
-            deliver(self._failed)
+        if self._failure is not None:
+            deliver(self._failure)
         else:
-            self.link.attach(self, request_id)
+            self.link.mark_present(self, request_id)
 
-    def detach(self) -> None:
+    def mark_absent(self) -> None:
         """Record that the request needs this worker no more: its KV was fetched. Idempotent."""
-        self.link.detach(self)
+        self.link.mark_absent(self)
 
     def fail(self, error: BatonError, cause: Cause) -> None:
-        """Deliver Failed, because the worker is lost."""
-        self._failed = Failed(error, Blame.PREFILL, cause, self.loss)
+        """Deliver the failure, because the worker is lost."""
+        self._failure = FailureEvent(error, Blame.PREFILL, cause, self.loss)
         if self._deliver is not None:
-            self._deliver(self._failed)
+            self._deliver(self._failure)
 
     async def wait_for_loss(self, seconds: float) -> bool:
         """Wait up to `seconds` for the loss of the worker; returns whether it is lost."""
@@ -142,7 +145,7 @@ class PrefillAssignment:
 
     def release(self) -> bool:
         """Free the place for another prompt; False if it was freed before."""
-        return self.link.unassign(self)
+        return self.link.release(self)
 
 
 def prefill_message(
@@ -187,8 +190,8 @@ async def call_prefill(
 ) -> None:
     """Call the prefill worker and deliver its events; a cancellation frees all that the worker holds for the call.
 
-    Delivers any number of PrefillProgress and PromptLogprobs events, and Prefilled or Failed once. PromptLogprobs may
-    come after Prefilled, and Failed too if the rest of them is lost. A call that breaks after all events came
+    Delivers any number of PrefillProgress and PromptLogprobs events, and Prefilled or FailureEvent once. PromptLogprobs
+    may come after Prefilled, and FailureEvent too if the rest of them is lost. A call that breaks after all events came
     does no harm. `transfer_id` is empty if no decode follows. `timeout` is in seconds. Workers send a message every
     second, so `silence_s` seconds without one are a fault.
     """
@@ -196,7 +199,7 @@ async def call_prefill(
     method = link.channel.unary_stream(_METHOD, response_deserializer=prefill_pb2.PrefillEvent.FromString)
     call = method(request.complete(transfer_id, source), timeout=timeout)
     missing = request.logprob_count
-    done, failed = False, None
+    done, failure = False, None
     silence = SilenceTimer(silence_s, call.cancel)
     try:
         with silence:
@@ -213,32 +216,32 @@ async def call_prefill(
                     done = True
     except grpc.aio.AioRpcError as error:
         if not done or missing > 0:
-            failed = await _classify_error(assignment, from_rpc_error(error))
+            failure = await _classify_error(assignment, from_rpc_error(error))
     except asyncio.CancelledError:
         if not silence.ended_call():
             raise
-        failed = Failed(Unavailable(f"prefill worker {link.name} was silent for {silence_s:g} s"), Blame.PREFILL)
+        failure = FailureEvent(Unavailable(f"prefill worker {link.name} was silent for {silence_s:g} s"), Blame.PREFILL)
     finally:
         call.cancel()
     if not done or missing > 0:
         left = f"{missing} prompt log-probabilities" if done else "a token"
-        deliver(failed or Failed(Unavailable(f"prefill worker {link.name} ended without {left}"), Blame.PREFILL))
+        deliver(failure or FailureEvent(Unavailable(f"prefill worker {link.name} ended without {left}"), Blame.PREFILL))
 
 
-async def _classify_error(assignment: PrefillAssignment, error: BatonError) -> Failed:
+async def _classify_error(assignment: PrefillAssignment, error: BatonError) -> FailureEvent:
     """The failure for a broken call: a refusal by a full worker, a drain, a lost worker, or a fault."""
     # Another worker may have more memory, so a prompt that is too large for this one is tried again.
     if isinstance(error, Overloaded) or (isinstance(error, InvalidRequest) and error.field == "prompt_token_ids"):
-        return Failed(error, Blame.PREFILL, Cause.REFUSED)
+        return FailureEvent(error, Blame.PREFILL, Cause.REFUSED)
     if isinstance(error, Unavailable):
         # When a worker dies, call and watch break at the same moment, but only the watch tells a death from a fault.
         if assignment.link.draining:
-            return Failed(error, Blame.PREFILL, Cause.DRAIN)
+            return FailureEvent(error, Blame.PREFILL, Cause.DRAIN)
         if await assignment.wait_for_loss(LOSS_GRACE_S):
-            return Failed(error, Blame.PREFILL, Cause.LOST, assignment.loss)
+            return FailureEvent(error, Blame.PREFILL, Cause.LOST, assignment.loss)
         if assignment.link.draining:
-            return Failed(error, Blame.PREFILL, Cause.DRAIN)
-    return Failed(error, Blame.PREFILL)
+            return FailureEvent(error, Blame.PREFILL, Cause.DRAIN)
+    return FailureEvent(error, Blame.PREFILL)
 
 
 def prefilled_from_proto(done: prefill_pb2.PrefillDone) -> Prefilled:

@@ -244,7 +244,7 @@ async def test_a_cancel_ends_the_prefill_call_and_the_reservation(tmp_path: Path
         call.cancel()
         await b.decode[0].log.until(lambda: len(b.decode[0].cancels) == 1)
         await b.prefill[0].log.until(lambda: b.prefill[0].cancelled == 1)
-        await until(b.app, lambda: all(view.own_requests == 0 for view in b.app.pool.fleet.prefill.values()))
+        await until(b.app, lambda: all(view.open_requests == 0 for view in b.app.pool.fleet.prefill.values()))
 
 
 def wasted() -> float:

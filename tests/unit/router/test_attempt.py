@@ -17,7 +17,7 @@ from router.serving.threads import TenantThreads
 from router.serving.validator import Request
 from router.workers.events import Deliver
 from router.workers.failures import RetryHistory
-from router.workers.pool import Pool
+from router.workers.pool import WorkerPool
 from router.workers.prefill_call import AbandonCalls
 from tests.unit.router.dispatching import FakePool, dispatcher, settle
 
@@ -26,7 +26,7 @@ def attempt_of(pool: FakePool, threads: TenantThreads, **fields: Any) -> tuple[A
     """An attempt at one token after a prompt of two."""
     now = asyncio.get_running_loop().time
     config = RouterConfig(prefill=("p:1",), decode=("d:1",))
-    deps = AttemptDeps(cast(Pool, pool), dispatcher(pool), config, AbandonCalls(), None, threads)
+    deps = AttemptDeps(cast(WorkerPool, pool), dispatcher(pool), config, AbandonCalls(), None, threads)
     request = Request("r", [1, 2], SamplingParams(max_tokens=1, seed=1), 1, now(), **fields)
     output = OutputProcessor(request, now)
     return Attempt(deps, RequestState(request, output), (0,), RetryHistory()), output

@@ -9,7 +9,7 @@ from router.request_runner import RequestRunner
 from router.serving.front_door import Caller, FrontDoor, StallGuard, Tenants
 from router.serving.threads import TenantThreads
 from router.serving.validator import Request, RequestValidator, ServedModel, TokenPrompt, UncheckedRequest
-from router.workers.pool import Pool
+from router.workers.pool import WorkerPool
 from tests.unit.router.dispatching import FakePool, dispatcher
 
 ONE = UncheckedRequest(prompt=TokenPrompt([1, 2]), size=2, make_params=lambda vocabulary: SamplingParams(max_tokens=2))
@@ -33,7 +33,7 @@ class FakeRequestRunner:
 async def test_updates_come_until_the_last_and_the_deadline_goes_with_the_request() -> None:
     model, request_runner, pool = ServedModel("m", 300, (), None), FakeRequestRunner(), FakePool()
     validator, serve = RequestValidator(model, lambda: 100, TenantThreads(1)), cast(RequestRunner, request_runner)
-    door = FrontDoor(model, validator, cast(Pool, pool), dispatcher(pool), serve, Tenants(), StallGuard(60.0))
+    door = FrontDoor(model, validator, cast(WorkerPool, pool), dispatcher(pool), serve, Tenants(), StallGuard(60.0))
     tokens = []
     async with asyncio.timeout(60), door.generate(ONE, Caller("t"), 1e9) as (request_id, updates):
         async for update in updates:
