@@ -87,10 +87,8 @@ class RefusalGate:
         if self._refused_in_round is not None:
             self._reserving = waiter
         self._restricted_reserves = self._restricted_reserves or waiter is self.restricted
-        waiter.asked_in_round, waiter.overtook_refused_first = (
-            self.retry_round,
-            self._refused_in_round == self.retry_round,
-        )
+        waiter.asked_in_round = self.retry_round
+        waiter.overtook_refused_first = self._refused_in_round == self.retry_round
 
     def end_reserving(self, waiter: Waiter) -> None:
         """The waiter has its answer, or has given up."""
@@ -146,7 +144,7 @@ class RefusalGate:
 
     def _would_be_refused(self, waiter: Waiter, isolated: frozenset[str]) -> bool:
         """Whether the latest refusal of a restricted waiter shows that no worker that this waiter can ask has room."""
-        ask_round, unasked_workers, room = self._restricted_refusal
-        holds = self._restricted_reserves or ask_round == self.retry_round
+        refused_in_round, unasked_workers, room = self._restricted_refusal
+        holds = self._restricted_reserves or refused_in_round == self.retry_round
         too_large = waiter.request.context_tokens > room
         return holds and too_large and unasked_workers <= isolated.union(waiter.refusal.too_small_workers)

@@ -35,12 +35,7 @@ from baton.errors import (
 from baton.pb import decode_pb2, decode_pb2_grpc
 from baton.request import CachePolicy, DecodeTimings, Output, RemoteExport, ReserveResult
 from baton.rpc.channel import HEARTBEAT_S, SILENCE_S, SilenceTimer
-from baton.rpc.convert import (
-    cache_policy_to_proto,
-    export_to_proto,
-    finish_from_proto,
-    token_from_proto,
-)
+from baton.rpc.convert import cache_policy_to_proto, export_to_proto, finish_from_proto, token_from_proto
 from baton.worker.status import WIRE_VERSION
 from router.workers.events import DecodeEnded, Deliver
 from router.workers.failures import Blame, Cause, FailureEvent, WorkerLoss
@@ -341,8 +336,7 @@ class DecodeSession:
             elif call := self._calls.get(name):
                 call.on_reserved(reserved)
         for output in down.outputs:
-            key = output.key
-            if call := self._calls.get((key.request_id, key.attempt)):
+            if call := self._calls.get((output.key.request_id, output.key.attempt)):
                 call.on_output(output)
         for key in down.ended:
             if call := self._calls.get((key.request_id, key.attempt)):
