@@ -457,11 +457,9 @@ class RequestQueue(Generic[T]):
     def _drop_late(self, now: float) -> None:
         if self._refused_first is not None and self._deadlines[self._refused_first[0]] <= now:
             self.remove(self._refused_first[0])
-        late = [waiter for waiter in self._queue.heads() if self._deadlines[waiter] <= now]
-        while late:
+        while late := [waiter for waiter in self._queue.heads() if self._deadlines[waiter] <= now]:
             for waiter in late:
                 self.remove(waiter)
-            late = [waiter for waiter in self._queue.heads() if self._deadlines[waiter] <= now]
 
 
 class FairQueue(Generic[T]):
@@ -470,15 +468,6 @@ class FairQueue(Generic[T]):
     def __init__(self) -> None:
         self._queues: OrderedDict[str, OrderedDict[T, None]] = OrderedDict()
         self._tenants: dict[T, str] = {}
-
-    def __len__(self) -> int:
-        return len(self._tenants)
-
-    def __iter__(self) -> Iterator[T]:
-        return iter(list(self._tenants))
-
-    def __contains__(self, item: object) -> bool:
-        return item in self._tenants
 
     @property
     def tenants(self) -> Collection[str]:
