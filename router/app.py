@@ -33,7 +33,7 @@ from router.serving.servicer import SERVICE, ApiKeyGuard, InferenceServicer
 from router.serving.threads import TenantThreads
 from router.serving.tokenizer_processes import TokenizerProcesses
 from router.serving.validator import RequestValidator, ServedModel, largest_message
-from router.workers.pool import Pool
+from router.workers.pool import WorkerPool
 
 _FINAL_READ_S = 2.0
 """Seconds for clients to read the end of their streams before the streams are cut."""
@@ -47,7 +47,7 @@ class RouterApp:
 
     address: str
     ops_address: str
-    pool: Pool
+    pool: WorkerPool
     _door: FrontDoor
     _health: _Health
     _drain_s: float
@@ -88,7 +88,7 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
     # Large requests are received, copied and parsed on the event loop, where page faults would hold up others.
     freed_memory.prepare(2 * largest)
     router_id = f"router-{socket.gethostname()}-{secrets.token_hex(4)}"
-    pool = Pool(config, router_id, digest, tls, signer)
+    pool = WorkerPool(config, router_id, digest, tls, signer)
 
     threads = TenantThreads(config.queue_capacity)
     salt = partial(request_salt, config.fleet_secret)
@@ -161,7 +161,7 @@ async def _stop(request_runner: RequestRunner, door: FrontDoor, processes: Token
 class _Health:
     """The health of the router: serving while a pair of workers can serve, until the router drains."""
 
-    def __init__(self, pool: Pool, listener: Listener) -> None:
+    def __init__(self, pool: WorkerPool, listener: Listener) -> None:
         self._pool = pool
         self._listener = listener
         self._stopped = False

@@ -1,14 +1,14 @@
 """Placement of attempts: an assignment at a prefill worker, and pages at a decode worker.
 
 1. `place` makes a `Waiter` of the request, and `PlacementScheduler.push` adds it to the queue.
-2. `_give_turns` takes a `Selected` from `next_turn`, which selects workers for the first waiter that finds room, and
-   makes a `PrefillAssignment`: the prompt counts at the prefill worker.
+2. `_give_turn` takes a `Turn` from `next_turn`, which selects workers for the first waiter that finds room, and makes
+   a `PrefillAssignment`: the prompt counts at the prefill worker.
 3. `_wait_for_turn` receives the assignment in the task of the request.
 4. `_reserve` asks the selected decode workers for pages. If one grants them, the result is a `Placement` (`grant`).
 5. If all refuse, the waiter is in the queue again, with a `Refusal` (`refuse`), and step 2 follows.
 
 `placement/scheduler.py` decides which request is placed and where; this module waits, and asks the workers. Changes
-of workers, released assignments and timers cause step 2.
+of workers and released assignments cause step 2.
 
 Requests also wait in the queue while a role has no workers, each for `worker_wait_s` seconds.
 
@@ -31,12 +31,14 @@ from baton.lifecycle import State
 from baton.request import ReserveResult
 from baton.telemetry.metrics import BREAKERS_OPEN, QUEUE_LENGTH
 from router.isolation import Isolation, IsolationGrant
-from router.placement.policy import PlacementQuery, Selection, can_serve
-from router.placement.scheduler import PlacementScheduler, make_query
+from router.placement.policy import SelectionCriteria, WorkerSelection, can_serve
+from router.placement.scheduler import PlacementScheduler, selection_criteria
 from router.placement.waiter import PlacementRequest, Refusal, Waiter
-from router.workers.calls import DecodeCall, Deliver, PrefillAssignment, complete_shards
+from router.workers.decode_session import DecodeCall
+from router.workers.events import Deliver
 from router.workers.failures import AttemptBreakers, Breakers, Suspicion
-from router.workers.pool import Pool, WorkerLink
+from router.workers.pool import WorkerLink, WorkerPool
+from router.workers.prefill_call import PrefillAssignment
 
 _logger = logging.getLogger(__name__)
 
@@ -48,7 +50,7 @@ class _TooLarge(Exception):
 class Dispatcher:
     """Gives placements to attempts. Use it on the event loop only."""
 
-    def __init__(self, pool: Pool, config: RouterConfig) -> None:
+    def __init__(self, pool: WorkerPool, config: RouterConfig) -> None:
         self._pool = pool
         self._config = config
         self._loop = asyncio.get_running_loop()
@@ -58,41 +60,41 @@ class Dispatcher:
             prefill_limit=config.prefill_limit,
             max_wait_s=config.queue_wait_s,
         )
-        self._selected: dict[Waiter, asyncio.Future[tuple[PrefillAssignment, Selection]]] = {}
-        """A future for each waiter; its result are the assignment and the selected workers."""
+        self._turns: dict[Waiter, asyncio.Future[tuple[PrefillAssignment, WorkerSelection]]] = {}
+        """The next turn of each waiter, as a future of its assignment and the selected workers."""
         self._tenants: dict[PrefillAssignment, str] = {}
         """Tenant of each assignment at a prefill worker that came from the queue."""
         self._breakers = Breakers(self._loop.time)
         self._changed = asyncio.Event()
-        self._retry_timer: asyncio.TimerHandle | None = None
-        self._give_up_timer: asyncio.TimerHandle | None = None
+        self._overdue_timer: asyncio.TimerHandle | None = None
         self._reserver = Reserver(pool, self._breakers, config.reserve_timeout_s)
         self._isolation = Isolation(
             pool,
             self._breakers,
             self._changed,
-            lambda: self.scheduler.ask_rounds,
+            lambda: self.scheduler.retry_round,
             wait_s=config.isolation_wait_s,
             worker_wait_s=config.worker_wait_s,
         )
         pool.subscribe(self._on_update)
 
-    def check(self, tenant: str, *, decodes: bool) -> None:
+    def check(self, tenant: str, *, needs_decode: bool) -> None:
         """Raise Overloaded if the queue is full for the tenant.
 
         Raises Unavailable if no worker can serve the request and `worker_wait_s` is 0.
         """
-        if not self._config.worker_wait_s and not can_serve(self._pool.fleet, decodes=decodes):
-            raise Unavailable(self._pool.describe_missing())
+        self._check_workers(needs_decode=needs_decode)
         self.scheduler.check(tenant)
 
+    def _check_workers(self, *, needs_decode: bool) -> None:
+        if not self._config.worker_wait_s and not can_serve(self._pool.fleet, needs_decode=needs_decode):
+            raise Unavailable(self._pool.describe_missing())
+
     def close(self) -> None:
-        """Fail all waiting requests with Unavailable."""
+        """Fail all requests in the queue with Unavailable."""
         for waiter in self.scheduler:
             self._dismiss(waiter, Unavailable("the router is stopping"))
-        self._watch_fleet()
-        if self._retry_timer is not None:
-            self._retry_timer.cancel()
+        self._arm_overdue_timer()
 
     @contextlib.asynccontextmanager
     async def place(
@@ -140,11 +142,11 @@ class Dispatcher:
         request = replace(request, alone=True)
 
         async def reserve(
-            query: PlacementQuery, selection: Selection, too_small: Mapping[str, str]
+            criteria: SelectionCriteria, selection: WorkerSelection, too_small_workers: Mapping[str, str]
         ) -> Placement | Refusal:
-            assignment, answer = self._reserver.assign(selection, query), None
+            assignment, answer = self._assign(selection, criteria), None
             try:
-                answer = await self._reserver.reserve(request, assignment, selection, deliver, too_small)
+                answer = await self._reserver.reserve(request, assignment, selection, deliver, too_small_workers)
             finally:
                 if not isinstance(answer, Placement):
                     assignment.release()
@@ -158,9 +160,9 @@ class Dispatcher:
         now = self._loop.time()
         waiter = Waiter(request, now)
         if not request.is_retry:
-            self.check(request.tenant, decodes=request.decodes)
+            self._check_workers(needs_decode=request.needs_decode)
         self.scheduler.push(waiter, self._pool.fleet, now)
-        self._selected[waiter] = self._loop.create_future()
+        self._turns[waiter] = self._loop.create_future()
         self._give_turns()
         try:
             while True:
@@ -174,37 +176,38 @@ class Dispatcher:
         finally:
             # A waiter in the queue must have a future for its turn, also after an error.
             self.scheduler.leave_queue(waiter)
-            del self._selected[waiter]
+            del self._turns[waiter]
             self.scheduler.forget(waiter)
 
-    async def _wait_for_turn(self, waiter: Waiter) -> tuple[PrefillAssignment, Selection]:
+    async def _wait_for_turn(self, waiter: Waiter) -> tuple[PrefillAssignment, WorkerSelection]:
         """Wait for a turn. Raises _TooLarge if no decode worker can ever hold the request."""
-        selected = self._selected[waiter]
+        future = self._turns[waiter]
         try:
-            return await selected
+            return await future
         except asyncio.CancelledError:
-            if selected.done() and not selected.cancelled() and selected.exception() is None:
-                self._end_turn(waiter, selected.result()[0])
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self._end_turn(waiter, future.result()[0])
             raise
         finally:
             if self.scheduler.leave_queue(waiter):
                 self._give_turns()
 
     async def _reserve(
-        self, waiter: Waiter, assignment: PrefillAssignment, selection: Selection, deliver: Deliver
+        self, waiter: Waiter, assignment: PrefillAssignment, selection: WorkerSelection, deliver: Deliver
     ) -> Placement | None:
         """Ask the selected decode workers; None if all refuse, and the waiter is back in the queue."""
         answer = None
         try:
-            too_small = waiter.refusal.too_small
-            answer = await self._reserver.reserve(waiter.request, assignment, selection, deliver, too_small)
+            too_small_workers = waiter.refusal.too_small_workers
+            answer = await self._reserver.reserve(waiter.request, assignment, selection, deliver, too_small_workers)
             if isinstance(answer, Placement):
                 self.scheduler.grant(waiter, self._loop.time())
                 return answer
-            self._selected[waiter] = self._loop.create_future()
-            retry_s = self.scheduler.refuse(waiter, answer, self._loop.time())
-            if self._retry_timer is None:
-                self._retry_timer = self._loop.call_later(retry_s, self._retry_refused)
+            self._turns[waiter] = self._loop.create_future()
+            self.scheduler.refuse(waiter, answer, self._loop.time())
+            if self.scheduler.is_too_large(waiter, self._pool.fleet):
+                # Its next turn may come only after a change of a worker.
+                self._dismiss(waiter, _TooLarge())
             return None
         finally:
             self._end_turn(waiter, None if isinstance(answer, Placement) else assignment)
@@ -222,7 +225,7 @@ class Dispatcher:
         Only retries wait, because they ran on such a worker before. Raises InvalidRequest for a new request, and
         Unavailable after `worker_wait_s` seconds.
         """
-        request, reasons = waiter.request, "; ".join(waiter.refusal.too_small.values())
+        request, reasons = waiter.request, "; ".join(waiter.refusal.too_small_workers.values())
         problem = (
             f"{request.context_tokens} tokens of context and {request.max_new_tokens} of output need more than any "
             f"decode worker can hold (--kv-memory, --max-model-len): {reasons}"
@@ -239,22 +242,17 @@ class Dispatcher:
             waited = f"after a wait of {self._config.worker_wait_s:g} s"
             message = f"no decode worker is left that could hold the request, {waited}: {problem}"
             raise Unavailable(message) from None
-        self._selected[waiter] = self._loop.create_future()
+        self._turns[waiter] = self._loop.create_future()
         self.scheduler.push_again(waiter, self._loop.time(), first=True)
         self._give_turns()
 
     def _on_update(self) -> None:
-        self.scheduler.begin_ask_round()
+        self.scheduler.begin_retry_round()
         self._breakers.retain(self._pool.fleet)
         workers, pairs = self._breakers.count_open()
         BREAKERS_OPEN.labels("worker").set(workers)
         BREAKERS_OPEN.labels("pair").set(pairs)
         self._give_turns()
-
-    def _retry_refused(self) -> None:
-        """Let refused waiters ask again although no worker has changed."""
-        self._retry_timer = None
-        self._on_update()
 
     def _give_turns(self) -> None:
         """Give turns in the order of the queue while prefill workers have room."""
@@ -263,51 +261,56 @@ class Dispatcher:
         while self._give_turn(skipped):
             pass
         QUEUE_LENGTH.set(len(self.scheduler))
-        self._watch_fleet()
+        self._arm_overdue_timer()
 
     def _give_turn(self, skipped: set[Waiter]) -> bool:
         """Give the next waiter its turn; False if no waiter can use one."""
         breakers = self._breakers.open_breakers()
-        next_ = self.scheduler.next_turn(self._pool.fleet, breakers, self._loop.time(), skipped)
-        if next_ is None:
+        turn = self.scheduler.next_turn(self._pool.fleet, breakers, self._loop.time(), skipped)
+        if turn is None:
             return False
-        waiter, selected = next_.waiter, self._selected[next_.waiter]
-        if selected.done():
+        waiter, future = turn.waiter, self._turns[turn.waiter]
+        if future.done():
             # The waiter was cancelled, but its task has not run since.
             self.scheduler.leave_queue(waiter)
-        elif next_.selection is None:
+        elif turn.selection is None:
             self._dismiss(waiter, _TooLarge())
         else:
-            assignment = self._reserver.assign(next_.selection, next_.query)
+            assignment = self._assign(turn.selection, turn.criteria)
             self.scheduler.begin_turn(waiter)
             self._tenants[assignment] = waiter.request.tenant
-            selected.set_result((assignment, next_.selection))
+            future.set_result((assignment, turn.selection))
         return True
 
-    def _watch_fleet(self) -> None:
+    def _arm_overdue_timer(self) -> None:
         """Start the timer for waiters while no workers can serve; stop it when some can."""
         self.scheduler.record_fleet(self._pool.fleet, self._loop.time())
         missing = self.scheduler.lacks_workers
-        if missing and self._give_up_timer is None:
-            self._give_up_timer = self._loop.call_later(self._config.worker_wait_s, self._give_up)
-        elif not missing and self._give_up_timer is not None:
-            self._give_up_timer.cancel()
-            self._give_up_timer = None
+        if missing and self._overdue_timer is None:
+            self._overdue_timer = self._loop.call_later(self._config.worker_wait_s, self._fail_overdue)
+        elif not missing and self._overdue_timer is not None:
+            self._overdue_timer.cancel()
+            self._overdue_timer = None
 
-    def _give_up(self) -> None:
+    def _fail_overdue(self) -> None:
         """Fail waiters that have waited `worker_wait_s` seconds for a worker."""
-        self._give_up_timer, wait_s = None, self._config.worker_wait_s
+        self._overdue_timer, wait_s = None, self._config.worker_wait_s
         self.scheduler.record_fleet(self._pool.fleet, self._loop.time())
         late, next_at = self.scheduler.overdue(self._pool.fleet, self._loop.time(), wait_s)
         for waiter in late:
             self._dismiss(waiter, Unavailable(self._pool.describe_missing(wait_s)))
         if math.isfinite(next_at):
-            self._give_up_timer = self._loop.call_at(next_at, self._give_up)
+            self._overdue_timer = self._loop.call_at(next_at, self._fail_overdue)
 
     def _dismiss(self, waiter: Waiter, error: Exception) -> None:
         self.scheduler.leave_queue(waiter)
-        if not (selected := self._selected[waiter]).done():
-            selected.set_exception(error)
+        if not (future := self._turns[waiter]).done():
+            future.set_exception(error)
+
+    def _assign(self, selection: WorkerSelection, criteria: SelectionCriteria) -> PrefillAssignment:
+        """An assignment at the selected prefill worker."""
+        cached = min(criteria.prefill_match.tokens(selection.prefill), criteria.tokens)
+        return self._pool.prefill_link(selection.prefill).assign(criteria.tokens, cached)
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,9 +348,9 @@ class Placement:
 
 
 class Reserver:
-    """Makes assignments at prefill workers, and asks decode workers for pages, for `timeout_s` seconds each."""
+    """Asks decode workers for pages, for `timeout_s` seconds each."""
 
-    def __init__(self, pool: Pool, breakers: Breakers, timeout_s: float) -> None:
+    def __init__(self, pool: WorkerPool, breakers: Breakers, timeout_s: float) -> None:
         self._pool = pool
         self._breakers = breakers
         self._timeout_s = timeout_s
@@ -355,30 +358,25 @@ class Reserver:
         self._refused: dict[tuple[str, int], dict[str, DecodeCall]] = {}
         """Refused calls by (request id, attempt number), then by the address of the decode worker."""
 
-    def assign(self, selection: Selection, query: PlacementQuery) -> PrefillAssignment:
-        """An assignment at the selected prefill worker."""
-        cached = min(query.prefill_match.tokens(selection.prefill), query.tokens)
-        return self._pool.prefill_link(selection.prefill).assign(query.tokens, cached)
-
     async def reserve(
         self,
         request: PlacementRequest,
         assignment: PrefillAssignment,
-        selection: Selection,
+        selection: WorkerSelection,
         deliver: Deliver,
-        too_small: Mapping[str, str],
+        too_small_workers: Mapping[str, str],
     ) -> Placement | Refusal:
         """Ask the decode workers, one after the other, until one grants pages.
 
         The caller must release the assignment if the result is a Refusal.
         """
-        if not request.decodes:
+        if not request.needs_decode:
             self._expect_blocks(request, assignment, selection)
             return Placement(assignment, self._breakers.begin_attempt(selection.prefill, None))
-        addresses = (*selection.decode, *self._last_resort(request, selection, too_small))
-        request.life.enter(State.RESERVING, self._loop.time(), self._timeout_s * len(addresses))
+        addresses = (*selection.decode, *self._avoided_decodes(request, selection, too_small_workers))
+        request.lifecycle.enter(State.RESERVING, self._loop.time(), self._timeout_s * len(addresses))
         answers: dict[str, ReserveResult] = {}
-        refused = self._refused.setdefault((request.request_id, request.attempt), {})
+        refused = self._refused.setdefault((request.request_id, request.attempt_number), {})
         for address in addresses:
             link = self._pool.decode_link(address)
             if link is None or link.session is None or not link.session.open:
@@ -386,7 +384,7 @@ class Reserver:
             # The selection may have been made before the worker was isolated for another request.
             if address in self._pool.fleet.isolated and not request.alone:
                 continue
-            call, consumer = link.session.begin_call(request.request_id, request.attempt, deliver), link.consumer
+            call, consumer = link.session.begin_call(request.request_id, request.attempt_number, deliver), link.consumer
             incarnation = link.status.identity.incarnation if link.status else ""
             digests = self._pool.prefixes.digests_to_pin(address, link.namespace, request.digests)
             answer = answers[address] = await self._ask(call, request, digests)
@@ -400,53 +398,57 @@ class Reserver:
                 peer = self._peer(assignment, link) if answer.cached_tokens else None
                 cached = answer.cached_tokens
                 return Placement(assignment, breakers, call, address, incarnation, consumer, cached, peer)
-        request.life.enter(State.QUEUED, self._loop.time())
-        return self._refusal(request, selection, answers, too_small)
+        request.lifecycle.enter(State.QUEUED, self._loop.time())
+        return self._refusal(request, selection, answers, too_small_workers)
 
     def withdraw(self, request: PlacementRequest) -> None:
         """Tell decode workers that refused the request not to set pages aside: it will not ask again."""
-        for call in self._refused.pop((request.request_id, request.attempt), {}).values():
+        for call in self._refused.pop((request.request_id, request.attempt_number), {}).values():
             call.withdraw()
 
     def _refusal(
         self,
         request: PlacementRequest,
-        selection: Selection,
+        selection: WorkerSelection,
         answers: Mapping[str, ReserveResult],
-        too_small: Mapping[str, str],
+        too_small_workers: Mapping[str, str],
     ) -> Refusal:
-        too_small = {**too_small}
+        too_small_workers = {**too_small_workers}
         for address, answer in answers.items():
             if answer.too_small:
                 link = self._pool.decode_link(address)
-                too_small[address] = f"decode worker {link.name if link else address}: {answer.reason}"
+                too_small_workers[address] = f"decode worker {link.name if link else address}: {answer.reason}"
         room = max((answer.reservable_tokens for answer in answers.values()), default=0)
-        paired = {decode for prefill, decode in request.avoid_pairs if prefill == selection.prefill}
-        closed = too_small.keys() | self._pool.fleet.isolated | paired
+        paired = {decode for prefill, decode in request.avoided_pairs if prefill == selection.prefill}
+        excluded = too_small_workers.keys() | self._pool.fleet.isolated | paired
         return Refusal(
-            too_small,
+            too_small_workers,
             min((each.retry_after_s for each in answers.values() if each.retry_after_s), default=math.inf),
             room,
-            unusable=frozenset(address for address in closed if address in self._pool.fleet.decode),
-            for_choices=len(request.choices) > 1 and room >= request.context_tokens,
+            unasked_workers=frozenset(address for address in excluded if address in self._pool.fleet.decode),
+            lacks_room_for_choices=len(request.choices) > 1 and room >= request.context_tokens,
         )
 
-    def _last_resort(self, request: PlacementRequest, selection: Selection, too_small: Mapping[str, str]) -> list[str]:
+    def _avoided_decodes(
+        self, request: PlacementRequest, selection: WorkerSelection, too_small_workers: Mapping[str, str]
+    ) -> list[str]:
         """Addresses of decode workers that the request avoids, to ask after all others: that is better than to wait.
 
         Empty for a request that must run alone.
         """
         fleet = self._pool.fleet
         prefill = fleet.prefill.get(selection.prefill)
-        if request.alone or not request.avoided or prefill is None:
+        if request.alone or not request.avoided_workers or prefill is None:
             return []
-        query = make_query(request, too_small, fleet, self._pool.prefixes)
-        closed = {decode for prefill, decode in query.avoid_pairs if prefill == selection.prefill}
-        closed.update(query.too_small, selection.decode)
-        addresses = (view.address for view in fleet.followers(prefill))
-        return [address for address in addresses if address in query.avoid and address not in closed]
+        criteria = selection_criteria(request, too_small_workers, fleet, self._pool.prefixes)
+        excluded = {decode for prefill, decode in criteria.avoided_pairs if prefill == selection.prefill}
+        excluded.update(criteria.too_small_workers, selection.decode)
+        addresses = (view.address for view in fleet.compatible_decodes(prefill))
+        return [address for address in addresses if address in criteria.avoided_workers and address not in excluded]
 
-    def _expect_blocks(self, request: PlacementRequest, assignment: PrefillAssignment, selection: Selection) -> None:
+    def _expect_blocks(
+        self, request: PlacementRequest, assignment: PrefillAssignment, selection: WorkerSelection
+    ) -> None:
         """Note the blocks that the prefill worker will soon hold, because the prompt goes there at once."""
         writes = request.cache.writes
         self._pool.prefixes.expect(selection.prefill, request.digests, assignment.cached_tokens, writes=writes)
@@ -456,7 +458,7 @@ class Reserver:
         status = decode.status
         if status is None or decode.namespace != assignment.link.namespace or not self._pool.signs_for(status.identity):
             return None
-        return Peer(complete_shards(status.identity.shards, decode.address), status.identity.incarnation)
+        return Peer(status.identity.shards_at(decode.address), status.identity.incarnation)
 
     async def _ask(self, call: DecodeCall, request: PlacementRequest, digests: bytes) -> ReserveResult:
         """The answer of one worker; a refusal if none comes in time or the session is lost."""
@@ -474,7 +476,7 @@ class Reserver:
                     prefix_digests=digests,
                 )
         except (TimeoutError, BatonError) as error:
-            _logger.warning("reservation %s/%d failed: %r", request.request_id, request.attempt, error)
+            _logger.warning("reservation %s/%d failed: %r", request.request_id, request.attempt_number, error)
         finally:
             if not answer.granted:
                 call.close()

@@ -9,8 +9,9 @@ runs among others. It may then kill another worker, which is new evidence agains
 waited for isolation. The first token from decode ends the isolation, because a request that kills does so before it.
 
 The request has a prefill worker for itself. It has a decode worker for itself only if deaths of decode workers alone
-are evidence enough: a long prompt takes minutes to compute, and a small fleet may have one decode worker. In all other
-cases the decode worker is isolated only while the request waits there for pages, so that it gets the released pages.
+are evidence enough: a long prompt takes minutes to compute, and a small fleet may have one decode worker. Otherwise the
+decode worker takes no other request only while this one waits there for pages: the pages that come free are then for
+this request.
 """
 
 from __future__ import annotations
@@ -23,29 +24,29 @@ from functools import partial
 from typing import TypeAlias, TypeVar
 
 from baton.errors import Unavailable
-from router.placement.policy import PlacementQuery, Selection, can_serve, least_loaded_pair
-from router.placement.scheduler import make_query
+from router.placement.policy import SelectionCriteria, WorkerSelection, can_serve, least_loaded_pair
+from router.placement.scheduler import selection_criteria
 from router.placement.waiter import PlacementRequest, Refusal
 from router.workers.failures import Breakers, Suspicion
-from router.workers.pool import Pool
+from router.workers.pool import WorkerPool
 
 P = TypeVar("P")
-ReserveAt: TypeAlias = Callable[[PlacementQuery, Selection, Mapping[str, str]], Awaitable[P | Refusal]]
+ReserveAt: TypeAlias = Callable[[SelectionCriteria, WorkerSelection, Mapping[str, str]], Awaitable[P | Refusal]]
 """A function that reserves at the selected workers; the mapping has, by address, why a worker is too small."""
 
 
 class Isolation:
-    """Places requests on workers that serve no other request; `Pool.isolate` keeps new requests away from them.
+    """Places requests on workers that serve no other request; `WorkerPool.isolate` keeps new requests away from them.
 
-    `changed` is set at each change of a worker or of the queue. `ask_rounds` is that of `RefusalGate`.
+    `changed` is set at each change of a worker or of the queue. `retry_round` is that of `RefusalGate`.
     """
 
     def __init__(
         self,
-        pool: Pool,
+        pool: WorkerPool,
         breakers: Breakers,
         changed: asyncio.Event,
-        ask_rounds: Callable[[], int],
+        retry_round: Callable[[], int],
         *,
         wait_s: float,
         worker_wait_s: float,
@@ -53,12 +54,12 @@ class Isolation:
         self._pool = pool
         self._breakers = breakers
         self._changed = changed
-        self._ask_rounds = ask_rounds
+        self._retry_round = retry_round
         self._wait_s = wait_s
         self._worker_wait_s = worker_wait_s
         self._attempts: dict[str, int] = {}
         """Number of attempts of each request, by request id, in order of arrival."""
-        self._pair: Selection | None = None
+        self._pair: WorkerSelection | None = None
         """Workers of the first request."""
         self._own: frozenset[str] = frozenset()
         """Addresses of the workers that the first request has for itself."""
@@ -104,57 +105,57 @@ class Isolation:
     async def _place(
         self, request: PlacementRequest, reserve: ReserveAt[P], suspicion: Callable[[], Suspicion]
     ) -> tuple[P, IsolationGrant] | None:
-        too_small: Mapping[str, str] = {}
-        refused, gone_since = None, None
+        too_small_workers: Mapping[str, str] = {}
+        refused, no_workers_since = None, None
         while suspected := suspicion():
             self._changed.clear()
             now, until = self._loop.time(), math.inf
-            if not can_serve(self._pool.fleet, decodes=request.decodes):
-                gone_since = now if gone_since is None else gone_since
-                until = gone_since + self._worker_wait_s
+            if not can_serve(self._pool.fleet, needs_decode=request.needs_decode):
+                no_workers_since = now if no_workers_since is None else no_workers_since
+                until = no_workers_since + self._worker_wait_s
                 if now >= until:
                     raise Unavailable(self._pool.describe_missing(self._worker_wait_s))
                 # The time in which a pair must become empty starts when there is a pair.
                 if self._is_first(request.request_id):
                     self._empty_by = None
             elif self._is_first(request.request_id):
-                gone_since = None
-                query = make_query(request, too_small, self._pool.fleet, self._pool.prefixes)
-                of_pair = suspected is Suspicion.DECODE
-                found = self._select(query, of_pair=of_pair)
+                no_workers_since = None
+                criteria = selection_criteria(request, too_small_workers, self._pool.fleet, self._pool.prefixes)
+                of_pair = suspected is Suspicion.PAIR
+                found = self._select(criteria, of_pair=of_pair)
                 if found is None:
                     return None
                 selection, empty = found
                 own = frozenset((selection.prefill, *(selection.decode if of_pair else ())))
                 self._pool.isolate(self._own.union(own, selection.decode if refused else ()))
                 until = self._empty_by = self._empty_by or now + self._wait_s
-                if empty and refused != (selection, self._ask_rounds()):
-                    refused = selection, self._ask_rounds()
-                    answer = await reserve(query, selection, too_small)
+                if empty and refused != (selection, self._retry_round()):
+                    refused = selection, self._retry_round()
+                    answer = await reserve(criteria, selection, too_small_workers)
                     if not isinstance(answer, Refusal):
                         self._pair, self._own = selection, self._own | own
                         self._pool.isolate(self._own)
                         # Other choices of the request may be placed now.
                         self._changed.set()
                         return answer, IsolationGrant(partial(self._leave, request.request_id), of_pair=of_pair)
-                    too_small = answer.too_small
+                    too_small_workers = answer.too_small_workers
                     continue
                 if now >= until:
                     return None
             else:
-                gone_since = None
+                no_workers_since = None
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(None if math.isinf(until) else until):
                     await self._changed.wait()
         return None
 
-    def _select(self, query: PlacementQuery, *, of_pair: bool) -> tuple[Selection, bool] | None:
+    def _select(self, criteria: SelectionCriteria, *, of_pair: bool) -> tuple[WorkerSelection, bool] | None:
         """The pair to use, and whether its isolated workers serve no other request; None if there is no pair."""
         fleet, pair = self._pool.fleet, self._pair
         has_own = not of_pair or (pair is not None and self._own.issuperset(pair.decode))
         if pair is not None and has_own and all(address in fleet for address in (pair.prefill, *pair.decode)):
             return pair, True
-        return least_loaded_pair(fleet, query, self._breakers.open_breakers(), of_pair=of_pair)
+        return least_loaded_pair(fleet, criteria, self._breakers.open_breakers(), of_pair=of_pair)
 
 
 class IsolationGrant:

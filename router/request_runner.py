@@ -54,18 +54,17 @@ from router.placement.prefix_directory import BlockHasher
 from router.placement.waiter import PlacementRequest
 from router.serving.threads import TenantThreads
 from router.serving.validator import Request
-from router.workers.calls import (
+from router.workers.events import DecodeEnded, Event
+from router.workers.failures import AvoidedWorker, Blame, Cause, FailureEvent, RetryBudget, RetryHistory
+from router.workers.pool import WorkerPool
+from router.workers.prefill_call import (
     LARGE_REQUEST,
     LOSS_GRACE_S,
     AbandonCalls,
-    DecodeEnded,
-    Event,
     PrefillMessage,
     call_prefill,
     prefill_message,
 )
-from router.workers.failures import AvoidedWorker, Blame, Cause, Failed, RetryBudget, RetryHistory
-from router.workers.pool import Pool
 
 DEATH_WAIT_S = 15.0
 """Seconds after which a lost worker counts as dead, if a request may have killed it."""
@@ -91,7 +90,7 @@ class RequestRunner:
 
     def __init__(
         self,
-        pool: Pool,
+        pool: WorkerPool,
         dispatcher: Dispatcher,
         config: RouterConfig,
         threads: TenantThreads,
@@ -217,7 +216,7 @@ class RequestRunner:
         return delay_s
 
 
-def describe_failure(failed: Failed, blamed: str) -> str:
+def describe_failure(failed: FailureEvent, blamed: str) -> str:
     """The failure of an attempt for the log, with the worker or pair at fault."""
     error = str(failed.error)
     # The error of a broken call does not name the worker; other errors do.
@@ -253,7 +252,7 @@ class AttemptFailed(Exception):
     `alone` tells whether no other request ran at the worker.
     """
 
-    def __init__(self, failed: Failed, blamed: str, *, alone: bool) -> None:
+    def __init__(self, failed: FailureEvent, blamed: str, *, alone: bool) -> None:
         super().__init__(str(failed.error))
         self.failed = failed
         self.blamed = blamed
@@ -264,7 +263,7 @@ class AttemptFailed(Exception):
 class AttemptDeps:
     """Dependencies of an attempt."""
 
-    pool: Pool
+    pool: WorkerPool
     dispatcher: Dispatcher
     config: RouterConfig
     abandon_calls: AbandonCalls
@@ -291,7 +290,7 @@ class Attempt:
         self._output = state.output
         self._choices = choices
         self._history = history
-        self._number = next(history.numbers)
+        self._number = next(history.attempt_numbers)
         self._output_ids = list(state.output.output_ids(choices[0]))
         if not state.output.unfinished(choices):
             # Only prompt log-probabilities are missing. Prefill always samples, so it repeats the last token.
@@ -300,7 +299,7 @@ class Attempt:
         self._run_on_thread = deps.threads.for_tenant(request.tenant)
         self._lifecycle = Lifecycle(State.QUEUED, self._loop.time(), request_deadline=request.deadline)
         self._placement: Placement | None = None
-        self._ended: asyncio.Future[Failed | Exception | None] = self._loop.create_future()
+        self._ended: asyncio.Future[FailureEvent | Exception | None] = self._loop.create_future()
         """The failure of a worker, an error of this router, or None if all choices have ended."""
         self._finished: set[int] = set()
         """Choices for which the workers will send nothing more."""
@@ -353,19 +352,19 @@ class Attempt:
         digests = await self._hasher.hash(self._deps.pool.namespaces, self._output_ids) if self._hasher else {}
         return PlacementRequest(
             request_id=request.id,
-            attempt=self._number,
+            attempt_number=self._number,
             tenant=request.tenant,
-            life=self._lifecycle,
+            lifecycle=self._lifecycle,
             context_tokens=context,
             max_new_tokens=left,
             choices=self._choices,
             is_retry=self._number > 0,
-            decodes=left > 1,
+            needs_decode=left > 1,
             digests=digests,
             salt=request.salt,
             cache=request.cache,
-            avoided=history.avoid,
-            avoid_pairs=history.avoid_pairs,
+            avoided_workers=history.avoided_workers,
+            avoided_pairs=history.avoided_pairs,
         )
 
     async def _message(self) -> PrefillMessage:
@@ -396,14 +395,14 @@ class Attempt:
         self._lifecycle.enter(State.PREFILLING, self._loop.time())
         transfer_id = secrets.token_hex(16) if placement.decode else ""
         source = self._source(placement)
-        placement.prefill.attach(self._request.id, self._deliver)
+        placement.prefill.mark_present(self._request.id, self._deliver)
         prefilling = asyncio.create_task(self._prefill(placement, message, transfer_id, source))
         try:
             self._start_decode(placement, transfer_id, source)
             await self._wait_for_end(placement)
         finally:
             self._end(None)
-            placement.prefill.detach()
+            placement.prefill.mark_absent()
             prefilling.cancel()
             # After the cancellation: an export that it came too late for must be abandoned.
             if transfer_id and not self._fetched and not self._prefill_failed:
@@ -471,7 +470,7 @@ class Attempt:
         if not self._ended.done():
             raise _deadline_exceeded(self._request, self._loop.time())
         match self._ended.result():
-            case Failed() as failed:
+            case FailureEvent() as failed:
                 raise await self._classify_failure(placement, failed)
             case Exception() as error:
                 raise error
@@ -488,7 +487,7 @@ class Attempt:
             match event:
                 case Output() if placement is not None:
                     self._on_output(placement, event)
-                case Failed():
+                case FailureEvent():
                     self._end(event)
                 case Prefilled() if placement is not None:
                     self._on_prefilled(placement, event)
@@ -504,7 +503,7 @@ class Attempt:
             # The error must end this attempt, and not the whole session.
             self._end(error)
 
-    def _end(self, result: Failed | Exception | None) -> None:
+    def _end(self, result: FailureEvent | Exception | None) -> None:
         if not self._ended.done():
             self._ended.set_result(result)
 
@@ -534,7 +533,7 @@ class Attempt:
     def _on_first_output(self, placement: Placement) -> None:
         self._fetched = True
         self._history.clear_losses()
-        placement.prefill.detach()
+        placement.prefill.mark_absent()
         if placement.isolation is not None:
             placement.isolation.release()
         placement.breakers.record_success(placement.breakers.pair)
@@ -552,12 +551,12 @@ class Attempt:
                 self._end(None)
         elif self._prefilled and self._finished.intersection(unfinished):
             error = EngineError("the workers ended the request without all of its tokens")
-            self._end(Failed(error, Blame.DECODE if placement.decode else Blame.PREFILL))
+            self._end(FailureEvent(error, Blame.DECODE if placement.decode else Blame.PREFILL))
         elif placement.decode is not None:
             for choice in set(changed).difference(unfinished):
                 placement.decode.cancel_choice(choice)
 
-    async def _classify_failure(self, placement: Placement, failed: Failed) -> Exception:
+    async def _classify_failure(self, placement: Placement, failed: FailureEvent) -> Exception:
         """The exception for a failure, after the worker at fault was recorded."""
         if isinstance(failed.error, _FINAL) and failed.cause is not Cause.REFUSED:
             return failed.error
@@ -572,20 +571,20 @@ class Attempt:
         alone = grant is not None and not grant.released and (failed.blame is Blame.PREFILL or grant.of_pair)
         return AttemptFailed(failed, self._record_blame(placement, failed), alone=alone)
 
-    def _record_blame(self, placement: Placement, failed: Failed) -> str:
+    def _record_blame(self, placement: Placement, failed: FailureEvent) -> str:
         """Let the next attempts avoid the worker or pair at fault. Returns its address, or both addresses."""
         breakers, history, decode = placement.breakers, self._history, placement.decode_address
         prefill = placement.prefill.link.address
         if failed.blame is Blame.PAIR and decode is not None:
             key, name = breakers.pair, f"{prefill} {decode}"
-            history.avoid_pairs |= {(prefill, decode)}
+            history.avoided_pairs |= {(prefill, decode)}
         else:
             of_decode = failed.blame is Blame.DECODE and decode is not None
             key, name = (breakers.decode, decode or "") if of_decode else (breakers.prefill, prefill)
             if failed.cause is not Cause.PREEMPTED:
                 incarnation = placement.decode_incarnation if of_decode else placement.prefill.incarnation
                 loss = self._deps.pool.losses.latest(incarnation) if failed.cause is Cause.LOST else None
-                history.avoid |= {AvoidedWorker(name, incarnation, loss)}
+                history.avoided_workers |= {AvoidedWorker(name, incarnation, loss)}
         if failed.cause is Cause.FAULT:
             breakers.record_fault(key)
         return name

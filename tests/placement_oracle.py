@@ -9,9 +9,9 @@ from router.placement.policy import (
     DecodeView,
     OpenBreakers,
     Penalty,
-    PlacementQuery,
     PrefillView,
-    Selection,
+    SelectionCriteria,
+    WorkerSelection,
     can_pair,
 )
 from router.placement.prefix_directory import PrefixMatch
@@ -20,41 +20,44 @@ from router.placement.prefix_directory import PrefixMatch
 def select(
     prefills: Sequence[PrefillView],
     decodes: Sequence[DecodeView],
-    query: PlacementQuery,
+    criteria: SelectionCriteria,
     *,
     prefill_limit: int,
     mean_rate: float,
     open_breakers: OpenBreakers = NO_OPEN_BREAKERS,
     isolated: frozenset[str] = frozenset(),
-) -> Selection | None:
-    matched = pairs(prefills, decodes, query, isolated | query.too_small)
+) -> WorkerSelection | None:
+    matched = pairs(prefills, decodes, criteria, isolated | criteria.too_small_workers)
     if not matched:
         return None
-    penalty = Penalty(query, open_breakers)
+    penalty = Penalty(criteria, open_breakers)
     faults = {prefill.address: _fault(prefill, follow, penalty) for prefill, follow in matched}
     least = min(faults.values())
     free = [
         (prefill, follow)
         for prefill, follow in matched
-        if faults[prefill.address] == least and prefill.own_requests < prefill_limit
+        if faults[prefill.address] == least and prefill.open_requests < prefill_limit
     ]
     if not free:
         return None
-    prefill, follow = min(free, key=lambda pair: _prefill_rank(pair[0], query, mean_rate))
+    prefill, follow = min(free, key=lambda pair: _prefill_rank(pair[0], criteria, mean_rate))
     best = [decode for decode in follow if penalty.of_pair(prefill.address, decode.address) == least]
-    best.sort(key=lambda decode: _decode_rank(decode, query))
+    best.sort(key=lambda decode: _decode_rank(decode, criteria))
     most = MAX_ALL_ASKED if len(best) <= MAX_ALL_ASKED else ASKED_OF_MORE
-    return Selection(prefill.address, tuple(decode.address for decode in best[:most]))
+    return WorkerSelection(prefill.address, tuple(decode.address for decode in best[:most]))
 
 
 def pairs(
-    prefills: Sequence[PrefillView], decodes: Sequence[DecodeView], query: PlacementQuery, closed: frozenset[str]
+    prefills: Sequence[PrefillView],
+    decodes: Sequence[DecodeView],
+    criteria: SelectionCriteria,
+    excluded: frozenset[str],
 ) -> list[tuple[PrefillView, list[DecodeView]]]:
     """Each prefill worker that takes work, with the decode workers that may follow it."""
-    prefills = [prefill for prefill in prefills if not prefill.draining and prefill.address not in closed]
-    if not query.decodes:
+    prefills = [prefill for prefill in prefills if not prefill.draining and prefill.address not in excluded]
+    if not criteria.needs_decode:
         return [(prefill, []) for prefill in prefills]
-    decodes = [decode for decode in decodes if not decode.draining and decode.address not in closed]
+    decodes = [decode for decode in decodes if not decode.draining and decode.address not in excluded]
     matched = [
         (prefill, [d for d in decodes if can_pair(prefill.kv_format, d.kv_format, converts=d.converts_kv)])
         for prefill in prefills
@@ -68,14 +71,14 @@ def _fault(prefill: PrefillView, follow: list[DecodeView], penalty: Penalty) -> 
     return min(penalty.of_pair(prefill.address, decode.address) for decode in follow)
 
 
-def _prefill_rank(view: PrefillView, query: PlacementQuery, mean_rate: float) -> tuple[float, int, int, str]:
-    rest = max(query.tokens - query.prefill_match.tokens(view.address), 0)
-    return (view.load_tokens + rest) / (view.rate or mean_rate), view.own_requests, view.assigned, view.address
+def _prefill_rank(view: PrefillView, criteria: SelectionCriteria, mean_rate: float) -> tuple[float, int, int, str]:
+    rest = max(criteria.tokens - criteria.prefill_match.tokens(view.address), 0)
+    return (view.load_tokens + rest) / (view.rate or mean_rate), view.open_requests, view.assigned_total, view.address
 
 
-def _decode_rank(view: DecodeView, query: PlacementQuery) -> tuple[bool, float, int, str]:
-    share = min(query.decode_match.tokens(view.address) / max(query.tokens, 1), 1.0)
-    return view.free_slots <= 0, -view.free_tokens * (1 + share), view.own_requests, view.address
+def _decode_rank(view: DecodeView, criteria: SelectionCriteria) -> tuple[bool, float, int, str]:
+    share = min(criteria.decode_match.tokens(view.address) / max(criteria.tokens, 1), 1.0)
+    return view.free_slots <= 0, -view.free_tokens * (1 + share), view.open_requests, view.address
 
 
 def hits(by_worker: Mapping[str, int]) -> PrefixMatch:

@@ -21,6 +21,17 @@ def parse_address(text: str) -> tuple[str, int]:
     return match[1] or match[2], int(match[3])
 
 
+def join_address(host: str | int, port: int) -> str:
+    """ "host:port", with brackets around an IPv6 host."""
+    return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
+
+
+def complete_address(address: str, dialled: str) -> str:
+    """`address`, "host:port"; an empty host in it is replaced by the host of the `dialled` address."""
+    host, _, port = address.rpartition(":")
+    return address if host else join_address(parse_address(dialled)[0], int(port))
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach a listener bound to `host`."""
     try:

@@ -47,7 +47,7 @@ class DecodeServicer:
     """
 
     def Session(self, request_iterator, context):
-        """Session carries a router's commands up, and one message for each step down. Its end frees all that it owned.
+        """Session carries a router's commands up; answers, outputs and failures down. Its end frees all that it owned.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from baton.config import parse_address
+from baton.config.values import complete_address
 from baton.config.worker import WorkerConfig
 from baton.engine.contract import Engine, EngineSpec
 from baton.errors import ConfigError, InvalidRequest
@@ -77,6 +78,10 @@ class WorkerIdentity:
     def consumer(self) -> str:
         """Audience of KV tickets for this worker."""
         return self.principal or self.incarnation
+
+    def shards_at(self, dialled: str) -> tuple[Shard, ...]:
+        """The shards with complete KV addresses; `dialled` is the "host:port" at which the worker was reached."""
+        return tuple(replace(each, kv_address=complete_address(each.kv_address, dialled)) for each in self.shards)
 
 
 @dataclass(frozen=True, slots=True)

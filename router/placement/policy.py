@@ -39,9 +39,9 @@ RECENT_S = 60.0
 class PrefillView:
     """The state of a prefill worker, from its reports and from this router's requests there.
 
-    `address` is its "host:port". `own_requests` is the number of this router's requests there, and `own_tokens` the
-    number of their tokens still to be computed; `recent_tokens` were computed before, and fade with time. `assigned`
-    counts all requests so far. `rate` is in tokens per second, 0 while unknown.
+    `address` is its "host:port". `open_requests` is the number of this router's requests there, and `open_tokens` the
+    number of their tokens still to be computed; `recent_tokens` were computed before, and fade with time.
+    `assigned_total` counts all requests so far. `rate` is in tokens per second, 0 while unknown.
     """
 
     address: str
@@ -49,9 +49,9 @@ class PrefillView:
     draining: bool = False
     pending_tokens: int = 0
     rate: float = 0.0
-    own_requests: int = 0
-    own_tokens: int = 0
-    assigned: int = 0
+    open_requests: int = 0
+    open_tokens: int = 0
+    assigned_total: int = 0
     recent_tokens: float = 0.0
     incarnation: str = ""
     load_tokens: float = field(init=False)
@@ -63,14 +63,14 @@ class PrefillView:
 
     def __post_init__(self) -> None:
         # The reported tokens include this router's own, after a delay: the maximum counts none of them twice.
-        load = max(self.pending_tokens, self.own_tokens) + RECENT_FRACTION * self.recent_tokens
+        load = max(self.pending_tokens, self.open_tokens) + RECENT_FRACTION * self.recent_tokens
         # Computed once here, because every placement reads all views.
         object.__setattr__(self, "load_tokens", load)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeView:
-    """The state of a decode worker, from its reports; `own_requests` is the number of this router's attempts there.
+    """The state of a decode worker, from its reports; `open_requests` is the number of this router's attempts there.
 
     `address` is its "host:port"; `free_tokens` is the size of its free pages, in tokens.
     """
@@ -81,7 +81,7 @@ class DecodeView:
     draining: bool = False
     free_tokens: int = 0
     free_slots: int = 0
-    own_requests: int = 0
+    open_requests: int = 0
     incarnation: str = ""
 
 
@@ -105,7 +105,7 @@ class FleetView:
         """Addresses of the workers of a request that runs alone; no other request is placed there."""
         self._prefill_groups: dict[KvFormat, Group[PrefillView]] = {}
         self._decode_groups: dict[tuple[KvFormat, bool], Group[DecodeView]] = {}
-        self._pairs: list[tuple[Collection[PrefillView], list[Collection[DecodeView]]]] | None = None
+        self._compatible_groups: list[tuple[Collection[PrefillView], list[Collection[DecodeView]]]] | None = None
         for prefill_view in prefill:
             self.put_prefill(prefill_view)
         for decode_view in decode:
@@ -121,10 +121,10 @@ class FleetView:
         return sum(rates) / len(rates) if rates else 1.0
 
     @property
-    def pairs(self) -> list[tuple[Collection[PrefillView], list[Collection[DecodeView]]]]:
+    def compatible_groups(self) -> list[tuple[Collection[PrefillView], list[Collection[DecodeView]]]]:
         """Groups of prefill workers, each with the groups of decode workers that can take its KV."""
-        if self._pairs is None:
-            self._pairs = [
+        if self._compatible_groups is None:
+            self._compatible_groups = [
                 (
                     prefills.values(),
                     [
@@ -135,9 +135,9 @@ class FleetView:
                 )
                 for kv_format, prefills in self._prefill_groups.items()
             ]
-        return self._pairs
+        return self._compatible_groups
 
-    def followers(self, prefill: PrefillView) -> list[DecodeView]:
+    def compatible_decodes(self, prefill: PrefillView) -> list[DecodeView]:
         """Decode workers that can take the KV of a prefill worker."""
         return [
             view
@@ -146,9 +146,19 @@ class FleetView:
             for view in decodes.values()
         ]
 
+    @property
+    def usable_prefills(self) -> int:
+        """Number of prefill workers that take new requests: they neither drain nor are isolated."""
+        groups = self._prefill_groups.values()
+        return sum(len(group) - sum(address in group for address in self.isolated) for group in groups)
+
     def has_capacity(self, limit: int) -> bool:
-        """Whether some prefill worker has fewer than `limit` requests of this router."""
-        return any(view.own_requests < limit for view in self.prefill.values())
+        """Whether some prefill worker takes new requests and has fewer than `limit` requests of this router."""
+        return any(
+            view.open_requests < limit and view.address not in self.isolated
+            for group in self._prefill_groups.values()
+            for view in group.values()
+        )
 
     def put_prefill(self, view: PrefillView) -> None:
         """Add or replace the view of a prefill worker."""
@@ -158,7 +168,7 @@ class FleetView:
         self.prefill[view.address] = view
         if not view.draining:
             if (group := self._prefill_groups.get(view.kv_format)) is None:
-                group, self._pairs = self._prefill_groups.setdefault(view.kv_format, {}), None
+                group, self._compatible_groups = self._prefill_groups.setdefault(view.kv_format, {}), None
             group[view.address] = view
 
     def put_decode(self, view: DecodeView) -> None:
@@ -169,7 +179,7 @@ class FleetView:
         self.decode[view.address] = view
         if not view.draining:
             if (group := self._decode_groups.get(kind)) is None:
-                group, self._pairs = self._decode_groups.setdefault(kind, {}), None
+                group, self._compatible_groups = self._decode_groups.setdefault(kind, {}), None
             group[view.address] = view
 
     def remove_prefill(self, address: str) -> None:
@@ -180,7 +190,7 @@ class FleetView:
             del group[address]
             if not group:
                 del self._prefill_groups[view.kv_format]
-                self._pairs = None
+                self._compatible_groups = None
 
     def remove_decode(self, address: str) -> None:
         """Remove the view of a decode worker, if there is one."""
@@ -190,25 +200,25 @@ class FleetView:
             del group[address]
             if not group:
                 del self._decode_groups[view.kv_format, view.converts_kv]
-                self._pairs = None
+                self._compatible_groups = None
 
 
 @dataclass(frozen=True, slots=True)
-class PlacementQuery:
+class SelectionCriteria:
     """The needs of a request that a selection must meet; workers are given by address.
 
-    `tokens` is the number of tokens to prefill; `decodes` tells whether a decode worker is needed. `prefill_match` and
-    `decode_match` tell which workers hold leading tokens. `avoid` are workers, and `avoid_pairs` (prefill, decode)
-    pairs, that failed the request before. `too_small` are decode workers that can't hold it even when empty.
+    `tokens` is the number of tokens to prefill. `prefill_match` and `decode_match` tell which workers hold leading
+    tokens. `avoided_workers` and `avoided_pairs` (prefill, decode) failed the request before. `too_small_workers` are
+    decode workers that can't hold it even when empty.
     """
 
     tokens: int
-    decodes: bool = True
-    avoid: frozenset[str] = frozenset()
-    avoid_pairs: frozenset[tuple[str, str]] = frozenset()
+    needs_decode: bool = True
+    avoided_workers: frozenset[str] = frozenset()
+    avoided_pairs: frozenset[tuple[str, str]] = frozenset()
     prefill_match: PrefixMatch = NO_MATCH
     decode_match: PrefixMatch = NO_MATCH
-    too_small: frozenset[str] = frozenset()
+    too_small_workers: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +233,7 @@ NO_OPEN_BREAKERS = OpenBreakers()
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class WorkerSelection:
     """Addresses of a prefill worker and of the decode workers to ask for a reservation, best first."""
 
     prefill: str
@@ -233,9 +243,9 @@ class Selection:
 class Penalty:
     """Penalties of workers and pairs, from earlier attempts of the request and from breakers."""
 
-    def __init__(self, query: PlacementQuery, open_breakers: OpenBreakers) -> None:
-        self._workers = (query.avoid, open_breakers.workers)
-        self._pairs = (query.avoid_pairs, open_breakers.pairs)
+    def __init__(self, criteria: SelectionCriteria, open_breakers: OpenBreakers) -> None:
+        self._workers = (criteria.avoided_workers, open_breakers.workers)
+        self._pairs = (criteria.avoided_pairs, open_breakers.pairs)
         self._paired = {prefill for prefill, _ in chain(*self._pairs)}
 
     def __bool__(self) -> bool:
@@ -256,70 +266,74 @@ class Penalty:
         return self.of_worker(prefill) + least_decode, 0
 
 
-def can_serve(fleet: FleetView, *, decodes: bool) -> bool:
-    """Whether the fleet has a prefill worker or, if `decodes`, a matching pair, whatever their load is."""
-    return any(followers or not decodes for _, followers in fleet.pairs)
+def can_serve(fleet: FleetView, *, needs_decode: bool) -> bool:
+    """Whether the fleet has a prefill worker or, if `needs_decode`, a matching pair, whatever their load is."""
+    return any(decode_groups or not needs_decode for _, decode_groups in fleet.compatible_groups)
 
 
 def matching_decodes(fleet: FleetView) -> frozenset[str]:
     """Addresses of the decode workers that some prefill worker can hand KV to."""
-    return frozenset(decode.address for _, followers in fleet.pairs for decode in chain(*followers))
+    return frozenset(decode.address for _, decode_groups in fleet.compatible_groups for decode in chain(*decode_groups))
 
 
 def select_workers(
-    fleet: FleetView, query: PlacementQuery, *, prefill_limit: int, open_breakers: OpenBreakers = NO_OPEN_BREAKERS
-) -> Selection | None:
+    fleet: FleetView, criteria: SelectionCriteria, *, prefill_limit: int, open_breakers: OpenBreakers = NO_OPEN_BREAKERS
+) -> WorkerSelection | None:
     """The best workers for a request.
 
     None if no prefill worker of the least penalty has fewer than `prefill_limit` requests of this router: a request
     waits rather than use a worker with a higher penalty.
     """
-    penalty = Penalty(query, open_breakers)
+    penalty = Penalty(criteria, open_breakers)
     found = [
         (view, decodes)
-        for prefills, decodes in _usable_groups(fleet, query, fleet.isolated | query.too_small)
+        for prefills, decodes in _usable_groups(fleet, criteria, fleet.isolated | criteria.too_small_workers)
         for view in prefills
     ]
     if penalty:
         found = _least_penalty(found, penalty)
-    found = [(view, decodes) for view, decodes in found if view.own_requests < prefill_limit]
+    found = [(view, decodes) for view, decodes in found if view.open_requests < prefill_limit]
     if not found:
         return None
-    seconds = _prefill_seconds([view for view, _ in found], query, fleet.mean_rate)
+    seconds = _prefill_seconds([view for view, _ in found], criteria, fleet.mean_rate)
     least = min(seconds)
     view, decodes = min(
         (each for each, time in zip(found, seconds, strict=True) if time == least),
-        key=lambda each: (each[0].own_requests, each[0].assigned, each[0].address),
+        key=lambda each: (each[0].open_requests, each[0].assigned_total, each[0].address),
     )
     if penalty:
         best = min((penalty.of_pair(view.address, decode.address) for decode in decodes), default=None)
         decodes = [decode for decode in decodes if penalty.of_pair(view.address, decode.address) == best]
-    return Selection(view.address, _best_decodes(decodes, query))
+    return WorkerSelection(view.address, _best_decodes(decodes, criteria))
 
 
 def least_loaded_pair(
-    fleet: FleetView, query: PlacementQuery, open_breakers: OpenBreakers = NO_OPEN_BREAKERS, *, of_pair: bool = True
-) -> tuple[Selection, bool] | None:
+    fleet: FleetView,
+    criteria: SelectionCriteria,
+    open_breakers: OpenBreakers = NO_OPEN_BREAKERS,
+    *,
+    of_pair: bool = True,
+) -> tuple[WorkerSelection, bool] | None:
     """The pair for a request that runs alone, and whether it serves no request of this router now.
 
     Without `of_pair`, only the prefill worker must be empty. None if there is no pair.
     """
-    penalty = Penalty(query, open_breakers)
+    penalty = Penalty(criteria, open_breakers)
 
     def busy(view: PrefillView | DecodeView) -> tuple[int, int, str]:
-        return penalty.of_worker(view.address), view.own_requests, view.address
+        return penalty.of_worker(view.address), view.open_requests, view.address
 
-    groups = list(_usable_groups(fleet, query, query.too_small))
+    groups = list(_usable_groups(fleet, criteria, criteria.too_small_workers))
     prefills = heapq.nsmallest(MAX_ALL_ASKED, (view for group, _ in groups for view in group), key=busy)
-    if not query.decodes:
-        return (Selection(prefills[0].address), prefills[0].own_requests == 0) if prefills else None
+    if not criteria.needs_decode:
+        return (WorkerSelection(prefills[0].address), prefills[0].open_requests == 0) if prefills else None
     decodes = {view.address: view for _, group in groups for view in group}
     best_decodes = heapq.nsmallest(MAX_ALL_ASKED, decodes.values(), key=busy)
     pairs = [
         (
             penalty.of_pair(prefill.address, decode.address),
-            prefill.own_requests + decode.own_requests * of_pair,
-            decode.own_requests,
+            prefill.open_requests + decode.open_requests * of_pair,
+            decode.open_requests,
             prefill.address,
             decode.address,
         )
@@ -330,18 +344,18 @@ def least_loaded_pair(
     if not pairs:
         return None
     _, requests, _, prefill_address, decode_address = min(pairs)
-    return Selection(prefill_address, (decode_address,)), requests == 0
+    return WorkerSelection(prefill_address, (decode_address,)), requests == 0
 
 
 def _usable_groups(
-    fleet: FleetView, query: PlacementQuery, closed: frozenset[str]
+    fleet: FleetView, criteria: SelectionCriteria, excluded: frozenset[str]
 ) -> Iterator[tuple[Collection[PrefillView], list[DecodeView]]]:
-    """Groups of prefill workers with the decode workers that can take their KV, except the addresses in `closed`."""
-    for group, followers in fleet.pairs:
-        prefills = [view for view in group if view.address not in closed] if closed else group
-        if not query.decodes:
+    """Groups of prefill workers with the decode workers that can take their KV, except the addresses in `excluded`."""
+    for group, decode_groups in fleet.compatible_groups:
+        prefills = [view for view in group if view.address not in excluded] if excluded else group
+        if not criteria.needs_decode:
             yield prefills, []
-        elif decodes := [view for view in chain(*followers) if view.address not in closed]:
+        elif decodes := [view for view in chain(*decode_groups) if view.address not in excluded]:
             yield prefills, decodes
 
 
@@ -358,25 +372,25 @@ def _least_penalty(
     return [each for each, theirs in zip(found, penalties, strict=True) if theirs == least]
 
 
-def _prefill_seconds(views: list[PrefillView], query: PlacementQuery, mean_rate: float) -> list[float]:
+def _prefill_seconds(views: list[PrefillView], criteria: SelectionCriteria, mean_rate: float) -> list[float]:
     """Seconds until the prompt would be computed at each worker, in the order of `views`.
 
     So cached and waiting tokens have the same unit: a cached prefix makes a worker better by the time that it saves.
     """
-    tokens, cached = query.tokens, query.prefill_match.by_worker
+    tokens, cached = criteria.tokens, criteria.prefill_match.by_worker
     return [
         (view.load_tokens + max(tokens - cached.get(view.address, 0), 0)) / (view.rate or mean_rate) for view in views
     ]
 
 
-def _best_decodes(views: list[DecodeView], query: PlacementQuery) -> tuple[str, ...]:
+def _best_decodes(views: list[DecodeView], criteria: SelectionCriteria) -> tuple[str, ...]:
     """Addresses of the best workers: a free slot first, then most room; a fully cached prompt doubles the room."""
-    tokens, cached = max(query.tokens, 1), query.decode_match.by_worker
+    tokens, cached = max(criteria.tokens, 1), criteria.decode_match.by_worker
     ranks = [
         (
             view.free_slots <= 0,
             -view.free_tokens * (1 + min(cached.get(view.address, 0) / tokens, 1.0)),
-            view.own_requests,
+            view.open_requests,
             view.address,
         )
         for view in views

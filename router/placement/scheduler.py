@@ -1,6 +1,6 @@
 """The queue of requests for workers: the order in which they are placed, and on which workers. Pure.
 
-    PlacementRequest ── push ──▶ Waiter ── next_turn ──▶ Selected ── decode workers are asked ──▶ grant
+    PlacementRequest ── push ──▶ Waiter ── next_turn ──▶ Turn ── decode workers are asked ──▶ grant
                                     ▲                               │
                                     └───── refuse: Refusal ◀────────┘
 
@@ -30,8 +30,8 @@ from baton.rates import DecayingSum
 from router.placement.policy import (
     FleetView,
     OpenBreakers,
-    PlacementQuery,
-    Selection,
+    SelectionCriteria,
+    WorkerSelection,
     can_serve,
     matching_decodes,
     select_workers,
@@ -42,11 +42,6 @@ from router.placement.waiter import PlacementRequest, Refusal, Waiter
 
 T = TypeVar("T", bound=Hashable)
 
-_ASK_AGAIN_S = 1.0
-"""Seconds until a refused waiter asks again if the workers gave no time: a change of theirs may go unnoticed."""
-
-_MIN_ASK_AGAIN_S, _MAX_ASK_AGAIN_S = 0.05, 5.0
-
 _MAX_SCANNED = 64
 """Most waiters that one search for a turn looks at, besides the first one of each tenant."""
 
@@ -55,28 +50,30 @@ _MAX_SKIPPED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Selected:
+class Turn:
     """A waiter and the workers to ask for it; `selection` is None if it is too large for every decode worker."""
 
     waiter: Waiter
-    query: PlacementQuery
-    selection: Selection | None = None
+    criteria: SelectionCriteria
+    selection: WorkerSelection | None = None
 
 
-def make_query(
-    request: PlacementRequest, too_small: Mapping[str, str], fleet: FleetView, prefixes: PrefixDirectory
-) -> PlacementQuery:
-    """The placement query of a request, for the fleet and the known prefixes as they are now.
+def selection_criteria(
+    request: PlacementRequest, too_small_workers: Mapping[str, str], fleet: FleetView, prefixes: PrefixDirectory
+) -> SelectionCriteria:
+    """The placement criteria of a request, for the fleet and the known prefixes as they are now.
 
-    `too_small` has the reason of each decode worker that can never hold the request, by address.
+    `too_small_workers` has the reason of each decode worker that can never hold the request, by address.
     """
-    views = ((each, fleet.prefill.get(each.worker) or fleet.decode.get(each.worker)) for each in request.avoided)
-    return PlacementQuery(
+    views = (
+        (each, fleet.prefill.get(each.worker) or fleet.decode.get(each.worker)) for each in request.avoided_workers
+    )
+    return SelectionCriteria(
         request.context_tokens,
-        request.decodes,
-        avoid=frozenset(each.worker for each, view in views if view is not None and each.applies(view)),
-        avoid_pairs=request.avoid_pairs,
-        too_small=frozenset(too_small),
+        request.needs_decode,
+        avoided_workers=frozenset(each.worker for each, view in views if view is not None and each.applies(view)),
+        avoided_pairs=request.avoided_pairs,
+        too_small_workers=frozenset(too_small_workers),
         prefill_match=prefixes.match_prefill(request.digests),
         decode_match=prefixes.match_decode(request.digests),
     )
@@ -97,12 +94,12 @@ class PlacementScheduler:
         """Number of requests at prefill workers, by tenant."""
         self._queue: RequestQueue[Waiter] = RequestQueue(capacity, lambda tenant: self._in_flight[tenant])
         self._gate = RefusalGate()
-        self._gone_since: float | None = None
+        self._no_workers_since: float | None = None
 
     @property
-    def ask_rounds(self) -> int:
-        """Number of times that refused waiters might ask again."""
-        return self._gate.ask_rounds
+    def retry_round(self) -> int:
+        """Number of the current round; in each one, refused waiters may ask again."""
+        return self._gate.retry_round
 
     def __len__(self) -> int:
         """Number of requests in the queue."""
@@ -124,12 +121,12 @@ class PlacementScheduler:
         if request.is_retry:
             self._queue.push_front(waiter, tenant=request.tenant, deadline=request.deadline)
             return
-        if can_serve(fleet, decodes=request.decodes):
+        if can_serve(fleet, needs_decode=request.needs_decode):
             # The pace of the queue does not tell when a worker will come.
             self._check_wait(request, now)
         self._queue.push(waiter, tenant=request.tenant, deadline=request.deadline, now=now)
 
-    def next_turn(self, fleet: FleetView, breakers: OpenBreakers, now: float, skipped: set[Waiter]) -> Selected | None:
+    def next_turn(self, fleet: FleetView, breakers: OpenBreakers, now: float, skipped: set[Waiter]) -> Turn | None:
         """The next turn; None if no waiter can use one.
 
         The caller must call `begin_turn` or `leave_queue` with its waiter. Waiters for which no prefill worker has room
@@ -142,12 +139,12 @@ class PlacementScheduler:
                 continue
             self.forget_departed(waiter, fleet)
             if self.is_too_large(waiter, fleet):
-                return Selected(waiter, self._query(waiter, fleet))
+                return Turn(waiter, self._criteria(waiter, fleet))
             if fleet.has_capacity(limit := self._limit(waiter.request.tenant, tenants, fleet)):
-                query = self._query(waiter, fleet)
-                selection = select_workers(fleet, query, prefill_limit=limit, open_breakers=breakers)
+                criteria = self._criteria(waiter, fleet)
+                selection = select_workers(fleet, criteria, prefill_limit=limit, open_breakers=breakers)
                 if selection is not None:
-                    return Selected(waiter, query, selection)
+                    return Turn(waiter, criteria, selection)
             # Waiters behind it may still find a prefill worker that it can't use.
             skipped.add(waiter)
             if len(skipped) > _MAX_SKIPPED:
@@ -158,12 +155,12 @@ class PlacementScheduler:
         """Take the waiter out of the queue and count it at a prefill worker. The caller must call `end_turn`."""
         self._queue.pop(waiter)
         self._in_flight[waiter.request.tenant] += 1
-        if waiter.request.decodes:
-            self._gate.begin_asking(waiter)
+        if waiter.request.needs_decode:
+            self._gate.begin_reserving(waiter)
 
     def end_turn(self, waiter: Waiter) -> None:
         """The turn of the waiter is over, with a placement or without."""
-        self._gate.end_asking(waiter)
+        self._gate.end_reserving(waiter)
 
     def release_prefill(self, tenant: str) -> None:
         """A request of the tenant is no longer at a prefill worker."""
@@ -174,28 +171,26 @@ class PlacementScheduler:
     def grant(self, waiter: Waiter, now: float) -> None:
         """The turn of the waiter has brought a placement."""
         self._queue.record_departure(now)
-        if waiter.request.decodes:
+        if waiter.request.needs_decode:
             self._gate.record_grant(waiter)
-            self._queue.hint_s = 0.0
+            self._queue.worker_retry_after_s = 0.0
 
-    def refuse(self, waiter: Waiter, refusal: Refusal, now: float) -> float:
-        """Return a refused waiter to the queue. Returns the seconds until it asks again even if no worker changes."""
+    def refuse(self, waiter: Waiter, refusal: Refusal, now: float) -> None:
+        """Return a refused waiter to the queue. It asks again in a later round: each status of a worker begins one."""
         waiter.refusal = refusal
-        hint = refusal.retry_after_s if math.isfinite(refusal.retry_after_s) else 0.0
         # Others may have more workers to ask than a restricted waiter, or only one choice.
-        all_refuse = not (refusal.for_choices or refusal.unusable)
+        all_refuse = not (refusal.lacks_room_for_choices or refusal.unasked_workers)
         self.push_again(waiter, now, first=all_refuse)
         self._gate.record_refusal(waiter, now)
         if all_refuse:
-            self._queue.hint_s = hint
-        return min(max(hint or _ASK_AGAIN_S, _MIN_ASK_AGAIN_S), _MAX_ASK_AGAIN_S)
+            self._queue.worker_retry_after_s = refusal.retry_after_s if math.isfinite(refusal.retry_after_s) else 0.0
 
     def push_again(self, waiter: Waiter, now: float, *, first: bool) -> None:
         """Return a waiter to the front: of the whole queue if `first`, else of its tenant's queue."""
         push = self._queue.push_first if first else self._queue.push_front
         push(waiter, tenant=waiter.request.tenant, deadline=waiter.request.deadline)
-        if waiter is self._queue.head:
-            self._gate.record_head(waiter, now)
+        if waiter is self._queue.refused_first:
+            self._gate.record_refused_first(waiter, now)
 
     def leave_queue(self, waiter: Waiter) -> bool:
         """Remove the waiter from the queue; False if it was not in it."""
@@ -205,33 +200,39 @@ class PlacementScheduler:
         """Delete all that is known of a waiter that will not return to the queue."""
         self._gate.drop(waiter)
 
-    def begin_ask_round(self) -> None:
+    def begin_retry_round(self) -> None:
         """Let refused waiters ask again."""
-        self._gate.begin_ask_round()
+        self._gate.begin_retry_round()
 
     def is_too_large(self, waiter: Waiter, fleet: FleetView) -> bool:
         """Whether the request is too large for every decode worker that is there."""
-        too_small = waiter.refusal.too_small
-        return bool(too_small) and bool(matching := matching_decodes(fleet)) and too_small.keys() >= matching
+        too_small_workers = waiter.refusal.too_small_workers
+        return (
+            bool(too_small_workers)
+            and bool(matching := matching_decodes(fleet))
+            and too_small_workers.keys() >= matching
+        )
 
     def forget_departed(self, waiter: Waiter, fleet: FleetView) -> None:
         """Delete the answers of decode workers that have left: a larger one may come at the address."""
-        if waiter.refusal.too_small:
+        if waiter.refusal.too_small_workers:
             matching = matching_decodes(fleet)
-            too_small = {name: reason for name, reason in waiter.refusal.too_small.items() if name in matching}
-            waiter.refusal = replace(waiter.refusal, too_small=too_small)
+            too_small_workers = {
+                name: reason for name, reason in waiter.refusal.too_small_workers.items() if name in matching
+            }
+            waiter.refusal = replace(waiter.refusal, too_small_workers=too_small_workers)
 
     @property
     def lacks_workers(self) -> bool:
         """Whether requests wait while no pair of workers can serve, as of the last `record_fleet`."""
-        return self._gone_since is not None
+        return self._no_workers_since is not None
 
     def record_fleet(self, fleet: FleetView, now: float) -> None:
         """Record since when requests wait while no pair of workers can serve."""
-        if not len(self._queue) or can_serve(fleet, decodes=True):
-            self._gone_since = None
-        elif self._gone_since is None:
-            self._gone_since = now
+        if not len(self._queue) or can_serve(fleet, needs_decode=True):
+            self._no_workers_since = None
+        elif self._no_workers_since is None:
+            self._no_workers_since = now
 
     def overdue(self, fleet: FleetView, now: float, worker_wait_s: float) -> tuple[list[Waiter], float]:
         """Waiters that have waited `worker_wait_s` seconds while no workers can serve them.
@@ -239,12 +240,12 @@ class PlacementScheduler:
         Also returns the time when the next waiter will have waited so long; infinite if there is none.
         """
         late, next_at = [], math.inf
-        if self._gone_since is not None:
+        if self._no_workers_since is not None:
             for waiter in self._queue:
-                until = max(self._gone_since, waiter.since) + worker_wait_s
+                until = max(self._no_workers_since, waiter.since) + worker_wait_s
                 if until > now:
                     next_at = min(next_at, until)
-                elif not can_serve(fleet, decodes=waiter.request.decodes):
+                elif not can_serve(fleet, needs_decode=waiter.request.needs_decode):
                     late.append(waiter)
         return late, next_at
 
@@ -264,20 +265,22 @@ class PlacementScheduler:
             restricted is not None
             and restricted in self._queue
             and restricted.request.deadline > now
-            and self._gate.restricted_may_ask(self._queue.head)
+            and self._gate.restricted_may_reserve(self._queue.refused_first)
         ):
             yield restricted
         # Waiters that need decode workers must not hide waiters that need none.
-        decodes = can_serve(fleet, decodes=True)
+        can_decode = can_serve(fleet, needs_decode=True)
         waiting = self._queue.candidates(now)
-        if not decodes:
-            waiting = (waiter for waiter in waiting if not waiter.request.decodes)
+        if not can_decode:
+            waiting = (waiter for waiter in waiting if not waiter.request.needs_decode)
         for waiter in itertools.islice(waiting, most):
-            if not waiter.request.decodes or self._gate.may_ask(waiter, self._queue.head, fleet.isolated):
+            if not waiter.request.needs_decode or self._gate.may_reserve(
+                waiter, self._queue.refused_first, fleet.isolated
+            ):
                 yield waiter
 
-    def _query(self, waiter: Waiter, fleet: FleetView) -> PlacementQuery:
-        return make_query(waiter.request, waiter.refusal.too_small, fleet, self._prefixes)
+    def _criteria(self, waiter: Waiter, fleet: FleetView) -> SelectionCriteria:
+        return selection_criteria(waiter.request, waiter.refusal.too_small_workers, fleet, self._prefixes)
 
     def _limit(self, tenant: str, tenants: int, fleet: FleetView) -> int:
         """Number of requests at a prefill worker from which on it gets no further request of the tenant.
@@ -286,7 +289,7 @@ class PlacementScheduler:
         wait until long prompts of another tenant have ended, and a worker computes its shortest prompt first.
         """
         limit = self._prefill_limit
-        share = limit * len(fleet.prefill) // tenants
+        share = limit * fleet.usable_prefills // tenants
         return 2 * limit if tenants > 1 and self._in_flight[tenant] < max(share, 1) else limit
 
 
@@ -314,12 +317,12 @@ class RequestQueue(Generic[T]):
         self._in_flight = in_flight
         self._queue: FairQueue[T] = FairQueue()
         self._deadlines: dict[T, float] = {}
-        self._head: tuple[T, str] | None = None
+        self._refused_first: tuple[T, str] | None = None
         self._busy_s, self._departures = DecayingSum(_SPAN_S), DecayingSum(_SPAN_S)
         self._busy_clock = 0.0
         """Seconds of all busy periods together: the clock of the two decaying sums."""
         self._counted = 0
-        self.hint_s = 0.0
+        self.worker_retry_after_s = 0.0
         """Least seconds until a client should retry, as told by the workers; 0 if they told none."""
         self._last_departure: float | None = None
 
@@ -335,12 +338,12 @@ class RequestQueue(Generic[T]):
     @property
     def tenants(self) -> Collection[str]:
         """Tenants that have waiters."""
-        return {*self._queue.tenants, *(() if self._head is None else (self._head[1],))}
+        return {*self._queue.tenants, *(() if self._refused_first is None else (self._refused_first[1],))}
 
     @property
-    def head(self) -> T | None:
-        """The waiter that all workers refused and that goes before the whole queue, if any."""
-        return None if self._head is None else self._head[0]
+    def refused_first(self) -> T | None:
+        """The waiter that all workers refused and that goes before the whole queue; None if there is none."""
+        return None if self._refused_first is None else self._refused_first[0]
 
     def check(self, tenant: str) -> None:
         """Raise Overloaded, with the seconds until a retry, if the tenant's part of the queue is full."""
@@ -372,10 +375,10 @@ class RequestQueue(Generic[T]):
     def push_first(self, waiter: T, *, tenant: str, deadline: float = math.inf) -> None:
         """Add to the front of the whole queue.
 
-        If there is a head already, add to the front of the tenant's queue, and put this tenant before the others.
+        If a waiter is there already, add to the front of the tenant's queue, and put this tenant before the others.
         """
-        if self._head is None:
-            self._head, self._deadlines[waiter] = (waiter, tenant), deadline
+        if self._refused_first is None:
+            self._refused_first, self._deadlines[waiter] = (waiter, tenant), deadline
         else:
             self.push_front(waiter, tenant=tenant, deadline=deadline)
             self._queue.advance(tenant)
@@ -383,18 +386,19 @@ class RequestQueue(Generic[T]):
     def candidates(self, now: float) -> Iterator[T]:
         """All waiters in order; the queue must not change meanwhile.
 
-        The head comes first, then the first waiter of each tenant, then the second of each, and so on. So waiters of
-        one tenant that find no workers do not hide another tenant's. Waiters past their deadline are left out.
+        The waiter refused first comes first, then the first waiter of each tenant, then the second of each, and so on.
+        So waiters of one tenant that find no workers do not hide another tenant's. Waiters past their deadline are left
+        out.
         """
         self._drop_late(now)
-        if self._head is not None:
-            yield self._head[0]
+        if self._refused_first is not None:
+            yield self._refused_first[0]
         deadlines = self._deadlines
-        yield from self._queue.rounds(self._in_flight, lambda waiter: deadlines[waiter] > now)
+        yield from self._queue.round_robin(self._in_flight, lambda waiter: deadlines[waiter] > now)
 
     def pop(self, waiter: T) -> None:
-        """Remove a waiter, and put its tenant behind the other tenants unless the waiter was the head."""
-        if waiter == self.head:
+        """Remove a waiter, and put its tenant behind the other tenants unless it was `refused_first`."""
+        if waiter == self.refused_first:
             self.remove(waiter)
         else:
             self._queue.pop(waiter)
@@ -404,8 +408,8 @@ class RequestQueue(Generic[T]):
         """Remove a waiter; False if it was not in the queue."""
         if self._deadlines.pop(waiter, None) is None:
             return False
-        if self._head is not None and self._head[0] == waiter:
-            self._head = None
+        if self._refused_first is not None and self._refused_first[0] == waiter:
+            self._refused_first = None
         else:
             self._queue.remove(waiter)
         return True
@@ -433,7 +437,7 @@ class RequestQueue(Generic[T]):
     def retry_after(self) -> float:
         """Seconds until a client should retry: those until the queue is empty at its recent pace, within limits."""
         estimate = len(self) * self._interval if self._interval else _FIRST_GUESS_S
-        return min(max(estimate, self.hint_s, _MIN_RETRY_S), _MAX_RETRY_S)
+        return min(max(estimate, self.worker_retry_after_s, _MIN_RETRY_S), _MAX_RETRY_S)
 
     def expected_wait_s(self, tenant: str, now: float) -> float:
         """Expected wait in seconds of a tenant's next waiter, from recent departures; 0 if unknown.
@@ -444,20 +448,18 @@ class RequestQueue(Generic[T]):
         own = self._queue.count(tenant)
         # Until the new waiter is reached, no other tenant is served more often than this one.
         others = sum(min(self._queue.count(name), own + 1) for name in self._queue.tenants if name != tenant)
-        before = own + others + (self._head is not None)
+        before = own + others + (self._refused_first is not None)
         if not before or self._counted < _MIN_DEPARTURES:
             return 0.0
         standstill = 0.0 if self._last_departure is None else now - self._last_departure
         return before * self._interval + max(standstill - self._interval, 0.0)
 
     def _drop_late(self, now: float) -> None:
-        if self._head is not None and self._deadlines[self._head[0]] <= now:
-            self.remove(self._head[0])
-        late = [waiter for waiter in self._queue.heads() if self._deadlines[waiter] <= now]
-        while late:
+        if self._refused_first is not None and self._deadlines[self._refused_first[0]] <= now:
+            self.remove(self._refused_first[0])
+        while late := [waiter for waiter in self._queue.heads() if self._deadlines[waiter] <= now]:
             for waiter in late:
                 self.remove(waiter)
-            late = [waiter for waiter in self._queue.heads() if self._deadlines[waiter] <= now]
 
 
 class FairQueue(Generic[T]):
@@ -466,15 +468,6 @@ class FairQueue(Generic[T]):
     def __init__(self) -> None:
         self._queues: OrderedDict[str, OrderedDict[T, None]] = OrderedDict()
         self._tenants: dict[T, str] = {}
-
-    def __len__(self) -> int:
-        return len(self._tenants)
-
-    def __iter__(self) -> Iterator[T]:
-        return iter(list(self._tenants))
-
-    def __contains__(self, item: object) -> bool:
-        return item in self._tenants
 
     @property
     def tenants(self) -> Collection[str]:
@@ -521,7 +514,7 @@ class FairQueue(Generic[T]):
         """The first item of each tenant, in the order of the tenants."""
         return [next(iter(queue)) for queue in self._queues.values()]
 
-    def rounds(self, rank: Callable[[str], float], fits: Callable[[T], bool]) -> Iterator[T]:
+    def round_robin(self, rank: Callable[[str], float], fits: Callable[[T], bool]) -> Iterator[T]:
         """The first item of each tenant, then the second of each, and so on; the queue must not change meanwhile.
 
         Tenants with a lower `rank` come first; tenants of equal rank stay in order. Items that don't pass `fits` are

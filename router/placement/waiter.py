@@ -16,50 +16,50 @@ from router.workers.failures import AvoidedWorker
 class PlacementRequest:
     """The request of one attempt for workers.
 
-    `is_retry` is set for an attempt that goes before new requests, because its request was accepted before; `decodes`
-    if the attempt needs a decode worker; `alone` if no other request may run at its workers. The state of `life`
-    changes from QUEUED to RESERVING when decode workers are asked, and back when all refuse. `digests` are the hashes
-    of the context's blocks, and are empty for a request that must not read the prefix cache.
+    `is_retry` is set for an attempt that goes before new requests, because its request was accepted before;
+    `needs_decode` if the attempt needs a decode worker; `alone` if no other request may run at its workers. The state
+    of `lifecycle` changes from QUEUED to RESERVING when decode workers are asked, and back when all refuse. `digests`
+    are the hashes of the context's blocks, and are empty for a request that must not read the prefix cache.
     """
 
     request_id: str
-    attempt: int
+    attempt_number: int
     tenant: str
-    life: Lifecycle
+    lifecycle: Lifecycle
     context_tokens: int
     max_new_tokens: int
     choices: tuple[int, ...]
     is_retry: bool
-    decodes: bool = True
+    needs_decode: bool = True
     alone: bool = False
     digests: Digests = field(default_factory=dict)
     salt: bytes = b""
     cache: CachePolicy = CachePolicy.READ_WRITE
-    avoided: frozenset[AvoidedWorker] = frozenset()
+    avoided_workers: frozenset[AvoidedWorker] = frozenset()
     """Workers that failed the request in earlier attempts."""
-    avoid_pairs: frozenset[tuple[str, str]] = frozenset()
+    avoided_pairs: frozenset[tuple[str, str]] = frozenset()
     """Addresses of (prefill, decode) pairs that failed it."""
 
     @property
     def deadline(self) -> float:
         """The deadline of the request, in seconds on the event loop's clock; infinite if it has none."""
-        return self.life.request_deadline
+        return self.lifecycle.request_deadline
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """The answer of decode workers when all of them refuse a request; `retry_after_s` is infinite if they gave no time.
 
-    `too_small` has the reason of each decode worker that can never hold the request, by address.
+    `too_small_workers` has the reason of each decode worker that can never hold the request, by address.
     """
 
-    too_small: Mapping[str, str] = field(default_factory=dict)
+    too_small_workers: Mapping[str, str] = field(default_factory=dict)
     retry_after_s: float = math.inf
     reservable_tokens: int = 0
     """The largest context, in tokens, for which another request could get pages now."""
-    unusable: frozenset[str] = frozenset()
+    unasked_workers: frozenset[str] = frozenset()
     """Addresses of decode workers that are in the fleet, but that the request could not ask."""
-    for_choices: bool = False
+    lacks_room_for_choices: bool = False
     """Whether workers have room for the context, but not for all choices."""
 
 
@@ -71,7 +71,7 @@ class Waiter:
     since: float
     refusal: Refusal = field(default_factory=Refusal)
     """The latest refusal."""
-    asked_at: int = 0
-    """The value of `RefusalGate.ask_rounds` when its latest turn began."""
-    overtook_head: bool = False
-    """Whether its latest turn began while the head of the queue had to wait for a change of a worker."""
+    asked_in_round: int = 0
+    """The round (`RefusalGate.retry_round`) in which its latest turn began."""
+    overtook_refused_first: bool = False
+    """Whether its latest turn began while the waiter refused first had to wait for a change of a worker."""

@@ -38,7 +38,7 @@ from router.dispatcher import Dispatcher
 from router.output import OutputProcessor, Update
 from router.request_runner import RequestRunner
 from router.serving.validator import ChatPrompt, RequestValidator, ServedModel, TextPrompt, UncheckedRequest
-from router.workers.pool import Pool
+from router.workers.pool import WorkerPool
 
 DRAIN_LIMIT_S = 5.0
 
@@ -249,7 +249,7 @@ class FrontDoor:
         self,
         model: ServedModel,
         validator: RequestValidator,
-        pool: Pool,
+        pool: WorkerPool,
         dispatcher: Dispatcher,
         request_runner: RequestRunner,
         tenants: Tenants,
@@ -291,7 +291,7 @@ class FrontDoor:
             arrived = now()
             with self._admit(caller):
                 self._validator.check_model(request.model)
-                self._dispatcher.check(caller.tenant, decodes=request.max_tokens != 1)
+                self._dispatcher.check(caller.tenant, needs_decode=request.max_tokens != 1)
                 checked = await self._validator.validate(
                     request,
                     arrived=arrived,

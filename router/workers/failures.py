@@ -63,17 +63,17 @@ class Cause(enum.Enum):
 
 
 class Suspicion(enum.IntEnum):
-    """The role of the workers that a suspected request must have for itself."""
+    """The workers that a suspected request must have for itself."""
 
     NONE = 0
     PREFILL = 1
-    """A prefill worker. All deaths of workers together are evidence enough; those of decode workers alone are not."""
-    DECODE = 2
-    """A prefill and a decode worker. Deaths of decode workers alone are evidence enough."""
+    """A prefill worker: workers died often enough, but decode workers alone did not."""
+    PAIR = 2
+    """A prefill and a decode worker: decode workers alone died often enough."""
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class FailureEvent:
     """The failure that ends an attempt."""
 
     error: BatonError
@@ -117,7 +117,7 @@ class AttemptBreakers:
             self._breakers.record_success(key)
 
     def pass_trial(self, key: Key | None) -> None:
-        """Record success only if the attempt is the trial of `key`, because its work has begun but not ended."""
+        """Record success for a trial as soon as its work has begun; other attempts count as successes at their end."""
         if key in self._trials:
             self.record_success(key)
 
@@ -205,13 +205,13 @@ class WorkerLoss:
     worker: str
     incarnation: str
     at: float
-    share: float = 0.0
+    suspect_share: float = 0.0
     """The share of each suspect in the loss, from 0 to 1."""
     death: bool = True
     """Whether the worker died, as far as is known."""
     settled: bool = False
     """Whether `death` was seen, and is not only presumed."""
-    shared: bool = False
+    has_foreign_suspects: bool = False
     """Whether requests of other routers may have killed the worker."""
     _listeners: list[Callable[[], object]] = field(default_factory=list)
 
@@ -250,11 +250,13 @@ class WorkerLosses:
         self._losses: deque[WorkerLoss] = deque(maxlen=_KEPT)
         self._unsettled: list[WorkerLoss] = []
 
-    def record_loss(self, worker: str, incarnation: str, suspects: int, now: float, *, shared: bool) -> WorkerLoss:
+    def record_loss(
+        self, worker: str, incarnation: str, suspects: int, now: float, *, has_foreign_suspects: bool
+    ) -> WorkerLoss:
         """Record a lost connection with a worker; losses of one incarnation within SAME_LOSS_S seconds are one.
 
-        `suspects` is the number of this router's requests that are suspects; `shared` tells whether requests of other
-        routers may have killed the worker.
+        `suspects` is the number of this router's requests that are suspects; `has_foreign_suspects` tells whether
+        requests of other routers may have killed the worker.
         """
         recent = [each for each in self._losses if each.incarnation == incarnation and now - each.at <= SAME_LOSS_S]
         if recent:
@@ -266,9 +268,9 @@ class WorkerLosses:
             self._losses.append(loss)
         if loss not in self._unsettled:
             self._unsettled = [*self._unsettled, loss][-_KEPT:]
-        loss.shared = loss.shared or shared
-        if suspects and not loss.share:
-            loss.share = 1 / suspects
+        loss.has_foreign_suspects = loss.has_foreign_suspects or has_foreign_suspects
+        if suspects and not loss.suspect_share:
+            loss.suspect_share = 1 / suspects
         return loss
 
     def record_status(self, worker: str, incarnation: str) -> None:
@@ -344,14 +346,14 @@ class RetryBudget:
 
 @dataclass(slots=True)
 class RetryHistory:
-    """The attempts at some choices of a request; `numbers` counts the attempts of all choices."""
+    """The attempts at some choices of a request; `attempt_numbers` counts the attempts of all choices."""
 
-    numbers: Iterator[int] = field(default_factory=itertools.count)
+    attempt_numbers: Iterator[int] = field(default_factory=itertools.count)
     attempts: int = 0
     faults: int = 0
     refusals: int = 0
-    avoid: frozenset[AvoidedWorker] = frozenset()
-    avoid_pairs: frozenset[tuple[str, str]] = frozenset()
+    avoided_workers: frozenset[AvoidedWorker] = frozenset()
+    avoided_pairs: frozenset[tuple[str, str]] = frozenset()
     losses: list[WorkerLoss] = field(default_factory=list)
     """Losses of which the request is a suspect."""
     losses_at_decode: list[WorkerLoss] = field(default_factory=list)
@@ -362,9 +364,9 @@ class RetryHistory:
     @property
     def suspicion(self) -> Suspicion:
         """The workers that the next attempt must have for itself, from the losses so far."""
-        if _point_at_it(self.losses_at_decode):
-            return Suspicion.DECODE
-        return Suspicion.PREFILL if _point_at_it(self.losses) else Suspicion.NONE
+        if _are_suspicious(self.losses_at_decode):
+            return Suspicion.PAIR
+        return Suspicion.PREFILL if _are_suspicious(self.losses) else Suspicion.NONE
 
     def record_loss(self, loss: WorkerLoss, *, at_decode: bool, alone: bool) -> None:
         """Record a loss of which the request is a suspect; `alone` if no other request of this router was there."""
@@ -372,7 +374,7 @@ class RetryHistory:
             self.losses.append(loss)
             if at_decode:
                 self.losses_at_decode.append(loss)
-            if alone and not loss.shared:
+            if alone and not loss.has_foreign_suspects:
                 self.losses_alone.append(loss)
 
     def clear_losses(self) -> None:
@@ -389,7 +391,7 @@ class RetryHistory:
         return sum(loss.death for loss in self.losses_alone) > min(others, MAX_EXCUSED_DEATHS)
 
     def fork(self) -> RetryHistory:
-        """A copy for one of the choices; `numbers` is shared, because it makes the keys of attempts."""
+        """A copy for one of the choices; `attempt_numbers` is shared, because it makes the keys of attempts."""
         return replace(
             self,
             losses=self.losses.copy(),
@@ -408,16 +410,16 @@ class RetryHistory:
 
     def retry(
         self,
-        failed: Failed,
+        failure: FailureEvent,
         *,
         max_attempts: int,
         charge: Callable[[], bool],
         jitter: Callable[[float, float], float] = random.uniform,
     ) -> float:
-        """Seconds to wait before the next attempt; raises the error of `failed` if no other attempt is allowed."""
+        """Seconds to wait before the next attempt; raises the error of `failure` if no other attempt is allowed."""
         self.attempts += 1
-        error = failed.error
-        match failed.cause:
+        error = failure.error
+        match failure.cause:
             case Cause.FAULT:
                 self.faults += 1
                 if self.faults >= max_attempts or not charge():
@@ -430,16 +432,16 @@ class RetryHistory:
         # A token from prefill resets `attempts`, but a request that kills decode workers still gets one each time.
         if max(self.attempts, sum(loss.death for loss in self.losses)) >= MAX_IN_A_ROW:
             raise error
-        if failed.cause is Cause.FAULT and self.faults > 1:
+        if failure.cause is Cause.FAULT and self.faults > 1:
             return _pause(self.faults - 2, jitter)
-        if failed.cause is Cause.REFUSED:
+        if failure.cause is Cause.REFUSED:
             hint = error.retry_after if isinstance(error, Overloaded) else None
             return max(_pause(self.refusals - 1, jitter), min(hint or 0.0, _MAX_PAUSE_S))
         return 0.0
 
 
-def _point_at_it(losses: Iterable[WorkerLoss]) -> bool:
-    shares = [loss.share for loss in losses if loss.death]
+def _are_suspicious(losses: Iterable[WorkerLoss]) -> bool:
+    shares = [loss.suspect_share for loss in losses if loss.death]
     return len(shares) >= DEATHS_UNTIL_ALONE and sum(shares) >= 1 - _ROUNDING
 
 

@@ -34,6 +34,7 @@ import grpc
 
 from baton.config import parse_address
 from baton.config.router import RouterConfig
+from baton.config.values import join_address
 from baton.errors import BatonError, ConfigError, Unavailable, preview
 from baton.kv.format import KvFormat
 from baton.pb import worker_pb2, worker_pb2_grpc
@@ -44,8 +45,9 @@ from baton.transfer.tickets import TicketSigner
 from baton.worker.status import WIRE_VERSION, PrefixChange, WorkerIdentity, WorkerRole, WorkerStatus, status_from_proto
 from router.placement.policy import RECENT_S, DecodeView, FleetView, PrefillView, can_pair, can_serve
 from router.placement.prefix_directory import BlockNamespace, PrefixDirectory
-from router.workers.calls import DecodeSession, PrefillAssignment, SessionEnd, join_address
+from router.workers.decode_session import DecodeSession, SessionEnd
 from router.workers.failures import Cause, WorkerLoss, WorkerLosses
+from router.workers.prefill_call import PrefillAssignment
 
 _AGAIN_S = 5.0
 """Seconds until a worker is dialled again if its watch failed because of a bug in this router."""
@@ -107,7 +109,7 @@ class Discovery:
         return {join_address(record[4][0], port) for record in records}
 
 
-class Pool:
+class WorkerPool:
     """The workers of a router; use as `async with pool.run():`."""
 
     def __init__(
@@ -142,7 +144,7 @@ class Pool:
         ]
 
     @contextlib.asynccontextmanager
-    async def run(self) -> AsyncIterator[Pool]:
+    async def run(self) -> AsyncIterator[WorkerPool]:
         """Find and watch workers until the block ends."""
         searches = [asyncio.create_task(discovery.run()) for discovery in self._discoveries]
         try:
@@ -170,7 +172,7 @@ class Pool:
     @property
     def serving(self) -> bool:
         """Whether at least one pair of workers can serve."""
-        return can_serve(self.fleet, decodes=True)
+        return can_serve(self.fleet, needs_decode=True)
 
     def prefill_link(self, address: str) -> WorkerLink:
         """The prefill worker at `address`. Raises KeyError if it is gone."""
@@ -400,7 +402,7 @@ class WorkerLink:
         address: str,
         role: WorkerRole,
         router_id: str,
-        pool: Pool,
+        pool: WorkerPool,
         losses: WorkerLosses,
         tls: Tls | None = None,
     ) -> None:
@@ -425,7 +427,7 @@ class WorkerLink:
         self._assignments: set[PrefillAssignment] = set()
         self._present: dict[PrefillAssignment, str] = {}
         """Request ids of the assignments whose prompt is computed here, or whose KV is fetched from here."""
-        self._shared = False
+        self._has_foreign_suspects = False
         """Whether the latest status counts requests of other routers that have no token yet."""
         self._lost = asyncio.Event()
         self._ending: tuple[str, Cause] | None = None
@@ -498,7 +500,7 @@ class WorkerLink:
         self._pool.update_view(self)
         return assignment
 
-    def unassign(self, assignment: PrefillAssignment) -> bool:
+    def release(self, assignment: PrefillAssignment) -> bool:
         """Stop counting the prompt of an assignment; False if it did not count."""
         if assignment not in self._assignments:
             return False
@@ -506,11 +508,11 @@ class WorkerLink:
         self._pool.update_view(self)
         return True
 
-    def attach(self, assignment: PrefillAssignment, request_id: str) -> None:
+    def mark_present(self, assignment: PrefillAssignment, request_id: str) -> None:
         """Record that the request is at the worker now: it is a suspect if the worker dies."""
         self._present[assignment] = request_id
 
-    def detach(self, assignment: PrefillAssignment) -> None:
+    def mark_absent(self, assignment: PrefillAssignment) -> None:
         """Record that the request needs nothing more from the worker."""
         self._present.pop(assignment, None)
 
@@ -540,9 +542,9 @@ class WorkerLink:
             draining=self.status.draining,
             pending_tokens=self.status.load.pending_tokens,
             rate=self.status.load.tokens_per_second,
-            own_requests=len(self._assignments),
-            own_tokens=sum(assignment.tokens - assignment.cached_tokens for assignment in self._assignments),
-            assigned=self._assigned,
+            open_requests=len(self._assignments),
+            open_tokens=sum(assignment.tokens - assignment.cached_tokens for assignment in self._assignments),
+            assigned_total=self._assigned,
             recent_tokens=self._recent.value(asyncio.get_running_loop().time()),
             incarnation=self._incarnation,
         )
@@ -559,7 +561,7 @@ class WorkerLink:
             draining=self.status.draining,
             free_tokens=max((load.pages_total - load.pages_used) * load.page_size - self._granted_tokens, 0),
             free_slots=max(load.slots_total - load.slots_used - self._granted_slots, 0),
-            own_requests=self.session.attempts,
+            open_requests=self.session.open_calls,
             incarnation=self._incarnation,
         )
 
@@ -618,7 +620,7 @@ class WorkerLink:
         self.status, self._incarnation = status, status.identity.incarnation
         self._losses.record_status(self._label, self._incarnation)
         self._granted_tokens = self._granted_slots = 0
-        self._shared = status.load.requests_without_token > self._requests_without_token()
+        self._has_foreign_suspects = status.load.requests_without_token > self._requests_without_token()
         self.problem, self._has_drained = "", False
         self._pool.update_worker(self)
 
@@ -651,7 +653,9 @@ class WorkerLink:
         if cause is not Cause.LOST:
             return None
         now = asyncio.get_running_loop().time()
-        return self._losses.record_loss(self._label, self._incarnation, suspects, now, shared=self._shared)
+        return self._losses.record_loss(
+            self._label, self._incarnation, suspects, now, has_foreign_suspects=self._has_foreign_suspects
+        )
 
     def _requests_without_token(self) -> int:
         """Number of this router's requests here that have no token from the worker yet."""

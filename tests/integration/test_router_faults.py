@@ -12,7 +12,6 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from prometheus_client import REGISTRY
 
-import router.workers.calls
 import router.workers.failures
 from baton import AsyncClient
 from baton.errors import EngineError
@@ -22,7 +21,7 @@ from baton.request import Prefilled, TokenInfo
 from baton.rpc.channel import control_channel
 from baton.worker.status import WorkerStatus
 from router import output as output_module
-from router.workers import calls
+from router.workers import decode_session, prefill_call
 from router.workers import pool as pool_module
 from tests.integration.router_rig import Answer, RouterRig, refused, request, router_rig, until, whole
 from tests.integration.router_stubs import (
@@ -108,7 +107,7 @@ async def test_a_request_that_can_not_be_told_ends_alone(tmp_path: Path, monkeyp
 
 
 async def test_a_bad_message_costs_its_session_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bad, read = letter(25), calls.token_from_proto
+    bad, read = letter(25), decode_session.token_from_proto
 
     def breaks(message: inference_pb2.TokenInfo) -> TokenInfo:
         if message.token_id == bad:
@@ -121,7 +120,7 @@ async def test_a_bad_message_costs_its_session_alone(tmp_path: Path, monkeypatch
         else:
             down.send(start.key, 0, 1, [bad])
 
-    monkeypatch.setattr(calls, "token_from_proto", breaks)
+    monkeypatch.setattr(decode_session, "token_from_proto", breaks)
     async with router_rig(tmp_path) as b:
         b.decode[0].script = once
         assert (await b.answer(max_tokens=3)).text() == text(0, 3)
@@ -134,7 +133,7 @@ async def test_a_prefill_that_can_not_be_read_ends_its_request(tmp_path: Path, m
 
     async with router_rig(tmp_path) as b:
         with monkeypatch.context() as broken:
-            broken.setattr(calls, "prefilled_from_proto", breaks)
+            broken.setattr(prefill_call, "prefilled_from_proto", breaks)
             assert (await refused(b.call(max_tokens=3))).code() is grpc.StatusCode.INTERNAL
         assert (await b.answer(max_tokens=3)).text() == text(0, 3)
 
@@ -245,7 +244,7 @@ async def test_a_cancel_ends_the_prefill_call_and_the_reservation(tmp_path: Path
         call.cancel()
         await b.decode[0].log.until(lambda: len(b.decode[0].cancels) == 1)
         await b.prefill[0].log.until(lambda: b.prefill[0].cancelled == 1)
-        await until(b.app, lambda: all(view.own_requests == 0 for view in b.app.pool.fleet.prefill.values()))
+        await until(b.app, lambda: all(view.open_requests == 0 for view in b.app.pool.fleet.prefill.values()))
 
 
 def wasted() -> float:

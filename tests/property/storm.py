@@ -26,7 +26,7 @@ from router.request_runner import RequestRunner
 from router.serving.threads import TenantThreads
 from router.serving.validator import Request
 from router.workers import pool as worker_module
-from router.workers.pool import Pool
+from router.workers.pool import WorkerPool
 from tests.property.fleet import SimulatedFleet, Worker
 from tests.property.virtual import VirtualLoop
 
@@ -95,7 +95,7 @@ class Storm:
             served_model_name="m",
             **settings,
         )
-        self.pool = Pool(config, "router", "t")
+        self.pool = WorkerPool(config, "router", "t")
         async with self.pool.run():
             self.dispatcher = Dispatcher(self.pool, config)
             self.request_runner = RequestRunner(self.pool, self.dispatcher, config, TenantThreads(1))

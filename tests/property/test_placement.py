@@ -12,8 +12,8 @@ from router.placement.policy import (
     DecodeView,
     FleetView,
     OpenBreakers,
-    PlacementQuery,
     PrefillView,
+    SelectionCriteria,
     can_serve,
     least_loaded_pair,
     matching_decodes,
@@ -65,8 +65,8 @@ def fleet_of(draw: random.Random, least: int, most: int) -> Views:
     return prefills, decodes
 
 
-def query_of(draw: random.Random, count: int) -> tuple[PlacementQuery, OpenBreakers, frozenset[str]]:
-    """A query on such a fleet, what breakers say, and who is isolated for another."""
+def criteria_of(draw: random.Random, count: int) -> tuple[SelectionCriteria, OpenBreakers, frozenset[str]]:
+    """A criteria on such a fleet, what breakers say, and who is isolated for another."""
 
     def some(*names: str) -> frozenset[str]:
         return frozenset(draw.choice(names) for _ in range(draw.choice([0, 0, 1, 3])))
@@ -79,10 +79,10 @@ def query_of(draw: random.Random, count: int) -> tuple[PlacementQuery, OpenBreak
     def drawn() -> PrefixMatch:
         return hits({draw.choice(prefills + decodes): draw.choice([16, 100, 200]) for _ in range(draw.randrange(6))})
 
-    query = PlacementQuery(
+    criteria = SelectionCriteria(
         draw.randint(1, 200), draw.random() < 0.8, some(*prefills, *decodes), pairs(), drawn(), drawn(), some(*decodes)
     )
-    return query, OpenBreakers(some(*prefills, *decodes), pairs()), some(*prefills, *decodes)
+    return criteria, OpenBreakers(some(*prefills, *decodes), pairs()), some(*prefills, *decodes)
 
 
 @given(st.integers(0, 2**32), st.one_of(st.integers(0, 6), st.just(MAX_ALL_ASKED + 10)))
@@ -90,19 +90,24 @@ def query_of(draw: random.Random, count: int) -> tuple[PlacementQuery, OpenBreak
 def test_the_best_of_all_pairs_is_selected(seed: int, most: int) -> None:
     draw = random.Random(seed)
     workers = fleet_of(draw, 0, most)
-    query, open_breakers, isolated = query_of(draw, max(most, 1))
+    criteria, open_breakers, isolated = criteria_of(draw, max(most, 1))
     fleet = FleetView(*workers)
     fleet.isolated = isolated
     plain = placement_oracle.select(
-        *workers, query, prefill_limit=LIMIT, mean_rate=fleet.mean_rate, open_breakers=open_breakers, isolated=isolated
+        *workers,
+        criteria,
+        prefill_limit=LIMIT,
+        mean_rate=fleet.mean_rate,
+        open_breakers=open_breakers,
+        isolated=isolated,
     )
-    assert select_workers(fleet, query, prefill_limit=LIMIT, open_breakers=open_breakers) == plain
-    pairs = placement_oracle.pairs(*workers, PlacementQuery(1), frozenset())
-    assert can_serve(fleet, decodes=False) is any(not view.draining for view in workers[0])
-    assert can_serve(fleet, decodes=True) is bool(pairs)
+    assert select_workers(fleet, criteria, prefill_limit=LIMIT, open_breakers=open_breakers) == plain
+    pairs = placement_oracle.pairs(*workers, SelectionCriteria(1), frozenset())
+    assert can_serve(fleet, needs_decode=False) is any(not view.draining for view in workers[0])
+    assert can_serve(fleet, needs_decode=True) is bool(pairs)
     assert matching_decodes(fleet) == {decode.address for _, follow in pairs for decode in follow}
-    found = least_loaded_pair(fleet, query, open_breakers)
-    pairs = placement_oracle.pairs(*workers, query, query.too_small)
+    found = least_loaded_pair(fleet, criteria, open_breakers)
+    pairs = placement_oracle.pairs(*workers, criteria, criteria.too_small_workers)
     if most <= MAX_ALL_ASKED:
         assert (found is not None) is bool(pairs)
     if found is not None:
@@ -141,6 +146,9 @@ def test_a_fleet_that_news_has_changed_is_as_one_made_anew(seed: int, news: list
 def _grouped(fleet: FleetView) -> set[tuple[frozenset[str], frozenset[str]]]:
     """Names of the prefill workers of each group, and of those that may follow."""
     return {
-        (frozenset(view.address for view in group), frozenset(view.address for each in followers for view in each))
-        for group, followers in fleet.pairs
+        (
+            frozenset(view.address for view in group),
+            frozenset(view.address for each in compatible_decodes for view in each),
+        )
+        for group, compatible_decodes in fleet.compatible_groups
     }

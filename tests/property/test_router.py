@@ -25,7 +25,7 @@ from router.request_runner import RequestRunner
 from router.serving.threads import TenantThreads
 from router.serving.validator import Request
 from router.workers import pool as worker_module
-from router.workers.pool import Pool
+from router.workers.pool import WorkerPool
 from tests.effort import machine_test
 from tests.property.fleet import Held, Job, SimulatedFleet, Worker
 from tests.property.virtual import Hung, VirtualLoop
@@ -76,7 +76,7 @@ class RouterMachine(RuleBasedStateMachine):
             queue_capacity=6,
             prefill_limit=2,
         )
-        self.pool = Pool(config, "router", "t")
+        self.pool = WorkerPool(config, "router", "t")
         await self.running.enter_async_context(self.pool.run())
         self.dispatcher = Dispatcher(self.pool, config)
         self.request_runner = RequestRunner(self.pool, self.dispatcher, config, TenantThreads(1))
@@ -229,7 +229,7 @@ class RouterMachine(RuleBasedStateMachine):
         fleet = self.pool.fleet
         assert len(fleet.prefill) == PREFILLS
         assert len(fleet.decode) == DECODES
-        assert all(view.own_requests == 0 for view in (*fleet.prefill.values(), *fleet.decode.values()))
+        assert all(view.open_requests == 0 for view in (*fleet.prefill.values(), *fleet.decode.values()))
         assert not any(worker.held or worker.jobs for worker in self.fleet.workers.values())
         self.dispatcher.close()
         self.loop.run_until_complete(self.request_runner.wait_stopped())

@@ -62,8 +62,9 @@ EDGES = (
     "router.app",
     "router.serving.large_messages",
     "router.serving.servicer",
-    "router.workers.calls",
+    "router.workers.decode_session",
     "router.workers.pool",
+    "router.workers.prefill_call",
 )
 """Modules that may use generated stubs: servicers and their registration, conversion, and callers of a stub."""
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.config.values import format_bytes, is_loopback, parse_address, parse_bytes
+from baton.config.values import complete_address, format_bytes, is_loopback, parse_address, parse_bytes
 from baton.errors import ConfigError
 
 
@@ -32,3 +32,15 @@ def test_addresses() -> None:
 def test_loopback() -> None:
     assert [is_loopback(host) for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost")] == [True] * 4
     assert [is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", "")] == [False] * 5
+
+
+@pytest.mark.parametrize(
+    ("kv", "dialled", "complete_"),
+    [
+        (":7", "10.0.0.1:5", "10.0.0.1:7"),
+        (":7", "[fd00::3]:5", "[fd00::3]:7"),
+        ("kv.host:7", "10.0.0.1:5", "kv.host:7"),
+    ],
+)
+def test_kv_address_is_completed(kv: str, dialled: str, complete_: str) -> None:
+    assert complete_address(kv, dialled) == complete_

@@ -17,7 +17,7 @@ from router.placement.policy import DecodeView, FleetView, PrefillView
 from router.placement.prefix_directory import PrefixDirectory
 from router.placement.waiter import PlacementRequest
 from router.workers.failures import AvoidedWorker, Suspicion
-from router.workers.pool import Pool
+from router.workers.pool import WorkerPool
 
 KV = KvFormat((KvPart("k", "float32", (2, 4)),), layers=2, block_size=16)
 GRANTED, FULL = ReserveResult(True, "", False), ReserveResult(False, "full", False)
@@ -31,10 +31,10 @@ class FakeAssignment:
         self.link, self._worker, self._open = pool, worker, True
         pool.seats[worker] += 1
 
-    def attach(self, request_id: str, deliver: object) -> None:
+    def mark_present(self, request_id: str, deliver: object) -> None:
         return
 
-    def detach(self) -> None:
+    def mark_absent(self) -> None:
         return
 
     def release(self) -> bool:
@@ -97,8 +97,8 @@ class FakePool:
 
     @property
     def fleet(self) -> FleetView:
-        prefill = [PrefillView(name, KV, own_requests=own) for name, own in self.seats.items()]
-        decode = [DecodeView(name, KV, free_slots=1, own_requests=self.running[name]) for name in self.by_name]
+        prefill = [PrefillView(name, KV, open_requests=own) for name, own in self.seats.items()]
+        decode = [DecodeView(name, KV, free_slots=1, open_requests=self.running[name]) for name in self.by_name]
         fleet = FleetView(prefill, decode if self.there else [])
         fleet.isolated = self.isolated
         return fleet
@@ -155,7 +155,7 @@ class Held:
         name: str,
         *,
         again: bool = False,
-        decodes: bool = True,
+        needs_decode: bool = True,
         alone: Suspicion = Suspicion.NONE,
         deadline: float = math.inf,
         tokens: int = 8,
@@ -168,19 +168,19 @@ class Held:
         self.go = asyncio.Event()
         self.place: Placement | None = None
         self.suspected = alone
-        self.life = Lifecycle(State.QUEUED, 0.0, request_deadline=deadline)
+        self.lifecycle = Lifecycle(State.QUEUED, 0.0, request_deadline=deadline)
         avoided = frozenset(AvoidedWorker(worker, "") for worker in avoid)
         asked = PlacementRequest(
             request or name,
             int(again),
             tenant,
-            self.life,
+            self.lifecycle,
             tokens,
             4,
             tuple(range(choices)),
             again,
-            decodes,
-            avoided=avoided,
+            needs_decode,
+            avoided_workers=avoided,
         )
         self.task = asyncio.create_task(self._run(dispatcher, asked))
 
@@ -196,7 +196,7 @@ class Held:
 
 def dispatcher(pool: FakePool, **settings: Any) -> Dispatcher:
     config = RouterConfig(prefill=("p:1",), decode=("d:1",), **settings)
-    return Dispatcher(cast(Pool, pool), config)
+    return Dispatcher(cast(WorkerPool, pool), config)
 
 
 async def settle() -> None:

@@ -15,9 +15,10 @@ from router.output import OutputProcessor
 from router.request_runner import Attempt, AttemptDeps, RequestState
 from router.serving.threads import TenantThreads
 from router.serving.validator import Request
-from router.workers.calls import AbandonCalls, Deliver
+from router.workers.events import Deliver
 from router.workers.failures import RetryHistory
-from router.workers.pool import Pool
+from router.workers.pool import WorkerPool
+from router.workers.prefill_call import AbandonCalls
 from tests.unit.router.dispatching import FakePool, dispatcher, settle
 
 
@@ -29,7 +30,7 @@ def attempt_of(
     arrived = now()
     until = arrived + 60 if deadline is None else deadline
     config = RouterConfig(prefill=("p:1",), decode=("d:1",))
-    deps = AttemptDeps(cast(Pool, pool), dispatcher(pool), config, AbandonCalls(), None, threads)
+    deps = AttemptDeps(cast(WorkerPool, pool), dispatcher(pool), config, AbandonCalls(), None, threads)
     request = Request("r", [1, 2], SamplingParams(max_tokens=1, seed=1), 1, arrived, until, tenant=tenant)
     output = OutputProcessor(request, now)
     return Attempt(deps, RequestState(request, output), (0,), RetryHistory()), output

@@ -11,7 +11,7 @@ from baton.request import ReserveResult
 from tests.unit.router.dispatching import FULL, GRANTED, NEVER, FakeAttempt, FakePool, Held, dispatcher, settle
 
 
-async def test_a_full_fleet_is_asked_once_per_news_and_by_the_head_alone() -> None:
+async def test_a_full_fleet_is_asked_once_per_news_and_by_the_waiter_refused_first() -> None:
     pool = FakePool()
     d = dispatcher(pool)
     pool.answer_all(FULL)
@@ -192,7 +192,7 @@ async def test_requests_that_need_no_decode_do_not_wait_for_decode() -> None:
     await settle()
     full.task.cancel()
     await asyncio.gather(full.task, return_exceptions=True)
-    short = Held(d, "short", decodes=False)
+    short = Held(d, "short", needs_decode=False)
     await asyncio.wait_for(short.placed.wait(), 60)
     assert short.place.decode is None
     await short.end()
@@ -301,29 +301,17 @@ async def test_a_replay_that_only_a_lost_worker_could_hold_waits_for_one_like_it
     assert pool.assignments == 0
 
 
-async def test_a_lost_news_does_not_stop_the_queue() -> None:
-    pool = FakePool(d=ReserveResult(False, "full", False, 0.05))
-    d = dispatcher(pool)
-    held = Held(d, "r")
-    await settle()
-    assert len(pool.order) == 1
-    pool.by_name["d"] = GRANTED
-    await asyncio.wait_for(held.placed.wait(), 60)
-    assert len(pool.order) == 2
-    await held.end()
-
-
 async def test_the_life_goes_with_the_request() -> None:
     pool = FakePool(d=FULL)
     d = dispatcher(pool, reserve_timeout_s=2)
     held = Held(d, "r")
     await settle()
-    assert held.life.state is State.QUEUED
+    assert held.lifecycle.state is State.QUEUED
     pool.by_name["d"] = GRANTED
     pool.notify()
     await held.placed.wait()
-    assert held.life.state is State.RESERVING
-    assert held.life.deadline == pytest.approx(asyncio.get_running_loop().time() + 2, abs=1)
+    assert held.lifecycle.state is State.RESERVING
+    assert held.lifecycle.deadline == pytest.approx(asyncio.get_running_loop().time() + 2, abs=1)
     await held.end()
 
 

@@ -8,10 +8,11 @@ import pytest
 from baton.errors import Unavailable
 from baton.lifecycle import Lifecycle, State
 from router.dispatcher import Placement, Reserver
-from router.placement.policy import PlacementQuery, Selection
+from router.placement.policy import WorkerSelection
 from router.placement.waiter import PlacementRequest
 from router.workers.failures import Breakers, Suspicion
-from router.workers.pool import Pool
+from router.workers.pool import WorkerPool
+from router.workers.prefill_call import PrefillAssignment
 from tests.unit.router.dispatching import FULL, GRANTED, NEVER, FakePool, Held, dispatcher, settle
 
 
@@ -24,7 +25,7 @@ async def test_alone_waits_for_an_empty_pair_and_keeps_it_until_its_end() -> Non
         d.release(held.place.prefill)
     assert pool.running == {"d": 1, "e": 1} or pool.running == {"d": 2, "e": 0}
     pool.running["e"] = 1
-    alone = Held(d, "alone", again=True, alone=Suspicion.DECODE)
+    alone = Held(d, "alone", again=True, alone=Suspicion.PAIR)
     waiting = Held(d, "waiting")
     await settle()
     # The only prefill worker is kept too, so that nothing else is placed.
@@ -46,7 +47,7 @@ async def test_alone_runs_among_others_when_no_worker_empties_in_time_and_others
     d = dispatcher(pool, isolation_wait_s=0.05)
     running = Held(d, "running")
     await running.placed.wait()
-    alone, other = Held(d, "alone", again=True, alone=Suspicion.DECODE), Held(d, "other")
+    alone, other = Held(d, "alone", again=True, alone=Suspicion.PAIR), Held(d, "other")
     await settle()
     assert not other.placed.is_set()
     await asyncio.wait_for(asyncio.gather(alone.placed.wait(), other.placed.wait()), 60)
@@ -60,7 +61,7 @@ async def test_who_is_no_longer_suspected_stops_waiting_to_run_alone() -> None:
     d = dispatcher(pool)
     running = Held(d, "running")
     await running.placed.wait()
-    alone = Held(d, "alone", again=True, alone=Suspicion.DECODE)
+    alone = Held(d, "alone", again=True, alone=Suspicion.PAIR)
     await settle()
     assert not alone.placed.is_set()
     alone.suspected = Suspicion.NONE
@@ -73,8 +74,8 @@ async def test_the_wait_for_a_turn_ends_with_the_callers_patience_alone() -> Non
     pool = FakePool(d=GRANTED)
     d = dispatcher(pool, isolation_wait_s=0.01)
     first, second = (
-        Held(d, "first", again=True, alone=Suspicion.DECODE),
-        Held(d, "second", again=True, alone=Suspicion.DECODE),
+        Held(d, "first", again=True, alone=Suspicion.PAIR),
+        Held(d, "second", again=True, alone=Suspicion.PAIR),
     )
     await asyncio.wait_for(first.placed.wait(), 60)
     await asyncio.sleep(0.1)
@@ -91,20 +92,20 @@ async def test_the_wait_for_a_turn_ends_with_the_callers_patience_alone() -> Non
 async def test_alone_tries_the_next_worker_where_one_can_never_hold_it_and_fails_typed_without_any() -> None:
     pool = FakePool(a=NEVER, b=GRANTED)
     d = dispatcher(pool, worker_wait_s=0.05)
-    held = Held(d, "big", again=True, alone=Suspicion.DECODE)
+    held = Held(d, "big", again=True, alone=Suspicion.PAIR)
     await asyncio.wait_for(held.placed.wait(), 60)
     assert pool.order == ["big a", "big b"]
     await held.end()
     pool.by_name.clear()
     with pytest.raises(Unavailable, match=r"no decode worker is there after a wait of 0\.05 s"):
-        await asyncio.wait_for(Held(d, "nowhere", again=True, alone=Suspicion.DECODE).task, 60)
+        await asyncio.wait_for(Held(d, "nowhere", again=True, alone=Suspicion.PAIR).task, 60)
     assert pool.assignments == 0
 
 
 async def test_one_request_at_a_time_runs_alone_and_a_refusal_is_no_storm() -> None:
     pool = FakePool(d=FULL)
     d = dispatcher(pool)
-    first, second = (Held(d, name, again=True, alone=Suspicion.DECODE) for name in ("first", "second"))
+    first, second = (Held(d, name, again=True, alone=Suspicion.PAIR) for name in ("first", "second"))
     await settle()
     assert pool.order == ["first d"]
     pool.by_name["d"] = GRANTED
@@ -121,11 +122,11 @@ async def test_one_request_at_a_time_runs_alone_and_a_refusal_is_no_storm() -> N
 @pytest.mark.parametrize("alone", [False, True])
 async def test_a_worker_that_was_meanwhile_kept_for_another_is_not_asked(alone: bool) -> None:
     pool = FakePool(d=FULL, e=GRANTED)
-    reserver = Reserver(cast(Pool, pool), Breakers(asyncio.get_running_loop().time), 1.0)
+    reserver = Reserver(cast(WorkerPool, pool), Breakers(asyncio.get_running_loop().time), 1.0)
     pool.isolated = frozenset({"e"})
     request = PlacementRequest("r", 0, "", Lifecycle(State.QUEUED, 0.0), 8, 4, (0,), True, alone=alone)
-    selection = Selection("p", ("d", "e"))
-    assignment = reserver.assign(selection, PlacementQuery(8))
+    selection = WorkerSelection("p", ("d", "e"))
+    assignment = cast(PrefillAssignment, pool.prefill_link("p").assign(8))
     answer = await reserver.reserve(request, assignment, selection, lambda event: None, {})
     assert isinstance(answer, Placement) is alone
     assert pool.order == ["r d", "r e"][: 1 + alone]
@@ -137,7 +138,7 @@ async def test_alone_does_not_fall_back_on_a_worker_where_others_run() -> None:
     other = Held(d, "other")
     await asyncio.wait_for(other.placed.wait(), 60)
     d.release(other.place.prefill)
-    alone = Held(d, "alone", again=True, alone=Suspicion.DECODE, avoid=("e",))
+    alone = Held(d, "alone", again=True, alone=Suspicion.PAIR, avoid=("e",))
     await settle()
     assert pool.order == ["other d", "other e", "alone d"]
     assert not alone.placed.is_set()
@@ -157,7 +158,7 @@ async def test_others_decode_beside_one_that_has_only_its_prefill_worker_for_its
     await asyncio.wait_for(asyncio.gather(alone.placed.wait(), other.placed.wait()), 60)
     assert pool.isolated == {"q"}
     assert not alone.place.isolation.of_pair
-    waiting = Held(d, "waiting", decodes=False)
+    waiting = Held(d, "waiting", needs_decode=False)
     await asyncio.wait_for(waiting.placed.wait(), 60)
     assert pool.seats == {"p": 3, "q": 1}
     await alone.end()
@@ -215,7 +216,7 @@ async def test_a_choice_that_needs_a_decode_worker_for_itself_does_not_take_one_
     d = dispatcher(pool, isolation_wait_s=0.05)
     first = Held(d, "first", request="r", again=True, alone=Suspicion.PREFILL)
     await asyncio.wait_for(first.placed.wait(), 60)
-    second = Held(d, "second", request="r", again=True, alone=Suspicion.DECODE)
+    second = Held(d, "second", request="r", again=True, alone=Suspicion.PAIR)
     await asyncio.wait_for(second.placed.wait(), 60)
     assert second.place.isolation is None
     await asyncio.gather(first.end(), second.end())

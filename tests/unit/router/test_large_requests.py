@@ -19,7 +19,7 @@ from decode_svc.attempts import Attempts, DecodeAttempt
 from decode_svc.reservation import AttemptKey, Reserve
 from router.dispatcher import Dispatcher
 from router.placement.waiter import PlacementRequest
-from router.workers.pool import Pool
+from router.workers.pool import WorkerPool
 from tests.property.virtual import VirtualLoop
 from tests.unit.router.dispatching import FakeAttempt, FakePool
 
@@ -60,7 +60,7 @@ class RouterPool(FakePool):
         self.worker, self.number = worker, number
         worker.routers.append(self)
         self.dispatcher = Dispatcher(
-            cast(Pool, self), RouterConfig(prefill=("p:1",), decode=("d:1",), prefill_limit=99)
+            cast(WorkerPool, self), RouterConfig(prefill=("p:1",), decode=("d:1",), prefill_limit=99)
         )
 
     async def reserve(self, attempt: FakeAttempt, **asked: Any) -> ReserveResult:
@@ -180,9 +180,9 @@ def test_a_full_worker_is_asked_a_few_times_for_each_update() -> None:
     town.run(2.0)
     town.ask(0, "nearly all", 90, "large")
     town.loop.advance(0.1)
-    asked, granted, rounds = town.worker.asked, len(town.granted), town.routers[0].dispatcher.scheduler.ask_rounds
+    asked, granted, rounds = town.worker.asked, len(town.granted), town.routers[0].dispatcher.scheduler.retry_round
     town.run(2.0)
-    rounds = town.routers[0].dispatcher.scheduler.ask_rounds - rounds
+    rounds = town.routers[0].dispatcher.scheduler.retry_round - rounds
     # Each grant is one; besides, each router's first asks at every update, and a few others may be mistaken.
     assert town.worker.asked - asked <= len(town.granted) - granted + 2 * 3 * rounds
     town.close()

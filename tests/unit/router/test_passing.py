@@ -117,7 +117,7 @@ async def test_who_has_no_pair_is_passed_over_while_seats_are_free() -> None:
     failed.place.breakers.record_fault(failed.place.breakers.pair)
     await failed.end()
     waits = Held(asked, "waits", tenant="t")
-    others = [Held(asked, f"other{i}", tenant="t", decodes=False) for i in range(2)]
+    others = [Held(asked, f"other{i}", tenant="t", needs_decode=False) for i in range(2)]
     await settle()
     assert not waits.placed.is_set()
     assert [request.placed.is_set() for request in others] == [True, True]
@@ -131,7 +131,7 @@ async def test_what_needs_no_decode_goes_on_while_decode_workers_are_gone(before
     asked = dispatcher(workers)
     decoding = [Held(asked, f"decoding{i}") for i in range(before)]
     await settle()
-    single = Held(asked, "single", decodes=False)
+    single = Held(asked, "single", needs_decode=False)
     await settle()
     assert single.placed.is_set()
     assert not any(each.placed.is_set() for each in decoding)

@@ -12,13 +12,13 @@ from router.output import OutputProcessor
 from router.request_runner import RequestRunner
 from router.serving.threads import TenantThreads
 from router.serving.validator import Request
-from router.workers.pool import Pool
+from router.workers.pool import WorkerPool
 from tests.unit.router.dispatching import FULL, FakePool, dispatcher
 
 
 async def test_what_comes_after_the_stop_is_not_begun() -> None:
     pool, config = FakePool(d=FULL), RouterConfig(prefill=("p:1",), decode=("d:1",))
-    request_runner = RequestRunner(cast(Pool, pool), dispatcher(pool), config, TenantThreads(1))
+    request_runner = RequestRunner(cast(WorkerPool, pool), dispatcher(pool), config, TenantThreads(1))
     loop = asyncio.get_running_loop()
     outputs = []
     async with asyncio.timeout(60):

@@ -19,9 +19,9 @@ T = TypeVar("T", bound=Hashable)
 FLEET = FleetView([PrefillView("p", KV)], [DecodeView("d", KV, free_slots=1)])
 
 
-def waiter(name: str, now: float, *, deadline: float = math.inf, again: bool = False) -> Waiter:
-    life = Lifecycle(State.QUEUED, now, request_deadline=deadline)
-    return Waiter(PlacementRequest(name, int(again), "", life, 8, 4, (0,), again), now)
+def waiter(name: str, now: float, *, deadline: float = math.inf, again: bool = False, tenant: str = "") -> Waiter:
+    lifecycle = Lifecycle(State.QUEUED, now, request_deadline=deadline)
+    return Waiter(PlacementRequest(name, int(again), tenant, lifecycle, 8, 4, (0,), again), now)
 
 
 def test_requests_that_would_miss_their_deadline_or_wait_too_long_are_refused() -> None:
@@ -47,6 +47,21 @@ def test_requests_that_would_miss_their_deadline_or_wait_too_long_are_refused() 
     scheduler.push(replay, FLEET, now)
     turn = scheduler.next_turn(FLEET, NO_OPEN_BREAKERS, now, set())
     assert (turn.waiter, len(scheduler)) == (replay, 4)
+
+
+def test_the_share_of_a_tenant_is_of_workers_that_take_requests() -> None:
+    full = PrefillView("p", KV, open_requests=2)
+    drains = [PrefillView(f"d{number}", KV, draining=True) for number in range(3)]
+    fleet = FleetView([full, *drains], [DecodeView("d", KV, free_slots=1)])
+    scheduler = PlacementScheduler(PrefixDirectory(), capacity=20, prefill_limit=2, max_wait_s=0)
+    for tenant in ("a", "b", "a", "b"):
+        scheduler.push(waiter(tenant, 0.0, tenant=tenant), fleet, 0.0)
+    turns = []
+    while (turn := scheduler.next_turn(fleet, NO_OPEN_BREAKERS, 0.0, set())) is not None:
+        scheduler.begin_turn(turn.waiter)
+        turns.append(turn.waiter.request.tenant)
+    # Each tenant has a share of one of the two places; the workers that drain would make it four.
+    assert turns == ["a", "b"]
 
 
 def pop(queue: RequestQueue[T], now: float) -> T | None:
@@ -130,7 +145,7 @@ def test_popping_alone_is_no_pace_since_who_is_refused_returns() -> None:
 
 def test_a_workers_hint_is_the_least_delay() -> None:
     queue: RequestQueue[str] = RequestQueue(1)
-    queue.hint_s = 7.5
+    queue.worker_retry_after_s = 7.5
     queue.push("a", tenant="", now=0)
     with pytest.raises(Overloaded) as refusal:
         queue.check("")

@@ -9,7 +9,7 @@ from router.request_runner import RequestRunner
 from router.serving.front_door import Caller, FrontDoor, StallGuard, Tenants
 from router.serving.threads import TenantThreads
 from router.serving.validator import Request, RequestValidator, ServedModel, TokenPrompt, UncheckedRequest
-from router.workers.pool import Pool
+from router.workers.pool import WorkerPool
 from tests.unit.router.dispatching import FakePool, dispatcher
 
 ONE = UncheckedRequest(prompt=TokenPrompt([1, 2]), size=2, make_params=lambda vocabulary: SamplingParams(max_tokens=2))
@@ -35,7 +35,7 @@ def door_of(request_runner: FakeRequestRunner) -> FrontDoor:
     return FrontDoor(
         model,
         RequestValidator(model, lambda: 100, TenantThreads(1)),
-        cast(Pool, pool),
+        cast(WorkerPool, pool),
         dispatcher(pool),
         cast(RequestRunner, request_runner),
         Tenants(),

@@ -5,7 +5,6 @@ import asyncio
 import pytest
 
 from baton.errors import ConfigError
-from router.workers.calls import complete_address
 from router.workers.pool import Discovery
 
 
@@ -69,15 +68,3 @@ def test_names_that_can_not_be_looked_up_are_refused(target: str) -> None:
 def test_bad_targets_are_named(target: str) -> None:
     with pytest.raises(ConfigError, match=f"--decode: must be HOST:PORT .*{target.removeprefix('dns:///')}"):
         Discovery("--decode", [target], 5, lambda addresses: None)
-
-
-@pytest.mark.parametrize(
-    ("kv", "dialled", "complete_"),
-    [
-        (":7", "10.0.0.1:5", "10.0.0.1:7"),
-        (":7", "[fd00::3]:5", "[fd00::3]:7"),
-        ("kv.host:7", "10.0.0.1:5", "kv.host:7"),
-    ],
-)
-def test_kv_address_is_completed(kv: str, dialled: str, complete_: str) -> None:
-    assert complete_address(kv, dialled) == complete_

@@ -9,7 +9,7 @@ from router.workers.failures import (
     MAX_IN_A_ROW,
     Blame,
     Cause,
-    Failed,
+    FailureEvent,
     RetryBudget,
     RetryHistory,
     Suspicion,
@@ -17,10 +17,10 @@ from router.workers.failures import (
     WorkerLosses,
 )
 
-FAULT = Failed(TransferError("the link broke"), Blame.PAIR)
-LOST = Failed(Unavailable("decode-1 was silent"), Blame.DECODE, Cause.LOST)
-DRAIN = Failed(Unavailable("draining"), Blame.DECODE, Cause.DRAIN)
-PREEMPTED = Failed(Overloaded("no pages", 1.0), Blame.DECODE, Cause.PREEMPTED)
+FAULT = FailureEvent(TransferError("the link broke"), Blame.PAIR)
+LOST = FailureEvent(Unavailable("decode-1 was silent"), Blame.DECODE, Cause.LOST)
+DRAIN = FailureEvent(Unavailable("draining"), Blame.DECODE, Cause.DRAIN)
+PREEMPTED = FailureEvent(Overloaded("no pages", 1.0), Blame.DECODE, Cause.PREEMPTED)
 
 
 class Charges:
@@ -33,7 +33,7 @@ class Charges:
         return self.granted
 
 
-def retry(history: RetryHistory, failed: Failed, charges: Charges | None = None) -> float:
+def retry(history: RetryHistory, failed: FailureEvent, charges: Charges | None = None) -> float:
     return history.retry(failed, max_attempts=3, charge=charges or Charges(), jitter=lambda least, most: most)
 
 
@@ -52,7 +52,7 @@ def test_an_empty_budget_makes_the_fault_the_answer() -> None:
 
 
 @pytest.mark.parametrize("failed", [DRAIN, PREEMPTED, LOST])
-def test_retries_without_a_fault_are_free_but_bounded(failed: Failed) -> None:
+def test_retries_without_a_fault_are_free_but_bounded(failed: FailureEvent) -> None:
     history, charges = RetryHistory(), Charges(granted=False)
     for _ in range(MAX_IN_A_ROW - 1):
         assert retry(history, failed, charges) == 0
@@ -109,18 +109,18 @@ def test_two_deaths_that_say_enough_isolate(shares: list[float], alone: bool) ->
     history = RetryHistory()
     for share in shares:
         history.record_loss(loss(share), at_decode=True, alone=False)
-    assert history.suspicion is (Suspicion.DECODE if alone else Suspicion.NONE)
-    assert history.fork().suspicion is (Suspicion.DECODE if alone else Suspicion.NONE)
+    assert history.suspicion is (Suspicion.PAIR if alone else Suspicion.NONE)
+    assert history.fork().suspicion is (Suspicion.PAIR if alone else Suspicion.NONE)
 
 
 @pytest.mark.parametrize(
     ("at_decode", "suspicion"),
     [
         ((False, False), Suspicion.PREFILL),
-        ((True, True), Suspicion.DECODE),
+        ((True, True), Suspicion.PAIR),
         ((False, True), Suspicion.PREFILL),
         ((False, False, True), Suspicion.PREFILL),
-        ((True, False, True), Suspicion.DECODE),
+        ((True, False, True), Suspicion.PAIR),
     ],
 )
 def test_only_deaths_of_decode_give_a_request_one_of_its_own(at_decode: tuple[bool, ...], suspicion: Suspicion) -> None:
@@ -164,24 +164,28 @@ def test_a_death_is_no_proof_where_requests_of_another_router_were() -> None:
     losses, history = WorkerLosses(), RetryHistory()
     for number in range(MAX_EXCUSED_DEATHS + 2):
         history.record_loss(
-            losses.record_loss("decode d:1", str(number), 1, 10.0 * number, shared=True), at_decode=True, alone=True
+            losses.record_loss("decode d:1", str(number), 1, 10.0 * number, has_foreign_suspects=True),
+            at_decode=True,
+            alone=True,
         )
     assert history.suspicion
     assert not history.has_killed_workers(0)
-    history.record_loss(losses.record_loss("decode d:1", "last", 1, 100.0, shared=False), at_decode=True, alone=True)
+    history.record_loss(
+        losses.record_loss("decode d:1", "last", 1, 100.0, has_foreign_suspects=False), at_decode=True, alone=True
+    )
     assert history.has_killed_workers(0)
 
 
 def test_a_full_worker_is_left_in_peace_for_as_long_as_it_says() -> None:
     history = RetryHistory()
-    full = Failed(Overloaded("4 wait", 0.7), Blame.PREFILL, Cause.REFUSED)
+    full = FailureEvent(Overloaded("4 wait", 0.7), Blame.PREFILL, Cause.REFUSED)
     assert retry(history, full) == pytest.approx(0.7)
     never: BatonError = Overloaded("needs 9 pages, there are 4")
     history = RetryHistory()
     for _ in range(2):
-        retry(history, Failed(never, Blame.PREFILL, Cause.REFUSED))
+        retry(history, FailureEvent(never, Blame.PREFILL, Cause.REFUSED))
     with pytest.raises(Overloaded, match="9 pages"):
-        retry(history, Failed(never, Blame.PREFILL, Cause.REFUSED))
+        retry(history, FailureEvent(never, Blame.PREFILL, Cause.REFUSED))
 
 
 def test_choices_that_part_have_their_own_history_and_common_numbers() -> None:
@@ -190,7 +194,7 @@ def test_choices_that_part_have_their_own_history_and_common_numbers() -> None:
     one, other = history.fork(), history.fork()
     retry(one, FAULT)
     assert (one.faults, other.faults) == (2, 1)
-    assert [next(one.numbers), next(other.numbers), next(one.numbers)] == [0, 1, 2]
+    assert [next(one.attempt_numbers), next(other.attempt_numbers), next(one.attempt_numbers)] == [0, 1, 2]
 
 
 def test_the_budget_is_a_share_of_what_was_accepted_and_a_rate() -> None:

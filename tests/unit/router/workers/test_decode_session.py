@@ -7,8 +7,9 @@ import pytest
 
 from baton.pb import decode_pb2
 from baton.request import CachePolicy
-from router.workers.calls import DecodeEnded, DecodeSession, Event
-from router.workers.failures import Failed
+from router.workers.decode_session import DecodeSession
+from router.workers.events import DecodeEnded, Event
+from router.workers.failures import FailureEvent
 
 
 async def granted(session: DecodeSession, events: list[Event]) -> decode_pb2.AttemptKey:
@@ -49,5 +50,5 @@ async def test_an_attempt_that_the_worker_no_longer_lists_fails_unless_it_was_to
     if ended:
         assert event == DecodeEnded()
     else:
-        assert isinstance(event, Failed)
+        assert isinstance(event, FailureEvent)
         assert "knows nothing of attempt r/0" in str(event.error)

@@ -13,8 +13,9 @@ from baton.pb import inference_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.request import CachePolicy, Prefilled, PromptLogprobs, SamplingParams
 from baton.rpc.channel import control_channel
 from baton.rpc.server import listen
-from router.workers.calls import Event, PrefillAssignment, call_prefill, prefill_message
-from router.workers.failures import Failed
+from router.workers.events import Event
+from router.workers.failures import FailureEvent
+from router.workers.prefill_call import PrefillAssignment, call_prefill, prefill_message
 
 
 class Breaking(prefill_pb2_grpc.PrefillServicer):
@@ -78,4 +79,4 @@ async def test_a_call_that_breaks_when_all_has_come_fails_nothing(reported: int,
 
 async def test_a_call_that_breaks_before_the_end_of_its_report_fails() -> None:
     events = await deliver(1, 0)
-    assert [type(event) for event in events] == [Prefilled, PromptLogprobs, Failed]
+    assert [type(event) for event in events] == [Prefilled, PromptLogprobs, FailureEvent]

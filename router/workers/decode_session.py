@@ -1,0 +1,358 @@
+"""Sessions with decode workers: one stream between this router and each worker, which all attempts there share.
+
+    up    Hello, then Reserve, Start and Cancel for single attempts, and a Heartbeat every second
+    down  parts for several attempts: answers, outputs of one step or several, ends and failures; and Heartbeats
+
+A Heartbeat lists the attempts that its sender believes to be alive. If two Heartbeats in a row lack an attempt that was
+granted, the worker has lost it, and it fails: a lost message costs two seconds, and never a hang. One Heartbeat is not
+enough, because decode no longer lists an attempt that has ended with prefill's first token, and this router may get
+that token later. Silence for `SILENCE_S` seconds ends the session.
+
+Messages from decode are delivered at once, and never wait for a client. When the stream ends, the worker has freed all
+that belonged to it. Every attempt of the session then fails, and a new session starts without attempts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import grpc
+
+from baton.errors import (
+    BatonError,
+    DeadlineExceeded,
+    EngineError,
+    Overloaded,
+    SourceUnreachable,
+    TransferError,
+    Unavailable,
+)
+from baton.pb import decode_pb2, decode_pb2_grpc
+from baton.request import CachePolicy, DecodeTimings, Output, RemoteExport, ReserveResult
+from baton.rpc.channel import HEARTBEAT_S, SILENCE_S, SilenceTimer
+from baton.rpc.convert import cache_policy_to_proto, export_to_proto, finish_from_proto, token_from_proto
+from baton.worker.status import WIRE_VERSION
+from router.workers.events import DecodeEnded, Deliver
+from router.workers.failures import Blame, Cause, FailureEvent, WorkerLoss
+
+PREEMPTED_RETRY_S = 1.0
+"""Seconds after which a client should try again, if its request was preempted too often."""
+
+_Kind = decode_pb2.AttemptFailure.Kind
+_FAULTS: dict[int, tuple[Callable[[str], BatonError], Blame, Cause]] = {
+    _Kind.KIND_SOURCE_UNREACHABLE: (SourceUnreachable, Blame.PAIR, Cause.FAULT),
+    _Kind.KIND_TRANSFER: (TransferError, Blame.PAIR, Cause.FAULT),
+    _Kind.KIND_ENGINE: (EngineError, Blame.DECODE, Cause.FAULT),
+    _Kind.KIND_DEADLINE: (DeadlineExceeded, Blame.DECODE, Cause.FAULT),
+    _Kind.KIND_DRAINING: (Unavailable, Blame.DECODE, Cause.DRAIN),
+    _Kind.KIND_PREEMPTED: (partial(Overloaded, retry_after=PREEMPTED_RETRY_S), Blame.DECODE, Cause.PREEMPTED),
+}
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnd:
+    """The cause of a session's end; `reason` is empty if only the session's own error is known."""
+
+    reason: str
+    cause: Cause
+    loss: WorkerLoss | None
+
+
+class DecodeCall:
+    """The part of a session that belongs to one attempt; it ends with `close`."""
+
+    def __init__(self, session: DecodeSession, request_id: str, attempt_number: int, deliver: Deliver) -> None:
+        self._session = session
+        self._key = decode_pb2.AttemptKey(request_id=request_id, attempt=attempt_number)
+        self._deliver = deliver
+        self._answer: asyncio.Future[ReserveResult] = asyncio.get_running_loop().create_future()
+        self._live: set[int] = set()
+        self._reserved = False
+        self._unanswered = False
+        self.has_output = False
+        """Whether the worker has sent a token of the attempt."""
+
+    @property
+    def key(self) -> decode_pb2.AttemptKey:
+        """The key of the attempt in messages."""
+        return self._key
+
+    @property
+    def may_hold_pages(self) -> bool:
+        """Whether the worker may hold pages of the attempt: it was asked, and no refusal or end is known."""
+        return self._unanswered or self.granted
+
+    @property
+    def granted(self) -> bool:
+        """Whether the worker must hold pages of the attempt."""
+        return self._reserved and not self._unanswered and bool(self._live)
+
+    async def reserve(
+        self,
+        *,
+        context_tokens: int,
+        max_new_tokens: int,
+        choices: tuple[int, ...],
+        deadline_ms: int,
+        salt: bytes,
+        cache: CachePolicy,
+        prefix_digests: bytes,
+    ) -> ReserveResult:
+        """Ask for pages and wait for the answer. Raises Unavailable if the session ends before.
+
+        `prefix_digests` are the digests of leading blocks that the worker may have, 32 bytes each, without separators.
+        """
+        self._live.update(choices)
+        self._reserved = self._unanswered = True
+        message = decode_pb2.SessionUp(
+            reserve=decode_pb2.Reserve(
+                key=self._key,
+                context_tokens=context_tokens,
+                max_new_tokens=max_new_tokens,
+                choices=len(choices),
+                deadline_ms=deadline_ms,
+                cache_salt=salt,
+                cache=cache_policy_to_proto(cache),
+            )
+        )
+        # Set only now, because protobuf copies the inner message, and the digests may have megabytes.
+        message.reserve.prefix_digests = prefix_digests
+        self._session.send(message)
+        return await self._answer
+
+    def start(
+        self,
+        *,
+        source: RemoteExport,
+        deadline_ms: int,
+        prefix_transfer_id: str = "",
+    ) -> None:
+        """Tell the worker where to fetch the KV.
+
+        If `prefix_transfer_id` is not empty, the worker exports its pinned prefix under this id.
+        """
+        self._session.send(
+            decode_pb2.SessionUp(
+                start=decode_pb2.Start(
+                    key=self._key,
+                    source=export_to_proto(source),
+                    deadline_ms=deadline_ms,
+                    prefix_transfer_id=prefix_transfer_id,
+                )
+            )
+        )
+
+    def cancel_choice(self, choice: int) -> None:
+        """End one choice at the worker; the others go on."""
+        if choice in self._live:
+            self._live.discard(choice)
+            self._session.send(decode_pb2.SessionUp(cancel=decode_pb2.Cancel(key=self._key, choice_index=choice)))
+
+    def withdraw(self) -> None:
+        """Tell a worker that refused the attempt not to set pages aside: the attempt will not ask again."""
+        self._session.send(decode_pb2.SessionUp(cancel=decode_pb2.Cancel(key=self._key)))
+
+    def close(self) -> None:
+        """End the attempt; the worker cancels it unless all of its choices have ended there. Idempotent."""
+        if not self._session.forget(self._key):
+            return
+        if self._unanswered:
+            self._session.skip_answer(self._key)
+        if self._reserved and self._live:
+            self._session.send(decode_pb2.SessionUp(cancel=decode_pb2.Cancel(key=self._key)))
+
+    def on_reserved(self, message: decode_pb2.ReserveResult) -> None:
+        """Handle the answer to `reserve`."""
+        self._unanswered = False
+        self._reserved = message.granted
+        if not self._answer.done():
+            retry_after_s = message.retry_after_ms / 1e3
+            self._answer.set_result(
+                ReserveResult(
+                    message.granted,
+                    message.reason,
+                    message.too_small,
+                    retry_after_s,
+                    message.cached_tokens,
+                    message.reservable_tokens,
+                )
+            )
+
+    def on_output(self, message: decode_pb2.SequenceOutput) -> None:
+        """Deliver tokens of a choice."""
+        finish = finish_from_proto(message.finish_reason)
+        if finish is not None:
+            self._live.discard(message.choice_index)
+        timings = None
+        if message.HasField("timings"):
+            timings = DecodeTimings(message.timings.fetch_ms, message.timings.slot_wait_ms)
+        tokens = tuple([token_from_proto(token) for token in message.tokens])
+        self.has_output = True
+        self._deliver(Output(message.choice_index, message.output_index, tokens, finish, timings))
+
+    def on_ended(self) -> None:
+        """Handle the end of the attempt without a fault: all of its choices have ended at the worker."""
+        self._reserved = False
+        self._deliver(DecodeEnded())
+
+    def on_failure(
+        self, error: BatonError, blame: Blame, cause: Cause = Cause.FAULT, loss: WorkerLoss | None = None
+    ) -> None:
+        """Handle the end of the attempt by a fault, after which the worker holds nothing of it.
+
+        While `reserve` waits, it raises `error`, so that another worker can be asked. Later, the failure is delivered.
+        """
+        self._reserved = self._unanswered = False
+        if self._answer.done():
+            self._deliver(FailureEvent(error, blame, cause, loss))
+            return
+        self._answer.set_exception(error)
+        # If `reserve` was not called, nobody reads this future: asyncio must not warn about its exception.
+        self._answer.exception()
+
+
+class DecodeSession:
+    """A stream between this router and a decode worker; it lasts as long as `run`."""
+
+    def __init__(
+        self, channel: grpc.aio.Channel, worker: str, router_id: str, on_change: Callable[[], None] = lambda: None
+    ) -> None:
+        """`worker` is the name for logs; `on_change` is called when the number of open calls changes."""
+        self._on_change = on_change
+        self._stub = decode_pb2_grpc.DecodeStub(channel)
+        self._worker = worker
+        # The queue needs no limit: it has a few messages for each attempt, and assignments and pages limit attempts.
+        # A worker that reads no messages also falls silent, which ends the session.
+        self._up: asyncio.Queue[decode_pb2.SessionUp] = asyncio.Queue()
+        hello = decode_pb2.Hello(router_id=router_id, wire_version=WIRE_VERSION)
+        self._up.put_nowait(decode_pb2.SessionUp(hello=hello))
+        self._calls: dict[tuple[str, int], DecodeCall] = {}
+        self._skipped: Counter[tuple[str, int]] = Counter()
+        self._missed: set[tuple[str, int]] = set()
+        self.open = True
+        """Whether new calls can begin."""
+
+    @property
+    def open_calls(self) -> int:
+        """Number of calls that have not been closed."""
+        return len(self._calls)
+
+    @property
+    def requests_without_token(self) -> int:
+        """Number of attempts for which the worker was asked for pages, but has sent no token yet."""
+        return sum(call.may_hold_pages and not call.has_output for call in self._calls.values())
+
+    def begin_call(self, request_id: str, attempt_number: int, deliver: Deliver) -> DecodeCall:
+        """Begin the call of an attempt, whose events go to `deliver`. Raises Unavailable if the session has ended."""
+        if not self.open:
+            raise Unavailable(f"decode worker {self._worker} is lost")
+        call = DecodeCall(self, request_id, attempt_number, deliver)
+        self._calls[request_id, attempt_number] = call
+        self._on_change()
+        return call
+
+    async def run(self, ended: Callable[[int], SessionEnd]) -> None:
+        """Send and receive until the stream breaks or falls silent, or the task is cancelled.
+
+        At the end, `ended` is called with the number of requests that may have killed the worker. Its result tells the
+        attempts why the session ended.
+        """
+        stream = self._stub.Session()
+        writing = asyncio.create_task(self._write(stream), name=f"session up {self._worker}")
+        reason = "ended the session"
+        silence = SilenceTimer(SILENCE_S, stream.cancel)
+        try:
+            with silence:
+                async for down in stream:
+                    silence.reset()
+                    self._deliver_messages(down)
+        except grpc.aio.AioRpcError as error:
+            reason = f"is lost: {error.code().name} {error.details()}"
+        except asyncio.CancelledError:
+            if not silence.ended_call():
+                raise
+        except Exception as error:
+            # A new session must start after any error, or the worker would stay unused.
+            _logger.exception("a message of decode worker %s can't be handled", self._worker)
+            reason = f"sent what can't be handled: {type(error).__name__}: {error}"
+        finally:
+            if silence.expired:
+                reason = f"was silent for {SILENCE_S:g} s"
+            self._close(reason, ended)
+            writing.cancel()
+            stream.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
+
+    def send(self, message: decode_pb2.SessionUp) -> None:
+        """Queue a message; it is dropped if the session has ended."""
+        if self.open:
+            self._up.put_nowait(message)
+
+    def forget(self, key: decode_pb2.AttemptKey) -> bool:
+        """Deliver no more messages to the attempt; False if it was forgotten before."""
+        if self._calls.pop((key.request_id, key.attempt), None) is None:
+            return False
+        self._on_change()
+        return True
+
+    def skip_answer(self, key: decode_pb2.AttemptKey) -> None:
+        """Ignore the next answer to a reservation with this key: the attempt gave up, and may ask again later."""
+        self._skipped[key.request_id, key.attempt] += 1
+
+    def _close(self, reason: str, ended: Callable[[int], SessionEnd]) -> None:
+        self.open = False
+        granted = [call for call in self._calls.values() if call.granted]
+        suspects = [call for call in granted if not call.has_output] or granted
+        ending = ended(len({call.key.request_id for call in suspects}))
+        error = Unavailable(f"decode worker {self._worker}: {ending.reason or reason}")
+        for call in list(self._calls.values()):
+            call.on_failure(error, Blame.DECODE, ending.cause, ending.loss if call in suspects else None)
+
+    async def _write(self, stream: grpc.aio.StreamStreamCall) -> None:
+        now = asyncio.get_running_loop().time
+        beat = now() + HEARTBEAT_S
+        while True:
+            try:
+                async with asyncio.timeout_at(beat):
+                    message = await self._up.get()
+            except TimeoutError:
+                live = [call.key for call in self._calls.values() if call.may_hold_pages]
+                message = decode_pb2.SessionUp(heartbeat=decode_pb2.Heartbeat(live=live))
+                beat = now() + HEARTBEAT_S
+            await stream.write(message)
+
+    def _deliver_messages(self, down: decode_pb2.SessionDown) -> None:
+        for reserved in down.reserved:
+            name = reserved.key.request_id, reserved.key.attempt
+            if name in self._skipped:
+                self._skipped -= Counter((name,))
+            elif call := self._calls.get(name):
+                call.on_reserved(reserved)
+        for output in down.outputs:
+            if call := self._calls.get((output.key.request_id, output.key.attempt)):
+                call.on_output(output)
+        for key in down.ended:
+            if call := self._calls.get((key.request_id, key.attempt)):
+                call.on_ended()
+        for failure in down.failures:
+            if call := self._calls.get((failure.key.request_id, failure.key.attempt)):
+                make, blame, cause = _FAULTS[failure.kind]
+                call.on_failure(make(f"decode worker {self._worker}: {failure.message}"), blame, cause)
+        if down.HasField("heartbeat"):
+            self._compare(down.heartbeat.live)
+
+    def _compare(self, live: Iterable[decode_pb2.AttemptKey]) -> None:
+        """Fail attempts that two Heartbeats in a row lack although they were granted."""
+        known = {(key.request_id, key.attempt) for key in live}
+        missed = {key for key, call in self._calls.items() if call.granted and key not in known}
+        for key in missed & self._missed:
+            error = EngineError(f"decode worker {self._worker} knows nothing of attempt {key[0]}/{key[1]}")
+            self._calls[key].on_failure(error, Blame.DECODE)
+        self._missed = missed
