@@ -22,7 +22,7 @@ from baton.engine.process import pin_compute_threads
 from baton.errors import ConfigError, EngineError
 from baton.model.checkpoint import resolve, tokenizer_digest
 from baton.pb import worker_pb2, worker_pb2_grpc
-from baton.process import executors, freed_memory
+from baton.process import allocator, executors
 from baton.process.executors import WORK, EngineThread, wait_to_end
 from baton.process.ops import serve_ops
 from baton.process.sockets import bind
@@ -94,7 +94,7 @@ def _build(config: WorkerConfig) -> Engine:
     from baton.engine.factory import build
 
     engine = build(config.engine_config())
-    freed_memory.prepare(_SPARE_BYTES)
+    allocator.prefault(_SPARE_BYTES)
     if config.cpus:
         pin_compute_threads()
     return engine

@@ -24,6 +24,7 @@ from baton.native import mapping, shared
 from baton.native.decoder import NativeDecoder
 from baton.native.packed import LoadedWeight, PackedWeights
 from baton.native.shared import share_weights
+from baton.process.madvise import ask_for_huge_pages
 from tests.checkpoints import make_checkpoint, prompt_ids
 from tests.kernels import LIBRARY, needs_native
 from tests.unit.model.runner import chunked_logits
@@ -361,7 +362,7 @@ def test_a_kernel_without_huge_pages_shares_too(monkeypatch: pytest.MonkeyPatch)
             raise OSError(22, "Invalid argument")
 
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
-    mapping.advise(cast(mmap.mmap, Memory()))
+    ask_for_huge_pages(cast(mmap.mmap, Memory()))
 
 
 def test_what_up_holds_open_but_its_children_may_not_open_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
