@@ -19,9 +19,9 @@ from baton.process.executors import EngineThread
 from baton.request import Handoff, RemoteExport
 from baton.rpc.tls import Tls
 from baton.transfer.export import ExportRegistry
-from baton.transfer.fetcher import fetch
+from baton.transfer.fetcher import ExportFetcher
 from baton.transfer.transport import SERVICE as KV_SERVICE
-from baton.transfer.transport import KvChannels, KvServicer, open_sources
+from baton.transfer.transport import KvServicer
 from baton.worker.health import IdleAudit, Progress, build_ledger
 from baton.worker.prefix_cache import CacheTiers, open_cache
 from baton.worker.start import Service, WorkerAddresses, serve_listeners, start_runtime
@@ -104,23 +104,16 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
 @contextlib.asynccontextmanager
 async def _fetching(config: DecodeConfig, engine: Engine, consumer: str, tls: Tls | None) -> AsyncIterator[KvFetcher]:
     """Yield a function that fetches over gRPC, as `consumer`, with the limits of the settings."""
-    channels = KvChannels(tls)
+    exports = ExportFetcher(engine, tls, consumer, config.fetch_stall_s)
 
     async def fetch_kv(source: RemoteExport, handle: KvHandle, *, tokens: range, length: int) -> Handoff:
         limit_s = config.fetch_limit_s(length)
-        async with open_sources(
-            channels,
-            source,
-            timeout_s=limit_s,
-            stall_timeout_s=config.fetch_stall_s,
-            consumer=consumer,
-        ) as sources:
-            return await fetch(sources, engine, handle, tokens=tokens, length=length, timeout_s=limit_s)
+        return await exports.fetch(source, handle, tokens=tokens, length=length, timeout_s=limit_s)
 
     try:
         yield fetch_kv
     finally:
-        await channels.close()
+        await exports.close()
 
 
 class DecodeService:

@@ -56,8 +56,7 @@ from baton.rates import DecayingRate
 from baton.request import PrefixSource
 from baton.rpc.tls import Tls
 from baton.telemetry import metrics
-from baton.transfer.fetcher import fetch_prefix
-from baton.transfer.transport import KvChannels, open_sources
+from baton.transfer.fetcher import ExportFetcher
 from baton.worker.prefix_cache import POOL, BlockCopier, CacheTiers
 from prefill_svc.job import PrefillJob, TierRun
 
@@ -425,10 +424,8 @@ class PeerFetcher:
     """
 
     def __init__(self, engine: Engine, tls: Tls | None, consumer: str, budget_s: float) -> None:
-        self._engine = engine
         self._token_bytes = engine.spec.kv_format.token_bytes
-        self._channels = KvChannels(tls, "decode")
-        self._consumer = consumer
+        self._exports = ExportFetcher(engine, tls, consumer, budget_s, role="decode")
         self._budget_s = budget_s
         self._bytes_per_s = DecayingRate()
 
@@ -447,22 +444,9 @@ class PeerFetcher:
         size, arrived, began = len(tokens) * self._token_bytes, 0, time.monotonic()
         timeout_s = self._budget_s + size / _MIN_BYTES_PER_S
         try:
-            async with open_sources(
-                self._channels,
-                source.export,
-                timeout_s=timeout_s,
-                stall_timeout_s=self._budget_s,
-                consumer=self._consumer,
-            ) as sources:
-                await fetch_prefix(
-                    sources,
-                    self._engine,
-                    handle,
-                    tokens=tokens,
-                    length=source.tokens,
-                    digest=digest,
-                    timeout_s=timeout_s,
-                )
+            await self._exports.fetch_prefix(
+                source.export, handle, tokens=tokens, length=source.tokens, digest=digest, timeout_s=timeout_s
+            )
             arrived = size
         except TransferError as error:
             _log.info("%s: the prefix could not be fetched, and is computed: %s", handle.owner, error)
@@ -472,4 +456,4 @@ class PeerFetcher:
 
     async def close(self) -> None:
         """Close all channels; no fetch may be running."""
-        await self._channels.close()
+        await self._exports.close()

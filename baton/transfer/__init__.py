@@ -1,7 +1,7 @@
 """Moves KV between workers; any worker may export KV (`export`) and fetch it (`fetcher`).
 
     exporter                                              consumer
-    ExportRegistry.open ── mark_final × n ── commit ──┐          fetch, fetch_prefix
+    ExportRegistry.open ── mark_final × n ── commit ──┐          ExportFetcher: fetch, fetch_prefix
          Export.frames(box) ── wire ── KvServicer ══════▶ KvSource ── Receiver ── engine.write_kv
                                             └─ released, lease over or failed ── on_closed
 

@@ -4,7 +4,7 @@
     all shards:  ──▶ release
 
 `fetch` fetches the KV of a request, except tokens that are here already, and its handoff. `fetch_prefix` fetches KV
-only. A fetch is complete when all shards are complete.
+only. `ExportFetcher` calls them with the sources of an export. A fetch is complete when all shards are complete.
 
 While one frame is checked and written, the next one is received; there is no other read-ahead. A write can't be
 cancelled, so these functions return or raise only after the last write has ended. Then the caller may free the handle.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import replace
 
 from baton.engine.contract import Engine, KvHandle
@@ -26,11 +26,57 @@ from baton.errors import CorruptFrame, IncompleteTransfer, TransferError, WrongP
 from baton.kv.format import PartData, Shard
 from baton.process import executors
 from baton.process.executors import COPIES, wait_to_end
-from baton.request import Handoff
+from baton.request import Handoff, RemoteExport
+from baton.rpc.tls import Tls
 from baton.telemetry.metrics import TRANSFER_BYTES, TRANSFER_FAULTS
 from baton.transfer import wire
-from baton.transfer.transport import KvSource
+from baton.transfer.transport import KvChannels, KvSource, open_sources
 from baton.transfer.wire import HANDOFF_VERSION, Box, Commit, Coverage, Manifest, unpack
+
+
+class ExportFetcher:
+    """Fetches exports of other workers over gRPC, as `consumer` (the name of this worker in tickets).
+
+    A fetch fails if the exporter sends nothing for `stall_timeout_s` seconds. `role` is that of the exporters. Used on
+    the asyncio loop only.
+    """
+
+    def __init__(
+        self, engine: Engine, tls: Tls | None, consumer: str, stall_timeout_s: float, role: str = "prefill"
+    ) -> None:
+        self._engine = engine
+        self._channels = KvChannels(tls, role)
+        self._consumer = consumer
+        self._stall_timeout_s = stall_timeout_s
+
+    async def fetch(
+        self, export: RemoteExport, handle: KvHandle, *, tokens: range, length: int, timeout_s: float
+    ) -> Handoff:
+        """As `fetch`, from all shards of `export`."""
+        async with self._open(export, timeout_s) as sources:
+            return await fetch(sources, self._engine, handle, tokens=tokens, length=length, timeout_s=timeout_s)
+
+    async def fetch_prefix(
+        self, export: RemoteExport, handle: KvHandle, *, tokens: range, length: int, digest: bytes, timeout_s: float
+    ) -> None:
+        """As `fetch_prefix`, from all shards of `export`."""
+        async with self._open(export, timeout_s) as sources:
+            await fetch_prefix(
+                sources, self._engine, handle, tokens=tokens, length=length, digest=digest, timeout_s=timeout_s
+            )
+
+    async def close(self) -> None:
+        """Close all channels; no fetch may be running."""
+        await self._channels.close()
+
+    def _open(self, export: RemoteExport, timeout_s: float) -> AbstractAsyncContextManager[list[KvSource]]:
+        return open_sources(
+            self._channels,
+            export,
+            timeout_s=timeout_s,
+            stall_timeout_s=self._stall_timeout_s,
+            consumer=self._consumer,
+        )
 
 
 async def fetch(
