@@ -22,8 +22,8 @@ from baton.transfer.export import ExportRegistry
 from baton.transfer.fetcher import ExportFetcher
 from baton.transfer.transport import SERVICE as KV_SERVICE
 from baton.transfer.transport import KvServicer
-from baton.worker.health import IdleAudit, Progress, build_ledger
-from baton.worker.prefix_cache import CacheTiers, open_cache
+from baton.worker.cache_tiers import CacheTiers, open_cache
+from baton.worker.health import IdleAudit, Watchdog, build_ledger
 from baton.worker.start import Service, WorkerAddresses, serve_listeners, start_runtime
 from baton.worker.status import PrefixChangeFeed, StatusHub, WorkerIdentity, WorkerLoad, WorkerRole
 from decode_svc.attempts import FailureKind, ledger_entries
@@ -85,7 +85,7 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
             serve_listeners(
                 config,
                 service.status,
-                service.progress,
+                service.watchdog,
                 control=Service(DECODE_SERVICE, add_decode),
                 kv=Service(KV_SERVICE, KvServicer(exports, base.tickets).add_to_server),
                 tls=base.tls,
@@ -137,7 +137,7 @@ class DecodeService:
         self._cache = cache
         self._prefix_changes = PrefixChangeFeed(engine, cache, lambda: self.status.notify())
         self.status = StatusHub(identity, self._load, self._prefix_changes)
-        self.progress = Progress(work_counter=engine.work_counter)
+        self.watchdog = Watchdog(work_counter=engine.work_counter)
         self.cache_tiers = CacheTiers(engine, cache)
         self._audit = IdleAudit(self.ledger, lambda: self._is_idle, lambda error: self.worker.fail_engine(error))
         self.worker = DecodeWorker(
@@ -147,7 +147,7 @@ class DecodeService:
             exports,
             cache,
             self.cache_tiers,
-            self.progress,
+            self.watchdog,
             changed=self._on_load_change,
             on_idle=self._audit.notify,
         )

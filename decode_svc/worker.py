@@ -36,8 +36,8 @@ from baton.rates import DecayingAverage
 from baton.request import Handoff, Output, RemoteExport, ReserveResult
 from baton.telemetry import metrics
 from baton.transfer.export import ExportRegistry
-from baton.worker.health import Progress
-from baton.worker.prefix_cache import BlockCopier, CacheTiers
+from baton.worker.cache_tiers import BlockCopier, CacheTiers
+from baton.worker.health import Watchdog
 from baton.worker.status import WorkerLoad
 from decode_svc.admission import RENEW_S, Admission, SlotForecast
 from decode_svc.attempts import Attempts, DecodeAttempt, Failure, FailureKind
@@ -72,7 +72,7 @@ class DecodeWorker:
         exports: ExportRegistry,
         cache: PrefixCache,
         cache_tiers: CacheTiers,
-        progress: Progress,
+        watchdog: Watchdog,
         changed: abc.Callable[[], None],
         on_idle: abc.Callable[[], None],
     ) -> None:
@@ -106,7 +106,7 @@ class DecodeWorker:
         self._timer: asyncio.TimerHandle | None = None
         self.decode_loop = DecodeLoop(
             engine,
-            progress,
+            watchdog,
             lambda report: loop.call_soon_threadsafe(self.report, report),
             loop.time,
             self.write_backs.release_pages,

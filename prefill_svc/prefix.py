@@ -57,7 +57,7 @@ from baton.request import PrefixSource
 from baton.rpc.tls import Tls
 from baton.telemetry import metrics
 from baton.transfer.fetcher import ExportFetcher
-from baton.worker.prefix_cache import POOL, BlockCopier, CacheTiers
+from baton.worker.cache_tiers import POOL, BlockCopier, CacheTiers
 from prefill_svc.job import PrefillJob, TierRun
 
 _log = logging.getLogger(__name__)

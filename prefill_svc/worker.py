@@ -45,7 +45,7 @@ from baton.process.executors import EngineThread, wait_to_end
 from baton.request import Prefilled
 from baton.telemetry import metrics
 from baton.transfer.export import ExportRegistry
-from baton.worker.health import FaultCounter, IdleAudit, Progress, build_ledger
+from baton.worker.health import FaultCounter, IdleAudit, Watchdog, build_ledger
 from baton.worker.status import WorkerIdentity, WorkerLoad
 from prefill_svc.job import PrefillJob, PrefillRequest, count_by_tier, ledger_entries, make_result, overdue_error
 from prefill_svc.prefix import PrefixBackends, PrefixLoader
@@ -65,7 +65,7 @@ class PrefillWorker:
         identity: WorkerIdentity,
         exports: ExportRegistry,
         backends: PrefixBackends,
-        progress: Progress,
+        watchdog: Watchdog,
         changed: Callable[[], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -82,8 +82,8 @@ class PrefillWorker:
         """Jobs whose callers wait for the answer."""
         self._live_jobs: dict[PrefillJob, None] = {}
         """Jobs that may hold pages or an export."""
-        self._progress = progress
-        self._chunks = ChunkRunner(engine, thread, self._scheduler, progress, self._open_jobs)
+        self._watchdog = watchdog
+        self._chunks = ChunkRunner(engine, thread, self._scheduler, watchdog, self._open_jobs)
         self._refusal = ""
         self._faults = FaultCounter()
         self._closing = False
@@ -375,7 +375,7 @@ class PrefillWorker:
             self._faults.record_failure(job.request.request_id)
             job.error = error
             if self._faults.suspected:
-                check = partial(self._faults.check_engine, self._engine, self._progress, step=False)
+                check = partial(self._faults.check_engine, self._engine, self._watchdog, step=False)
                 await self._check(self._thread.run(check))
             return error
         # The error may also have damaged cached blocks. The end of the job gives its pages to others, which must not
@@ -426,13 +426,13 @@ class ChunkRunner:
         engine: Engine,
         thread: EngineThread,
         scheduler: PrefillScheduler,
-        progress: Progress,
+        watchdog: Watchdog,
         jobs: Mapping[ScheduledJob, PrefillJob],
     ) -> None:
         self._engine = engine
         self._thread = thread
         self._scheduler = scheduler
-        self._progress = progress
+        self._watchdog = watchdog
         self._jobs = jobs
         self._loop = asyncio.get_running_loop()
         self._running: list[PrefillJob] = []
@@ -494,7 +494,7 @@ class ChunkRunner:
             self._scheduler.start_chunk(scheduled)
             job.next_chunk.set_result(end)
         if not self._running:
-            self._progress.set_idle()
+            self._watchdog.set_idle()
 
     def _compute_on_thread(self, chunk: _RunningChunk) -> ChunkResult:
         """Compute one chunk; runs on the engine thread."""
@@ -502,7 +502,7 @@ class ChunkRunner:
 
         def on_layer(layer: int) -> None:
             nonlocal others_s
-            self._progress.record()
+            self._watchdog.record()
             job.check()
             if job.export is not None:
                 job.export.mark_final(layer, chunk.end)
@@ -511,7 +511,7 @@ class ChunkRunner:
                 self._thread.preemption_point()
                 others_s += time.monotonic() - paused
 
-        self._progress.record()
+        self._watchdog.record()
         job.check()
         states = job.request.states() if chunk.end == len(job.ids) else ()
         prompt_logprobs = job.request.params.prompt_logprobs

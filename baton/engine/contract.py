@@ -73,7 +73,7 @@ class KvHandle(Protocol):
 
     @property
     def owner(self) -> str:
-        """Name of its owner, for the ledger: "request/attempt" or "request/attempt/choice"."""
+        """Name of its owner, for the ledger; it begins with "request/attempt", except for the worker's own prompt."""
 
     @property
     def capacity(self) -> int:

@@ -10,9 +10,9 @@ wait in a queue.
 
 Each stream sends final KV in the order in which it was computed: a chunk passes through all layers before the next
 chunk starts. While one frame is sent, the next is read from the engine. There is no other read-ahead, so a slow
-consumer costs the memory of two frames. A consumer may have to wait while the engine computes other prompts, or tokens
-that the consumer has already. Meanwhile it gets an empty progress frame every PROGRESS_S seconds, which says only that
-the export exists; the worker's status says whether the worker makes progress.
+consumer costs the memory of two frames. A consumer may have to wait while the engine computes other prompts, or the
+part of this prompt that the consumer already has. Meanwhile it gets an empty keep-alive frame every KEEPALIVE_S
+seconds, which says only that the export exists; the worker's status says whether the worker makes progress.
 
 The lease begins at the commit. Each frame that a consumer reads renews it. If no frame is read during the lease, the
 export ends, even while a stream is open. The event loop's timers end it, so this does not depend on a scheduler.
@@ -55,7 +55,7 @@ from baton.telemetry.metrics import EXPORTS_OPEN, LEASES_EXPIRED, TRANSFER_BYTES
 from baton.transfer import wire
 from baton.transfer.wire import Box, Coverage, Manifest, encode_commit, encode_manifest, pack
 
-PROGRESS_S = 1.0
+KEEPALIVE_S = 1.0
 
 _Frame = tuple[int, range, bytes, int, int]
 """Layer, tokens, the encoded frame, its checksum, and the bytes of its payload."""
@@ -197,10 +197,10 @@ class Export:
         while ahead is not None or not pieces.done:
             ahead = ahead or self._read_next(pieces, box)
             if ahead is None:
-                if self._loop.time() < sent_at + PROGRESS_S:
-                    await self._wait_for_change(until=sent_at + PROGRESS_S)
+                if self._loop.time() < sent_at + KEEPALIVE_S:
+                    await self._wait_for_change(until=sent_at + KEEPALIVE_S)
                 else:
-                    yield wire.PROGRESS
+                    yield wire.KEEPALIVE
                     sent_at = self._loop.time()
                 continue
             layer, tokens, frame, checksum, payload = await self._result(ahead)
@@ -214,9 +214,9 @@ class Export:
         yield encode_manifest(Manifest(count, carried.runs(), digest, Shard("", box.layers, box.heads)))
         self._renew()
         while not self._committed:
-            await self._wait_for_change(until=sent_at + PROGRESS_S)
-            if self._loop.time() >= sent_at + PROGRESS_S:
-                yield wire.PROGRESS
+            await self._wait_for_change(until=sent_at + KEEPALIVE_S)
+            if self._loop.time() >= sent_at + KEEPALIVE_S:
+                yield wire.KEEPALIVE
                 sent_at = self._loop.time()
         self._check()
         yield await executors.run(WORK, self._encoded_commit)

@@ -259,7 +259,7 @@ class Receiver:
         """Check and write one frame; raises TransferError if the transfer can't succeed any more."""
         if self.committed:
             raise CorruptFrame("a frame was sent after the commit")
-        if raw == wire.PROGRESS:
+        if raw == wire.KEEPALIVE:
             return
         try:
             frame = wire.decode(raw, self._seed)

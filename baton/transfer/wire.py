@@ -6,7 +6,7 @@ A stream is data frames, then one manifest, then one commit with the handoff:
     manifest    1A <len> KvManifest
     commit      22 <len> KvCommit
 
-While the consumer has to wait for the next frame, it gets PROGRESS, an empty message, from time to time.
+While the consumer has to wait for the next frame, it gets KEEPALIVE, an empty message, from time to time.
 
 Data frames are encoded and decoded without the generated class `KvFrame`, but have the bytes that it would write. So
 the payload is copied once when it is sent, and not at all when it is received. Decoding is strict: fields must be in
@@ -239,7 +239,7 @@ def _bytes(message: Message) -> bytes:
     return bytes(message.SerializeToString(deterministic=True))
 
 
-PROGRESS = b""
+KEEPALIVE = b""
 """A frame without fields: the export is alive, but has nothing to send yet."""
 
 _VARINT, _BYTES, _FIXED32 = 0, 2, 5

@@ -203,7 +203,7 @@ def test_sound_frames_without_sense_are_refused(rng: random.Random, streams: Str
         for frame in sent:
             receiver.add_frame(frame)
         if not receiver.gaps():
-            _check_complete([decoded(frame) for frame in sent if frame != wire.PROGRESS])
+            _check_complete([decoded(frame) for frame in sent if frame != wire.KEEPALIVE])
     except TransferError:
         pass
     finally:
@@ -233,7 +233,7 @@ def _invented(rng: random.Random, streams: Streams, kind: int) -> bytes:
         return rng.choice((0, 1, rng.randrange(most + 2), 2**31, 2**32 - 1))
 
     if kind == 0:
-        return rng.choice((*streams.frames, wire.PROGRESS))
+        return rng.choice((*streams.frames, wire.KEEPALIVE))
     if kind == 1:
         runs = tuple((number(LAYERS), number(TOKENS), number(TOKENS)) for _ in range(rng.randrange(5)))
         return wire.encode_manifest(wire.Manifest(number(8), runs, number(99), _shard(number)))

@@ -174,7 +174,7 @@ def test_no_more_is_evicted_for_a_session_that_has_ended(evicting: Evicting) -> 
 
 
 def test_blocks_of_a_long_context_are_published_in_slices(evicting: Evicting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.worker.prefix_cache.PUBLISH_BLOCKS", 2)
+    monkeypatch.setattr("baton.worker.cache_tiers.PUBLISH_BLOCKS", 2)
     published = list[int]()
     publish = evicting.engine.publish
     monkeypatch.setattr(evicting.engine, "publish", lambda *each: (published.append(len(each[1])), publish(*each)))

@@ -8,7 +8,7 @@ import pytest
 
 from baton.errors import CorruptFrame, IncompleteTransfer, InvalidRequest, TransferError
 from baton.transfer import wire
-from baton.transfer.export import PROGRESS_S, ExportRegistry
+from baton.transfer.export import KEEPALIVE_S, ExportRegistry
 from baton.transfer.fetcher import Receiver, fetch_box
 from baton.transfer.wire import Box
 from tests.property.virtual import VirtualLoop
@@ -86,7 +86,7 @@ async def test_a_read_of_a_handle_freed_after_the_end_tells_of_it(exports: Expor
 
 @pytest.mark.parametrize("box", [REST, NOTHING], ids=["the rest", "nothing"])
 def test_a_consumer_of_the_end_hears_that_the_beginning_is_being_computed(box: Box) -> None:
-    """Once in PROGRESS_S, also while the engine computes something else."""
+    """Once in KEEPALIVE_S, also while the engine computes something else."""
     loop, engine = VirtualLoop(), Engine()
 
     async def run() -> list[tuple[float, bytes]]:
@@ -102,7 +102,7 @@ def test_a_consumer_of_the_end_hears_that_the_beginning_is_being_computed(box: B
         for token in range(1, 8):
             await asyncio.sleep(0.4)
             mark_all_final(export, token)
-        await asyncio.sleep(5 * PROGRESS_S)
+        await asyncio.sleep(5 * KEEPALIVE_S)
         mark_all_final(export, TOKENS)
         export.commit(handoff(TOKENS))
         await listening
@@ -110,9 +110,9 @@ def test_a_consumer_of_the_end_hears_that_the_beginning_is_being_computed(box: B
         return heard
 
     heard = loop.run_until_complete(run())
-    told = [round(at, 3) for at, frame in heard if frame == wire.PROGRESS]
-    assert told == [PROGRESS_S * second for second in range(1, 8)]
-    assert [type(decoded(frame)) for _, frame in heard if frame != wire.PROGRESS] == [
+    told = [round(at, 3) for at, frame in heard if frame == wire.KEEPALIVE]
+    assert told == [KEEPALIVE_S * second for second in range(1, 8)]
+    assert [type(decoded(frame)) for _, frame in heard if frame != wire.KEEPALIVE] == [
         *[wire.KvData] * (LAYERS if box is REST else 0),
         wire.Manifest,
         wire.Commit,
@@ -127,8 +127,8 @@ async def test_progress_is_no_frame_and_nothing_follows_the_commit(exports: Expo
     consumer = Engine(page_size=4)
     receiver = Receiver(consumer, consumer.reserve("decode", TOKENS), REST, TOKENS, [WHOLE], SEED)
     for frame in frames:
-        receiver.add_frame(wire.PROGRESS)
+        receiver.add_frame(wire.KEEPALIVE)
         receiver.add_frame(frame)
     assert receiver.gaps() == []
     with pytest.raises(CorruptFrame, match="after the commit"):
-        receiver.add_frame(wire.PROGRESS)
+        receiver.add_frame(wire.KEEPALIVE)
