@@ -254,7 +254,7 @@ class DecodeLoop:
     def _process_step(self, step: ForwardPass, report: StepReport) -> None:
         report.batch, started = len(step.batch), max(step.launched_at, self._read_at)
         try:
-            results = step.result().steps
+            results = step.result().sequences
         except Exception as error:
             self._fail_batch(error, report)
             return

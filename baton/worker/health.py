@@ -106,7 +106,7 @@ class FaultCounter:
 
     @property
     def suspected(self) -> bool:
-        """Whether MAX_REQUESTS_WITHOUT_TOKEN different requests have failed since the last token; then `check_engine` finds the cause."""
+        """Whether too many different requests have failed since the last token; then `check_engine` finds the cause."""
         return len(self._requests) >= MAX_REQUESTS_WITHOUT_TOKEN
 
     def record_success(self) -> None:
@@ -148,7 +148,7 @@ def _compute_own(engine: Engine, watchdog: Watchdog, *, step: bool) -> None:
         result = compute_chunk(engine, chunk)
         if step:
             engine.insert(contract.EngineSequence(handle, SequenceState(greedy, ids, (result.tokens[0].token_id,))))
-            for _, found in engine.launch().result().steps:
+            for _, found in engine.launch().result().sequences:
                 if isinstance(found, NoToken):
                     raise found
     finally:

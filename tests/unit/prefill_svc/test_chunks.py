@@ -56,7 +56,7 @@ class Worker:
         return asyncio.create_task(self._compute(job))
 
     async def _compute(self, job: PrefillJob) -> None:
-        while job.computed < len(job.ids):
+        while job.computed_tokens < len(job.token_ids):
             async with self._chunks.acquire_engine(job) as end:
                 self.order.append(job.request.request_id)
                 self.watchdog.record()
