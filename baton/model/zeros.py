@@ -1,9 +1,9 @@
 """Large zeroed tensors in host memory, whose page faults do not delay the start of a worker.
 
 Zeroing a pool of 3.4 GB took 1.3 s, and 8 s on a virtual machine whose host had to find the memory: most of the start.
-The kernel's new pages are zero anyway. Here a thread asks for them (MADV_POPULATE_WRITE) while the worker
-already serves. So memory is committed soon after the start, not during a request, and a machine with too little memory
-fails early.
+The kernel's new pages are zero anyway. Here a thread asks for them (MADV_POPULATE_WRITE) while the worker already
+serves. So memory is committed soon after the start, not during a request, and a machine with too little memory fails
+early.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 import ctypes
 import errno
 import logging
-import mmap
 import os
 import re
 import shutil
@@ -12,7 +11,6 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
@@ -24,7 +22,6 @@ from baton.native import mapping, shared
 from baton.native.decoder import NativeDecoder
 from baton.native.packed import LoadedWeight, PackedWeights
 from baton.native.shared import share_weights
-from baton.process.madvise import ask_for_huge_pages
 from tests.checkpoints import make_checkpoint, prompt_ids
 from tests.kernels import LIBRARY, needs_native
 from tests.unit.model.runner import chunked_logits
@@ -354,15 +351,6 @@ def test_a_probed_file_is_left_empty(tmp_path: Path) -> None:
     with (tmp_path / "probed").open("w+b") as file:
         mapping.huge_pages_of(file.fileno())
         assert os.fstat(file.fileno()).st_size == 0
-
-
-def test_a_kernel_without_huge_pages_shares_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Memory:
-        def madvise(self, _: int) -> None:
-            raise OSError(22, "Invalid argument")
-
-    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
-    ask_for_huge_pages(cast(mmap.mmap, Memory()))
 
 
 def test_what_up_holds_open_but_its_children_may_not_open_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
