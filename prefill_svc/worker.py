@@ -312,7 +312,10 @@ class PrefillWorker:
     # Pages.
 
     def _allocate_pages(self) -> None:
-        """Allocate pages to the prompts whose turn it is; called whenever a prompt may have become able to get them."""
+        """Allocate pages to the prompts whose turn it is, and end their wait for `pages_ready`.
+
+        Called whenever a prompt may have become able to get pages.
+        """
         refused: set[ScheduledJob] = set()
         while not self._closing:
             now = time.monotonic()

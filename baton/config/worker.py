@@ -46,8 +46,8 @@ class WorkerConfig(Settings):
     kv_memory: int = option(0, help="Size of the KV pool; 0: automatic.", unit="bytes")
     kv_home: str = option(
         "auto",
-        help="Memory of the KV pool: device, host (host memory), or auto (the device, and more pages in host memory "
-        "for sequences that do not fit).",
+        help="Memory that has the KV pages: device; host; or auto, which is the device, and host memory for sequences "
+        "that do not fit on it.",
         choices=KV_HOMES,
     )
     host_memory: int = option(
