@@ -17,11 +17,11 @@ from baton.pb import decode_pb2_grpc
 from baton.request import Handoff, RemoteExport
 from baton.rpc.tls import Tls
 from baton.transfer.export import ExportRegistry
-from baton.transfer.fetcher import fetch
+from baton.transfer.fetcher import ExportFetcher
 from baton.transfer.transport import SERVICE as KV_SERVICE
-from baton.transfer.transport import KvChannels, KvServicer, open_sources
-from baton.worker.health import Progress
-from baton.worker.prefix_cache import CacheTiers, open_cache
+from baton.transfer.transport import KvServicer
+from baton.worker.cache_tiers import CacheTiers, open_cache
+from baton.worker.health import Watchdog
 from baton.worker.start import Service, WorkerAddresses, serve_listeners, start_runtime
 from baton.worker.status import PrefixChangeFeed, StatusHub, WorkerRole
 from decode_svc.attempts import FailureKind
@@ -87,13 +87,13 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
         await cache.check()
         exports = ExportRegistry(base.engine, base.identity.incarnation, shards=base.identity.shards)
         fetch_kv = await stack.enter_async_context(_fetching(config, base.engine, base.identity.consumer, base.tls))
-        progress = Progress(work_counter=base.engine.work_counter)
+        watchdog = Watchdog(work_counter=base.engine.work_counter)
         prefix_changes = PrefixChangeFeed(base.engine, cache, lambda: status.notify())
         stack.callback(prefix_changes.close)
         status = StatusHub(base.identity, lambda: worker.load_report(), prefix_changes)
         cache_tiers = CacheTiers(base.engine, cache)
         worker = DecodeWorker(
-            config, base.engine, base.identity, fetch_kv, exports, cache, cache_tiers, progress, status.notify
+            config, base.engine, base.identity, fetch_kv, exports, cache, cache_tiers, watchdog, status.notify
         )
 
         def add_decode(server: grpc.aio.Server) -> None:
@@ -103,7 +103,7 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
             serve_listeners(
                 config,
                 status,
-                progress,
+                watchdog,
                 control=Service(DECODE_SERVICE, add_decode),
                 kv=Service(KV_SERVICE, KvServicer(exports, base.tickets).add_to_server),
                 tls=base.tls,
@@ -123,20 +123,13 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
 @contextlib.asynccontextmanager
 async def _fetching(config: DecodeConfig, engine: Engine, consumer: str, tls: Tls | None) -> AsyncIterator[KvFetcher]:
     """Yield a function that fetches over gRPC, as `consumer`, with the limits of the settings."""
-    channels = KvChannels(tls)
+    exports = ExportFetcher(engine, tls, consumer, config.fetch_stall_s)
 
     async def fetch_kv(source: RemoteExport, handle: KvHandle, *, tokens: range, length: int) -> Handoff:
         limit_s = config.fetch_limit_s(length)
-        async with open_sources(
-            channels,
-            source,
-            timeout_s=limit_s,
-            stall_timeout_s=config.fetch_stall_s,
-            consumer=consumer,
-        ) as sources:
-            return await fetch(sources, engine, handle, tokens=tokens, length=length, timeout_s=limit_s)
+        return await exports.fetch(source, handle, tokens=tokens, length=length, timeout_s=limit_s)
 
     try:
         yield fetch_kv
     finally:
-        await channels.close()
+        await exports.close()

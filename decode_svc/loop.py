@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 
 from baton.engine.contract import Engine, EngineSequence, ForwardPass
 from baton.errors import NoToken, OutOfPages
-from baton.worker.health import FaultCounter, Progress
+from baton.worker.health import FaultCounter, Watchdog
 from decode_svc.attempts import FailureKind
 from decode_svc.scheduler import DecodeScheduler, DecodeSequence, StepOutput
 
@@ -86,7 +86,7 @@ class DecodeLoop:
     def __init__(
         self,
         engine: Engine,
-        progress: Progress,
+        watchdog: Watchdog,
         emit: Callable[[StepReport], object],
         clock: Callable[[], float] = time.monotonic,
         reclaim: Callable[[], bool] = lambda: False,
@@ -95,7 +95,7 @@ class DecodeLoop:
         freed any.
         """
         self._engine = engine
-        self._progress = progress
+        self._watchdog = watchdog
         self._emit = emit
         self._clock = clock
         self._reclaim = reclaim
@@ -133,7 +133,7 @@ class DecodeLoop:
         finally:
             self._free([sequence.id for sequence in self._scheduler.sequences])
             self._discard_in_flight()
-            self._progress.set_idle()
+            self._watchdog.set_idle()
 
     def turn(self) -> bool:
         """Take in commands, waiting if there is nothing else to do; then launch, read and emit.
@@ -152,7 +152,7 @@ class DecodeLoop:
         if not self._read(self._engine.spec.steps_ahead):
             self._emit_report(StepReport())
         if self._faults.suspected and not self._scheduler.running:
-            self._faults.check_engine(self._engine, self._progress, step=True)
+            self._faults.check_engine(self._engine, self._watchdog, step=True)
         return True
 
     def _emit_report(self, report: StepReport) -> None:
@@ -165,12 +165,12 @@ class DecodeLoop:
         """Take in all commands, waiting for one if there is nothing to do. Returns False to stop."""
         idle = self._scheduler.idle and not self._engine.in_flight
         if idle:
-            self._progress.set_idle()
+            self._watchdog.set_idle()
         while True:
             try:
                 command = self._inbox.get(block=idle)
             except queue.Empty:
-                self._progress.record()
+                self._watchdog.record()
                 return True
             idle = False
             match command:
@@ -254,7 +254,7 @@ class DecodeLoop:
     def _process_step(self, step: ForwardPass, report: StepReport) -> None:
         report.batch, started = len(step.batch), max(step.launched_at, self._read_at)
         try:
-            results = step.result().steps
+            results = step.result().sequences
         except Exception as error:
             self._fail_batch(error, report)
             return

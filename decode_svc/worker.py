@@ -40,8 +40,8 @@ from baton.rates import DecayingAverage
 from baton.request import Handoff, Output, RemoteExport, ReserveResult
 from baton.telemetry import metrics
 from baton.transfer.export import ExportRegistry
-from baton.worker.health import IdleAudit, Progress, build_ledger
-from baton.worker.prefix_cache import BlockCopier, CacheTiers
+from baton.worker.cache_tiers import BlockCopier, CacheTiers
+from baton.worker.health import IdleAudit, Watchdog, build_ledger
 from baton.worker.status import WorkerIdentity, WorkerLoad
 from decode_svc.admission import CLAIM_RENEW_S, Admission, SlotForecast
 from decode_svc.attempts import Attempts, DecodeAttempt, Failure, FailureKind, ledger_entries
@@ -77,7 +77,7 @@ class DecodeWorker:
         exports: ExportRegistry,
         cache: PrefixCache,
         cache_tiers: CacheTiers,
-        progress: Progress,
+        watchdog: Watchdog,
         changed: abc.Callable[[], object],
     ) -> None:
         self._loop = loop = asyncio.get_running_loop()
@@ -112,7 +112,7 @@ class DecodeWorker:
         self._timer: asyncio.TimerHandle | None = None
         self.decode_loop = DecodeLoop(
             engine,
-            progress,
+            watchdog,
             lambda report: loop.call_soon_threadsafe(self.on_step_report, report),
             loop.time,
             self.write_backs.release_pages,

@@ -12,7 +12,7 @@ from baton.errors import EngineError, OutOfPages
 from baton.ledger import LedgerEntry
 from baton.lifecycle import State
 from baton.telemetry import metrics
-from baton.worker.prefix_cache import MAX_WRITE_BACKS, BlockCopier
+from baton.worker.cache_tiers import MAX_WRITE_BACKS, BlockCopier
 from decode_svc.attempts import PublishedBlocks
 
 _log = logging.getLogger(__name__)

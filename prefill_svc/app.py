@@ -17,8 +17,8 @@ from baton.pb import prefill_pb2, prefill_pb2_grpc
 from baton.transfer.export import ExportRegistry
 from baton.transfer.transport import SERVICE as KV_SERVICE
 from baton.transfer.transport import KvServicer
-from baton.worker.health import Progress
-from baton.worker.prefix_cache import CacheTiers, open_cache
+from baton.worker.cache_tiers import CacheTiers, open_cache
+from baton.worker.health import Watchdog
 from baton.worker.start import Service, WorkerAddresses, serve_listeners, start_runtime
 from baton.worker.status import PrefixChangeFeed, StatusHub, WorkerRole
 from prefill_svc.prefix import PeerFetcher, PrefixBackends
@@ -79,13 +79,13 @@ async def run(config: PrefillConfig, *, engine: Engine | None = None) -> AsyncIt
         await cache.check()
         exports = ExportRegistry(base.engine, incarnation, lease_s=config.lease_s, shards=base.identity.shards)
         peers = PeerFetcher(base.engine, base.tls, base.identity.consumer, config.cache_budget_s)
-        progress = Progress(work_counter=base.engine.work_counter)
+        watchdog = Watchdog(work_counter=base.engine.work_counter)
         prefix_changes = PrefixChangeFeed(base.engine, cache, lambda: status.notify())
         stack.callback(prefix_changes.close)
         status = StatusHub(base.identity, lambda: worker.load_report(), prefix_changes)
         backends = PrefixBackends(cache, CacheTiers(base.engine, cache), peers)
         worker = PrefillWorker(
-            config, base.engine, base.thread, base.identity, exports, backends, progress, status.notify
+            config, base.engine, base.thread, base.identity, exports, backends, watchdog, status.notify
         )
         stack.push_async_callback(worker.close)
         servicer = PrefillServicer(worker, spec)
@@ -97,7 +97,7 @@ async def run(config: PrefillConfig, *, engine: Engine | None = None) -> AsyncIt
             serve_listeners(
                 config,
                 status,
-                progress,
+                watchdog,
                 control=Service(PREFILL_SERVICE, add_prefill),
                 kv=Service(KV_SERVICE, KvServicer(exports, base.tickets).add_to_server),
                 tls=base.tls,

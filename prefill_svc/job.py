@@ -130,38 +130,41 @@ class PrefixState:
 class PrefillJob:
     """An accepted request; used on the asyncio loop.
 
-    The engine thread calls `check` and reads `kv`, `ids`, `export` and `request` of the job whose chunk it computes.
-    Copies of blocks call `is_active` on other threads.
+    The engine thread calls `check` and reads `handle`, `token_ids`, `export` and `request` of the job whose chunk it
+    computes. Threads that copy blocks call `is_active`.
 
-
-    scheduled       the record of the job in the scheduler
-    ids             prompt and output token ids; the last token is always computed
-    handle          the handle of its pages, None before they are allocated
-    prefix          the state of its cached blocks; only `PrefixLoader` changes it
-    computed        number of leading tokens whose KV is final
-    computing_end   end of the chunk that the engine thread computes, or has computed last
-    allocated       future that is done when the job has its pages
-    next_chunk      future of the end of the next chunk; done when the job may use the engine
-    started         whether `serving` runs
-    serving         the task that serves the job until everything it held is free
-    finished        whether the last event of its stream was added
+    scheduled        the record of the job in the scheduler
+    token_ids        prompt and output token ids; the last token is always computed
+    lifecycle        its state, and the deadline of the state
+    handle           the handle of its pages, None before they are allocated
+    export           the export of its KV, None if no decode worker fetches it
+    prefix           the state of its cached blocks; only `PrefixLoader` changes it
+    computed_tokens  number of leading tokens whose KV is final
+    computing_end    end of the chunk that the engine thread computes, or has computed last
+    error            the error that stopped it, or None
+    started          whether `serve_task` runs
+    finished         whether the last event of its stream was added
+    pages_ready      future that is done when the job has its pages
+    chunk_assigned   future of the end of the next chunk; done when the job may use the engine
+    serve_task       the task that serves the job until everything it held is free
+    export_closed    set when nothing uses the export any more
     """
 
     request: PrefillRequest
     scheduled: ScheduledJob
-    ids: Sequence[int]
-    life: Lifecycle
+    token_ids: Sequence[int]
+    lifecycle: Lifecycle
     handle: KvHandle | None = None
     export: Export | None = None
     prefix: PrefixState = field(default_factory=PrefixState)
-    computed: int = 0
+    computed_tokens: int = 0
     computing_end: int = 0
     error: BatonError | None = None
     started: bool = False
     finished: bool = False
-    allocated: asyncio.Future[None] | None = None
-    next_chunk: asyncio.Future[int] | None = None
-    serving: asyncio.Task[None] | None = None
+    pages_ready: asyncio.Future[None] | None = None
+    chunk_assigned: asyncio.Future[int] | None = None
+    serve_task: asyncio.Task[None] | None = None
     export_closed: asyncio.Event = field(default_factory=asyncio.Event)
     _estimate: PrefillEstimate | None = None
     _progress: PrefillProgress | None = None
@@ -180,14 +183,14 @@ class PrefillJob:
 
     def start(self, now: float) -> None:
         """Enter PREFILLING, when the first chunk begins."""
-        self.life.enter(State.PREFILLING, now, _PREFILLING_S + PREFILL_TOKEN_S * len(self.ids))
+        self.lifecycle.enter(State.PREFILLING, now, _PREFILLING_S + PREFILL_TOKEN_S * len(self.token_ids))
         if self.request.report_progress:
-            self._estimate = PrefillEstimate(len(self.ids))
+            self._estimate = PrefillEstimate(len(self.token_ids))
             self.report_progress(now)
 
     def report_progress(self, now: float) -> None:
         """Add the progress to the stream if the caller wants it; it replaces an older one that was not sent yet."""
-        if self._estimate is not None and (progress := self._estimate.record(self.computed, now)) is not None:
+        if self._estimate is not None and (progress := self._estimate.record(self.computed_tokens, now)) is not None:
             self._progress = progress
             self._changed.set()
 
@@ -196,13 +199,13 @@ class PrefillJob:
         if self.request.params.prompt_logprobs is None:
             return
         if not self._sent_logprobs and not self._unsent_logprobs:
-            self._unsent_logprobs.append(TokenInfo(self.ids[0]))
+            self._unsent_logprobs.append(TokenInfo(self.token_ids[0]))
         left = len(self.request.prompt_ids) - self._sent_logprobs - len(self._unsent_logprobs)
         self._unsent_logprobs.extend(tokens[:left])
         self._changed.set()
 
     @property
-    def kv(self) -> KvHandle:
+    def reserved_handle(self) -> KvHandle:
         """The handle of its pages; raises EngineError before the pages are allocated."""
         if self.handle is None:
             raise EngineError(f"{self.request.name} has no pages")
@@ -219,7 +222,7 @@ class PrefillJob:
 
         The last token is always computed, because the next one is sampled from it.
         """
-        return min(sum(tokens for _, tokens in self.prefix.sources), len(self.ids) - 1)
+        return min(sum(tokens for _, tokens in self.prefix.sources), len(self.token_ids) - 1)
 
     def cached_by_tier(self) -> CachedTokens:
         """Number of prompt tokens that were not computed, by the tier that they came from."""
@@ -227,13 +230,13 @@ class PrefillJob:
 
     def is_active(self) -> bool:
         """Whether the job is neither aborted nor late; may be called from any thread."""
-        return self.error is None and not self.life.is_overdue(time.monotonic())
+        return self.error is None and not self.lifecycle.is_overdue(time.monotonic())
 
     def check(self) -> None:
         """Raise if the job was aborted or the deadline of its state has passed; may be called from any thread."""
         if self.error is not None:
             raise self.error
-        if self.life.is_overdue(time.monotonic()):
+        if self.lifecycle.is_overdue(time.monotonic()):
             raise overdue_error(self)
 
     def finish(self, outcome: Prefilled | BatonError) -> None:
@@ -307,11 +310,11 @@ def make_result(
 
 def overdue_error(job: PrefillJob) -> BatonError:
     """The error of a job whose deadline has passed: the request's own deadline, or the limit of the state."""
-    done = f"{job.computed} of {len(job.ids)} tokens prefilled"
-    if job.life.is_request_deadline():
+    done = f"{job.computed_tokens} of {len(job.token_ids)} tokens prefilled"
+    if job.lifecycle.is_request_deadline():
         return DeadlineExceeded(f"the deadline passed with {done}")
-    if job.life.state is State.PREPARING:
-        limit_s = job.life.deadline - job.life.since
+    if job.lifecycle.state is State.PREPARING:
+        limit_s = job.lifecycle.deadline - job.lifecycle.since
         return Overloaded(f"no chunk of the prompt was computed within {limit_s:.3g} s", retry_after=1.0)
     return Unavailable(f"the prefill was given up with {done}")
 
@@ -322,8 +325,8 @@ def ledger_entries(jobs: Iterable[PrefillJob], spec: EngineSpec, now: float) -> 
 
 
 def _ledger_entry(job: PrefillJob, spec: EngineSpec, now: float) -> LedgerEntry:
-    pages = spec.pages_for(len(job.ids)) if job.handle is not None else 0
-    kind, state, deadline_s, detail = "kv", job.life.state, job.life.deadline - now, ""
+    pages = spec.pages_for(len(job.token_ids)) if job.handle is not None else 0
+    kind, state, deadline_s, detail = "kv", job.lifecycle.state, job.lifecycle.deadline - now, ""
     if job.finished:
         kind, state, deadline_s, detail = _describe_finished(job)
     elif job.request.transfer_id:
@@ -334,7 +337,7 @@ def _ledger_entry(job: PrefillJob, spec: EngineSpec, now: float) -> LedgerEntry:
         state.value,
         pages,
         pages * spec.page_size * spec.kv_format.token_bytes,
-        now - job.life.since,
+        now - job.lifecycle.since,
         None if math.isinf(deadline_s) else deadline_s,
         detail=detail,
     )
@@ -347,4 +350,4 @@ def _describe_finished(job: PrefillJob) -> tuple[str, State, float, str]:
     detail = f"transfer {job.request.transfer_id}"
     if job.export.ended:
         return "draining", State.ENDED, math.inf, detail
-    return "export", job.life.state, job.export.lease_left, detail
+    return "export", job.lifecycle.state, job.export.lease_left, detail

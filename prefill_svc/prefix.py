@@ -56,9 +56,8 @@ from baton.rates import DecayingRate
 from baton.request import PrefixSource
 from baton.rpc.tls import Tls
 from baton.telemetry import metrics
-from baton.transfer.fetcher import fetch_prefix
-from baton.transfer.transport import KvChannels, open_sources
-from baton.worker.prefix_cache import POOL, BlockCopier, CacheTiers
+from baton.transfer.fetcher import ExportFetcher
+from baton.worker.cache_tiers import POOL, BlockCopier, CacheTiers
 from prefill_svc.job import PrefillJob, TierRun
 
 _log = logging.getLogger(__name__)
@@ -86,13 +85,13 @@ class PrefixLoader:
         self._engine = engine
         self._cache, self._tiers, self._peers = backends.cache, backends.cache_tiers, backends.peers
         self._prefill_rate = prefill_rate
-        self._block = engine.spec.kv_format.block_size
-        self._unit = math.lcm(engine.spec.page_size, self._block)
+        self._block_size = engine.spec.kv_format.block_size
+        self._unit_tokens = math.lcm(engine.spec.page_size, self._block_size)
         self._block_bytes = engine.spec.kv_format.block_bytes
         self._layers = engine.spec.kv_format.layers
-        self._fetch_cost = FetchCostModel(self._block_bytes, self._block)
+        self._fetch_cost = FetchCostModel(self._block_bytes, self._block_size)
         self._blocks = BlockCopier(engine, backends.cache)
-        self._saver = ChunkSaver(backends.cache, self._blocks, self._block, long_chunks)
+        self._saver = ChunkSaver(backends.cache, self._blocks, self._block_size, long_chunks)
 
     def stop(self) -> None:
         """End loads and write-backs soon."""
@@ -103,11 +102,11 @@ class PrefixLoader:
         request = job.request
         if not request.uses_cache:
             return
-        job.prefix.digests = await self._blocks.hash_blocks(job.ids, request.cache_salt)
+        job.prefix.digests = await self._blocks.hash_blocks(job.token_ids, request.cache_salt)
         if request.reads:
             found = self._engine.match_prefix(job.prefix.digests[: self._useful_blocks(job)])
-            job.prefix.looked_up_from = found // self._block
-            await self._search(job)
+            job.prefix.looked_up_from = found // self._block_size
+            await self._look_up_in_cache(job)
 
     def estimate_cached_tokens(self, job: PrefillJob) -> tuple[int, bool]:
         """Leading tokens that will probably be cached, judging from the look-up; whether some must be loaded."""
@@ -116,23 +115,23 @@ class PrefixLoader:
 
     def evict(self, job: PrefillJob) -> bool:
         """Evict a slice of the cached blocks that the job's pages replace; False if only the last slice is left."""
-        new_tokens = len(job.ids) - job.prefix.looked_up_from * self._block
+        new_tokens = len(job.token_ids) - job.prefix.looked_up_from * self._block_size
         if self._engine.spec.pages_for(new_tokens) <= SLICE_NODES:
             return False
-        return self._engine.evict_for(len(job.ids), job.readable, len(job.ids) - 1)
+        return self._engine.evict_for(len(job.token_ids), job.readable, len(job.token_ids) - 1)
 
     def plan_load(self, job: PrefillJob) -> None:
         """Count the blocks that came with the job's pages, and decide which of the hits to load."""
         if not job.request.reads:
             return
-        tokens = job.kv.cached_tokens
+        tokens = job.reserved_handle.cached_tokens
         if tokens:
             job.prefix.sources.append((POOL, tokens))
-        blocks = -(-tokens // self._block)
+        blocks = -(-tokens // self._block_size)
         self._tiers.record_lookup(blocks, self._useful_blocks(job))
         self._cache.touch(job.prefix.digests[:blocks])
         if not self.has_lost_blocks(job):
-            self._decide(job)
+            self._plan(job)
 
     def has_lost_blocks(self, job: PrefillJob) -> bool:
         """Whether the pool has lost blocks since the look-up that the cache may have."""
@@ -141,8 +140,8 @@ class PrefixLoader:
     async def look_up_again(self, job: PrefillJob) -> None:
         """Look up the blocks that the pool has lost, and plan again."""
         job.prefix.looked_up_from = self._blocks_in_pages(job)
-        await self._search(job)
-        self._decide(job)
+        await self._look_up_in_cache(job)
+        self._plan(job)
 
     def planned_tokens(self, job: PrefillJob) -> int:
         """Leading tokens that are in the pages or planned to be loaded."""
@@ -161,29 +160,36 @@ class PrefixLoader:
                 at = await self._load_from_cache(job, range(at, stop))
             for run in runs:
                 if (got := min(at, run.blocks.stop) - start) > 0:
-                    job.prefix.sources.append((run.tier, got * self._block))
+                    job.prefix.sources.append((run.tier, got * self._block_size))
                     start += got
 
     def publish(self, job: PrefillJob) -> None:
         """Publish the job's final blocks, so that others can share them."""
         if job.handle is not None and job.request.cache.writes:
-            self._engine.publish(job.handle, job.prefix.digests[: job.computed // self._block])
+            self._engine.publish(job.handle, job.prefix.digests[: job.computed_tokens // self._block_size])
 
     async def publish_loaded(self, job: PrefillJob) -> None:
         """Publish the job's final blocks after a load, in slices between which the event loop runs."""
         if job.request.cache.writes:
-            await self._blocks.publish(job.kv, job.prefix.digests[: job.computed // self._block])
+            await self._blocks.publish(
+                job.reserved_handle, job.prefix.digests[: job.computed_tokens // self._block_size]
+            )
 
     async def save(self, job: PrefillJob) -> None:
-        """Save the final blocks of a long prompt during its next chunk; waits up to SAVE_WAIT_S for the last save."""
+        """Save the final blocks of a long prompt during its next chunk.
+
+        First waits up to SAVE_WAIT_S seconds for the previous save.
+        """
         await self._saver.save(job)
 
     async def write_back(self, job: PrefillJob) -> None:
         """Put the job's new blocks into the cache; the caller must keep its pages meanwhile."""
         await self._saver.finish(job)
         if job.request.cache.writes and job.prefix.saved < len(job.prefix.digests):
-            hits = job.cached_tokens // self._block
-            await self._blocks.write_back(job.kv, job.prefix.digests, hits, lambda: True, least=job.prefix.saved)
+            hits = job.cached_tokens // self._block_size
+            await self._blocks.write_back(
+                job.reserved_handle, job.prefix.digests, hits, lambda: True, least=job.prefix.saved
+            )
 
     async def give_up(self, job: PrefillJob) -> None:
         """Stop the save of a job that failed. Remove its saved blocks if its KV may be wrong."""
@@ -191,14 +197,14 @@ class PrefixLoader:
         if isinstance(job.error, EngineError):
             await self._saver.remove(job)
 
-    def advance(self, job: PrefillJob, tokens: int) -> None:
+    def mark_final(self, job: PrefillJob, tokens: int) -> None:
         """Tell the export that the first `tokens` tokens are final.
 
         The last token of the prompt is never among them: it is computed again.
         """
         if job.export is not None:
             for layer in range(self._layers):
-                job.export.mark_final(layer, min(tokens, len(job.ids) - 1))
+                job.export.mark_final(layer, min(tokens, len(job.token_ids) - 1))
 
     def should_defer(self, job: PrefillJob, other: PrefillJob, behind: float) -> bool:
         """Whether `other` is about to compute and publish at least half of the tokens that `job` still needs.
@@ -209,25 +215,25 @@ class PrefixLoader:
         """
         if not (job.request.reads and other.request.cache.writes):
             return False
-        done, unit = job.scheduled.done, self._unit
+        done, unit = job.scheduled.computed_tokens, self._unit_tokens
         blocks = common_blocks(job.prefix.digests, other.prefix.digests)
-        common = min(blocks * self._block, len(other.ids) // unit * unit)
+        common = min(blocks * self._block_size, len(other.token_ids) // unit * unit)
         if behind > common - done:
             common = min(common, other.computing_end // unit * unit)
-        saved = min(common, len(job.ids) - 1) - done
-        return other.computed < -(-common // unit) * unit and 2 * saved >= job.scheduled.remaining
+        saved = min(common, len(job.token_ids) - 1) - done
+        return other.computed_tokens < -(-common // unit) * unit and 2 * saved >= job.scheduled.remaining
 
-    async def _search(self, job: PrefillJob) -> None:
+    async def _look_up_in_cache(self, job: PrefillJob) -> None:
         wanted = job.prefix.digests[job.prefix.looked_up_from : self._useful_blocks(job)]
         job.prefix.hits = await self._cache.lookup(wanted) if wanted and self._cache.enabled else Hits()
 
     def _useful_blocks(self, job: PrefillJob) -> int:
         """Number of leading blocks that are worth loading: not one that has only the last token."""
-        return min(len(job.prefix.digests), -(-(len(job.ids) - 1) // self._block))
+        return min(len(job.prefix.digests), -(-(len(job.token_ids) - 1) // self._block_size))
 
     def _useful_tokens(self, job: PrefillJob, blocks: int) -> int:
         """Number of tokens that need not be computed if the first `blocks` blocks are loaded."""
-        return min(blocks * self._block, len(job.ids) - 1)
+        return min(blocks * self._block_size, len(job.token_ids) - 1)
 
     def _blocks_in_pages(self, job: PrefillJob) -> int:
         """Number of leading blocks whose KV is in the pages.
@@ -235,22 +241,22 @@ class PrefixLoader:
         If the cached tokens end within a block, nothing more can be loaded, and all useful blocks count.
         """
         tokens = sum(tokens for _, tokens in job.prefix.sources)
-        whole = tokens % self._block or job.cached_tokens == len(job.ids) - 1
-        return self._useful_blocks(job) if whole else tokens // self._block
+        whole = tokens % self._block_size or job.cached_tokens == len(job.token_ids) - 1
+        return self._useful_blocks(job) if whole else tokens // self._block_size
 
     def _runs(self, job: PrefillJob, have: int) -> list[TierRun]:
         runs = cached_runs(job.prefix.hits, job.prefix.looked_up_from, have)
         source = job.request.source
         if source is None or not job.request.reads:
             return runs
-        peer_blocks = min(source.tokens // self._block, self._useful_blocks(job))
+        peer_blocks = min(source.tokens // self._block_size, self._useful_blocks(job))
         return add_peer(runs, have, peer_blocks, self._rates(), self._block_bytes)
 
     def _rates(self) -> Mapping[str, FetchRate]:
         rate = self._peers.rate
         return self._cache.fetch_rates() if rate is None else {**self._cache.fetch_rates(), PEER: rate}
 
-    def _decide(self, job: PrefillJob) -> None:
+    def _plan(self, job: PrefillJob) -> None:
         """Plan to load those hits that are worth it."""
         have = self._blocks_in_pages(job)
         runs = self._runs(job, have)
@@ -263,18 +269,22 @@ class PrefixLoader:
 
     async def _load_from_cache(self, job: PrefillJob, blocks: range) -> int:
         return await self._blocks.load(
-            job.kv, job.prefix.digests, blocks, job.is_active, lambda end: self.advance(job, end * self._block)
+            job.reserved_handle,
+            job.prefix.digests,
+            blocks,
+            job.is_active,
+            lambda end: self.mark_final(job, end * self._block_size),
         )
 
     async def _load_from_peer(self, job: PrefillJob, blocks: range) -> int:
         source = job.request.source
-        tokens = range(blocks.start * self._block, blocks.stop * self._block)
+        tokens = range(blocks.start * self._block_size, blocks.stop * self._block_size)
         if source is None or not tokens:
             return blocks.start
         # A source that claims to have more than the prompt has no prefix of it.
-        last = source.tokens // self._block - 1
+        last = source.tokens // self._block_size - 1
         digest = job.prefix.digests[last] if last < len(job.prefix.digests) else b"\0"
-        return blocks.stop if await self._peers.fetch(job.kv, source, tokens, digest) else blocks.start
+        return blocks.stop if await self._peers.fetch(job.reserved_handle, source, tokens, digest) else blocks.start
 
 
 PEER = "peer"
@@ -357,7 +367,7 @@ class ChunkSaver:
     """Saves blocks of prompts of at least `long_chunks` chunks (0: none) on one worker; on the asyncio loop only."""
 
     def __init__(self, cache: PrefixCache, blocks: BlockCopier, block_size: int, long_chunks: int) -> None:
-        self._cache, self._blocks, self._block = cache, blocks, block_size
+        self._cache, self._blocks, self._block_size = cache, blocks, block_size
         self._long_chunks, self._wait_s = long_chunks, SAVE_WAIT_S
 
     async def save(self, job: PrefillJob) -> None:
@@ -383,17 +393,17 @@ class ChunkSaver:
 
     async def remove(self, job: PrefillJob) -> None:
         """Remove the saved blocks of a job."""
-        final = range(job.computed // self._block if job.prefix.to_save else 0)
+        final = range(job.computed_tokens // self._block_size if job.prefix.to_save else 0)
         await self._cache.remove([job.prefix.digests[block] for block in final if job.prefix.to_save[block]])
 
     def _own_blocks(self, job: PrefillJob) -> int:
         """Number of leading blocks that came from this process, so that no shared store was asked for them."""
         own_tiers = {POOL, *self._cache.local_tiers}
         own = itertools.takewhile(lambda source: source[0] in own_tiers, job.prefix.sources)
-        return sum(tokens for _, tokens in own) // self._block
+        return sum(tokens for _, tokens in own) // self._block_size
 
     def _is_long(self, job: PrefillJob) -> bool:
-        missing, computed = len(job.ids) - job.cached_tokens, job.computed - job.cached_tokens
+        missing, computed = len(job.token_ids) - job.cached_tokens, job.computed_tokens - job.cached_tokens
         return job.request.cache.writes and 0 < self._long_chunks * computed <= missing
 
     async def _wait(self, job: PrefillJob) -> None:
@@ -402,14 +412,14 @@ class ChunkSaver:
             await asyncio.wait({job.prefix.saving}, timeout=self._wait_s)
 
     async def _save(self, job: PrefillJob) -> None:
-        blocks = range(job.prefix.saved, job.computed // self._block)
+        blocks = range(job.prefix.saved, job.computed_tokens // self._block_size)
         try:
             if not job.prefix.to_save:
                 job.prefix.to_save = await self._cache.select_saves(job.prefix.digests, self._own_blocks(job))
                 if not job.prefix.to_save:
                     return
             prefix = job.prefix
-            prefix.saved = await self._blocks.save(job.kv, prefix.digests, prefix.to_save, blocks)
+            prefix.saved = await self._blocks.save(job.reserved_handle, prefix.digests, prefix.to_save, blocks)
         except Exception:
             _log.exception("%s: blocks could not be saved", job.request.name)
 
@@ -425,10 +435,8 @@ class PeerFetcher:
     """
 
     def __init__(self, engine: Engine, tls: Tls | None, consumer: str, budget_s: float) -> None:
-        self._engine = engine
         self._token_bytes = engine.spec.kv_format.token_bytes
-        self._channels = KvChannels(tls, "decode")
-        self._consumer = consumer
+        self._exports = ExportFetcher(engine, tls, consumer, budget_s, role="decode")
         self._budget_s = budget_s
         self._bytes_per_s = DecayingRate()
 
@@ -447,22 +455,9 @@ class PeerFetcher:
         size, arrived, began = len(tokens) * self._token_bytes, 0, time.monotonic()
         timeout_s = self._budget_s + size / _MIN_BYTES_PER_S
         try:
-            async with open_sources(
-                self._channels,
-                source.export,
-                timeout_s=timeout_s,
-                stall_timeout_s=self._budget_s,
-                consumer=self._consumer,
-            ) as sources:
-                await fetch_prefix(
-                    sources,
-                    self._engine,
-                    handle,
-                    tokens=tokens,
-                    length=source.tokens,
-                    digest=digest,
-                    timeout_s=timeout_s,
-                )
+            await self._exports.fetch_prefix(
+                source.export, handle, tokens=tokens, length=source.tokens, digest=digest, timeout_s=timeout_s
+            )
             arrived = size
         except TransferError as error:
             _log.info("%s: the prefix could not be fetched, and is computed: %s", handle.owner, error)
@@ -472,4 +467,4 @@ class PeerFetcher:
 
     async def close(self) -> None:
         """Close all channels; no fetch may be running."""
-        await self._channels.close()
+        await self._exports.close()

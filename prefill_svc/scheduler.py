@@ -6,15 +6,15 @@
 The scheduler returns decisions and calls nobody. `next_allocation` names the prompt that gets pages next, `next_chunk`
 the chunk to compute next. The caller acts on them and reports the result.
 
-The number of cached tokens of a prompt is known twice: at the look-up, and when its pages are allocated (`expect`),
-because it may have changed in between. A prompt that should wait because another one is about to compute much of its
-prefix is `deferred`; the caller decides which ones are.
+The number of cached tokens of a prompt is known twice: at the look-up, and when its pages are allocated
+(`set_cached_tokens`), because it may have changed in between. A prompt that should wait because another one is about to
+compute much of its prefix is `deferred`; the caller decides which ones are.
 
 Tenants share the engine by start-time fair queueing (Goyal, Vin and Cheng, 1996) with equal weights: at each chunk
 boundary the tenant that was served least goes next. A tenant that has used less than its share may save up to BURST_S
 of it, so that several of its prompts at once don't wait for the long prompts of others; then it takes turns with them.
-The worker remembers a tenant's share while it has no prompt here: a tenant that sends one prompt after another is no
-exception. When no prompt is left, all tenants begin anew.
+A tenant's share is remembered while it has no prompt here. So a tenant that sends one prompt at a time gains nothing.
+When no prompt is left, all tenants begin anew.
 
 Of the READY prompts of one tenant, the one with the fewest remaining tokens goes next, so that a short prompt does not
 wait for a long one. To prevent starvation, a prompt that is overtaken earns credit: a tenth of the tokens that the
@@ -26,10 +26,10 @@ A prompt whose rest is one chunk does not wait for the end of a longer prompt's 
 preempts the chunk between two layers.
 
 Pages are allocated in the same order, all pages of a prompt at once, and only to the first PREPARED_AHEAD prompts that
-have not started: pages of a prompt that does not run are of no use to anybody. Prompts whose cached blocks are still
-being loaded, which may take long, count only for others that would load too, so that the engine does not wait for them
-while it could compute. If the pages of a prompt are not free,
-prompts that fit may go before it. But PATIENCE_S after it was first refused, no other prompt gets pages before it.
+have not started: pages of a prompt that does not run are of no use to anybody. A prompt that still loads cached blocks
+counts only against prompts that must load too. So a slow load does not leave the engine idle. If the pages of a prompt
+are not free, prompts that fit may go before it. But PATIENCE_S after it was first refused, no other prompt gets pages
+before it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def chunk_size(prompt_tokens: int, configured: int, rate: float, min_overlap: in
     from 128,000 on 8,192, and from 512,000 on 4,096. It is also at most the number of tokens that take CHUNK_S at the
     measured rate, or UNKNOWN_RATE, so that a layer ends long before the worker counts as stalled. But it is at least
     MIN_CHUNK, since smaller chunks use a processor badly, unless that would take longer than MIN_CHUNK_S. It is never
-    below MIN_RATE_TOKENS, so that the rate is measured again when a slow phase is over.
+    below MIN_RATE_TOKENS, or the length of a shorter prompt, so that the rate is measured again when a slow phase is
+    over.
 
     `min_overlap` is the smallest number of tokens whose computation takes as long as the copies of KV from host memory,
     or 0 if the prompt has no KV there. Shorter chunks would wait for the copies, and copy the same KV more often. So
@@ -102,10 +103,10 @@ class Stage(enum.Enum):
 class ScheduledJob:
     """The scheduler's record of a job, which computes one prompt. Times are in seconds.
 
-    `done` is the number of tokens that are computed, or will be loaded from a cache. `overtaken_s` is the time for
-    which the engine has computed later prompts of the same tenant. `rate` is the rate of its last chunk
-    in tokens/s, or 0. `in_host` is whether some of its pages are in host memory. `loads` is whether cached blocks must
-    be loaded before it is READY. `order` is the order of admission.
+    `computed_tokens` is the number of tokens that are computed, or will be loaded from a cache. `overtaken_s` is the
+    time for which the engine has computed later prompts of the same tenant. `rate` is the rate of its last chunk in
+    tokens/s, or 0. `in_host` is whether some of its pages are in host memory. `needs_load` is whether cached blocks
+    must be loaded before it is READY. `order` is the order of admission.
     """
 
     tokens: int
@@ -113,18 +114,18 @@ class ScheduledJob:
     order: int
     tenant: bytes = b""
     stage: Stage = Stage.LOOKUP
-    done: int = 0
+    computed_tokens: int = 0
     started: bool = False
     overtaken_s: float = 0.0
     rate: float = 0.0
     refused_at: float | None = None
     in_host: bool = False
-    loads: bool = False
+    needs_load: bool = False
 
     @property
     def remaining(self) -> int:
         """Number of tokens still to be computed."""
-        return self.tokens - self.done
+        return self.tokens - self.computed_tokens
 
 
 @dataclass(slots=True)
@@ -140,7 +141,7 @@ class PrefillScheduler:
     _served_s: dict[bytes, float] = field(default_factory=dict)
     """Seconds for which the engine has served each tenant, on one scale for all tenants."""
     _fair_s: float = 0.0
-    """The service, in seconds, that the last chosen tenant had received when it was chosen; it never falls."""
+    """Virtual time of start-time fair queueing, in seconds of service; it never decreases."""
 
     @property
     def waiting(self) -> int:
@@ -183,9 +184,9 @@ class PrefillScheduler:
         self._served_s[tenant] = max(self._served_s.get(tenant, earliest), earliest)
         return job
 
-    def finish_lookup(self, job: ScheduledJob, cached: int, *, loads: bool = False) -> None:
-        """End the look-up of a prompt, of which about `cached` leading tokens are cached; it `loads` some of them."""
-        job.done, job.stage, job.loads = cached, Stage.WAITING, loads
+    def finish_lookup(self, job: ScheduledJob, cached: int, *, needs_load: bool = False) -> None:
+        """End the look-up: about `cached` leading tokens are cached, and some must be loaded if `needs_load`."""
+        job.computed_tokens, job.stage, job.needs_load = cached, Stage.WAITING, needs_load
 
     def next_allocation(
         self, now: float, deferred: Collection[ScheduledJob] = (), refused: Collection[ScheduledJob] = ()
@@ -198,9 +199,9 @@ class PrefillScheduler:
         prepared = loading = 0
         for job in self._allocation_order(now, deferred):
             if job.stage is not Stage.WAITING:
-                waits = job.stage is Stage.LOADING and job.loads
+                waits = job.stage is Stage.LOADING and job.needs_load
                 prepared, loading = prepared + (not waits), loading + waits
-            elif prepared + loading * job.loads < PREPARED_AHEAD and job not in deferred and job not in refused:
+            elif prepared + loading * job.needs_load < PREPARED_AHEAD and job not in deferred and job not in refused:
                 return job
         return None
 
@@ -208,29 +209,29 @@ class PrefillScheduler:
         """All WAITING prompts."""
         return [job for job in self._jobs if job.stage is Stage.WAITING]
 
-    def allocate(self, job: ScheduledJob, cached: int, *, in_host: bool = False, loads: bool = False) -> None:
+    def allocate(self, job: ScheduledJob, cached: int, *, in_host: bool = False, needs_load: bool = False) -> None:
         """Record that the prompt has its pages, some `in_host` memory, and `cached` tokens in them or to be loaded."""
-        job.stage, job.in_host, job.loads = Stage.LOADING, in_host, loads
-        self.expect(job, cached)
+        job.stage, job.in_host, job.needs_load = Stage.LOADING, in_host, needs_load
+        self.set_cached_tokens(job, cached)
 
     def mark_refused(self, job: ScheduledJob, now: float) -> None:
         """Record that the prompt's pages are not free."""
         if job.refused_at is None:
             job.refused_at = now
 
-    def expect(self, job: ScheduledJob, cached: int) -> None:
+    def set_cached_tokens(self, job: ScheduledJob, cached: int) -> None:
         """Set how many leading tokens are in the prompt's pages or will be loaded."""
-        job.done = cached
+        job.computed_tokens = cached
 
-    def make_ready(self, job: ScheduledJob, done: int) -> None:
-        """Record that the KV of the first `done` tokens is in place, so that the next chunk may be computed."""
-        job.done, job.stage = done, Stage.READY
+    def make_ready(self, job: ScheduledJob, computed_tokens: int) -> None:
+        """Record that the KV of the first `computed_tokens` is in place, so that the next chunk may be computed."""
+        job.computed_tokens, job.stage = computed_tokens, Stage.READY
 
     def next_chunk(self, running: ScheduledJob | None = None) -> tuple[ScheduledJob, int] | None:
         """The prompt to compute next and the end of its chunk; None if no prompt is READY.
 
-        While a chunk of `running` is computed, only the rest of a shorter prompt whose turn comes before it, in one
-        chunk: it preempts `running` after a layer.
+        While `running` computes a chunk, the result is a prompt that preempts it after a layer, or None. Such a prompt
+        comes before `running`, is shorter, and needs one chunk.
         """
         ready = [job for job in self._jobs if job.stage is Stage.READY]
         if not ready:
@@ -240,10 +241,10 @@ class PrefillScheduler:
             return None
         min_overlap = self.spec.min_overlap_chunk if job.in_host else 0
         size = chunk_size(job.tokens, self.chunk_size, job.rate or self.rate.value, min_overlap)
-        if not job.rate and not self.chunk_size and job.done >= FAR_TOKENS:
+        if not job.rate and not self.chunk_size and job.computed_tokens >= FAR_TOKENS:
             # Resumed from cached blocks: nothing is known of its tokens' time.
             size = min(size, MIN_RATE_TOKENS)
-        end = min(job.tokens, job.done + size)
+        end = min(job.tokens, job.computed_tokens + size)
         if running is not None and (end < job.tokens or job.remaining >= running.tokens):
             return None
         return job, end
@@ -259,13 +260,13 @@ class PrefillScheduler:
         rate, but it neither lowers nor sets it. Otherwise short prompts and the rests of cached ones would make the
         worker look slow.
         """
-        tokens = end - job.done
+        tokens = end - job.computed_tokens
         significant = tokens >= min(self.chunk_size or MIN_RATE_TOKENS, MIN_RATE_TOKENS)
         if significant or 0 < self.rate.value * seconds < tokens:
             self.rate.add(tokens, seconds)
         if significant and seconds > 0:
             job.rate = tokens / seconds
-        job.done, job.started = end, True
+        job.computed_tokens, job.started = end, True
 
     def charge(self, job: ScheduledJob, seconds: float) -> None:
         """Charge `seconds` of the engine to the prompt's tenant; the prompts that it has overtaken earn credit."""

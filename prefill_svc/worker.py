@@ -6,13 +6,13 @@
 `_serve` is that life, from top to bottom. It waits for two decisions of the scheduler: for all its pages at once
 (`_allocate_pages`), and for the engine before each chunk (`ChunkRunner`). Full blocks are published after each
 chunk, so the work of an aborted job is not lost; those of a long prompt also go to the shared cache, so the work of a
-worker that dies is not lost either. After a fault of the engine all cached blocks are dropped, because
-they may be wrong. Finished KV is kept until its export has ended. Whenever no job is left, the worker audits itself.
+worker that dies is not lost either. After a fault of the engine all cached blocks are dropped, because they may be
+wrong. Finished KV is kept until its export has ended. Whenever no job is left, the worker audits itself.
 
 `ChunkRunner` shares the one engine. A job waits in `acquire_engine`. When the engine is free, the job that the
-scheduler chooses gets it, until its block ends. After every layer, and after each part of the prompt's logprobs, a
-running chunk checks whether its job was aborted or is late, and tells the export how many tokens are final. Then it
-lets the chunks of jobs pass that have preempted it: those that the scheduler chose while it was running.
+scheduler chooses gets it until it leaves `async with acquire_engine`. After every layer, and after each part of the
+prompt's logprobs, a running chunk checks whether its job was aborted or is late, and tells the export how many tokens
+are final. Then it runs the chunks of jobs that the scheduler has chosen meanwhile: they preempt it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from baton.process.executors import EngineThread, wait_to_end
 from baton.request import Prefilled
 from baton.telemetry import metrics
 from baton.transfer.export import ExportRegistry
-from baton.worker.health import FaultCounter, IdleAudit, Progress, build_ledger
+from baton.worker.health import FaultCounter, IdleAudit, Watchdog, build_ledger
 from baton.worker.status import WorkerIdentity, WorkerLoad
 from prefill_svc.job import PrefillJob, PrefillRequest, count_by_tier, ledger_entries, make_result, overdue_error
 from prefill_svc.prefix import PrefixBackends, PrefixLoader
@@ -65,7 +65,7 @@ class PrefillWorker:
         identity: WorkerIdentity,
         exports: ExportRegistry,
         backends: PrefixBackends,
-        progress: Progress,
+        watchdog: Watchdog,
         changed: Callable[[], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -82,8 +82,8 @@ class PrefillWorker:
         """Jobs whose callers wait for the answer."""
         self._live_jobs: dict[PrefillJob, None] = {}
         """Jobs that may hold pages or an export."""
-        self._progress = progress
-        self._chunks = ChunkRunner(engine, thread, self._scheduler, progress, self._open_jobs)
+        self._watchdog = watchdog
+        self._chunks = ChunkRunner(engine, thread, self._scheduler, watchdog, self._open_jobs)
         self._refusal = ""
         self._faults = FaultCounter()
         self._closing = False
@@ -109,7 +109,7 @@ class PrefillWorker:
             raise
         job = self._open_jobs[scheduled] = PrefillJob.create(request, scheduled, now)
         self._live_jobs[job] = None
-        job.serving = asyncio.create_task(self._serve(job), name=f"prefill {request.name}")
+        job.serve_task = asyncio.create_task(self._serve(job), name=f"prefill {request.name}")
         self._changed()
         return job
 
@@ -119,8 +119,8 @@ class PrefillWorker:
             return
         job.error = error
         # A task that is cancelled before its first step never runs, and would free nothing.
-        if job.started and job.serving is not None:
-            job.serving.cancel()
+        if job.started and job.serve_task is not None:
+            job.serve_task.cancel()
 
     def abandon(self, transfer_id: str, incarnation: str) -> None:
         """End an export that nobody will fetch, and the job that computes for it; idempotent."""
@@ -157,7 +157,7 @@ class PrefillWorker:
 
     async def wait_finished(self) -> None:
         """Wait until no job, export or write-back is left; for a drain, after `refuse`."""
-        while tasks := [job.serving for job in self._live_jobs if job.serving is not None]:
+        while tasks := [job.serve_task for job in self._live_jobs if job.serve_task is not None]:
             await asyncio.wait(tasks)
         await self._backends.cache.flush()
 
@@ -167,7 +167,7 @@ class PrefillWorker:
         self._closing = True
         self._prefix.stop()
         self._audit_task.cancel()
-        tasks = [job.serving for job in self._live_jobs if job.serving is not None]
+        tasks = [job.serve_task for job in self._live_jobs if job.serve_task is not None]
         for job in list(self._live_jobs):
             self.abort(job, Unavailable("the worker stops"))
         self._exports.close()
@@ -190,7 +190,7 @@ class PrefillWorker:
 
     async def _prefill(self, job: PrefillJob) -> Prefilled | BatonError:
         """Run a job up to its result; returns the error if it fails."""
-        timeout = asyncio.timeout_at(_finite(job.life.deadline))
+        timeout = asyncio.timeout_at(_finite(job.lifecycle.deadline))
         try:
             async with timeout:
                 await self._look_up(job)
@@ -212,39 +212,39 @@ class PrefillWorker:
         if job.error is not None:
             raise job.error
         await self._prefix.look_up(job)
-        cached, loads = self._prefix.estimate_cached_tokens(job)
-        self._scheduler.finish_lookup(job.scheduled, cached, loads=loads)
+        cached, needs_load = self._prefix.estimate_cached_tokens(job)
+        self._scheduler.finish_lookup(job.scheduled, cached, needs_load=needs_load)
 
     async def _allocate(self, job: PrefillJob) -> None:
         """Wait for all pages of the job, then open its export."""
-        job.allocated = self._loop.create_future()
+        job.pages_ready = self._loop.create_future()
         self._allocate_pages()
-        await job.allocated
+        await job.pages_ready
         if job.request.transfer_id:
             job.export = self._exports.open(
-                job.request.transfer_id, job.kv, len(job.ids), on_closed=job.export_closed.set
+                job.request.transfer_id, job.reserved_handle, len(job.token_ids), on_closed=job.export_closed.set
             )
 
     async def _load(self, job: PrefillJob) -> None:
         """Load the planned cached blocks into the pages."""
         if self._prefix.has_lost_blocks(job):
             await self._prefix.look_up_again(job)
-            self._scheduler.expect(job.scheduled, self._prefix.planned_tokens(job))
+            self._scheduler.set_cached_tokens(job.scheduled, self._prefix.planned_tokens(job))
         await self._prefix.load(job)
-        job.computed = job.cached_tokens
+        job.computed_tokens = job.cached_tokens
         for tier, tokens in count_by_tier(job.prefix.sources, job.cached_tokens).items():
             metrics.PREFILL_TOKENS.labels(tier).inc(tokens)
-        if job.computed:
-            self._prefix.advance(job, job.computed)
+        if job.computed_tokens:
+            self._prefix.mark_final(job, job.computed_tokens)
             await self._prefix.publish_loaded(job)
 
     async def _compute_chunks(self, job: PrefillJob, timeout: asyncio.Timeout) -> ChunkResult:
         """Compute the tokens that are not cached, chunk by chunk; returns the result of the last chunk."""
         while True:
             async with self._chunks.acquire_engine(job) as end:
-                if job.life.state is State.PREPARING:
+                if job.lifecycle.state is State.PREPARING:
                     job.start(time.monotonic())
-                    timeout.reschedule(_finite(job.life.deadline))
+                    timeout.reschedule(_finite(job.lifecycle.deadline))
                 try:
                     result = await self._chunks.run(job, end)
                 except asyncio.CancelledError:
@@ -254,7 +254,7 @@ class PrefillWorker:
                     raise await self._handle_fault(job, error) from None
                 self._prefix.publish(job)
                 job.report_progress(time.monotonic())
-            if job.computed == len(job.ids):
+            if job.computed_tokens == len(job.token_ids):
                 self._faults.record_success()
                 return result
             self._allocate_pages()
@@ -267,7 +267,7 @@ class PrefillWorker:
         if job.export is not None:
             job.export.commit(handoff)
             if not job.export.ended:
-                job.life.enter(State.HELD, time.monotonic())
+                job.lifecycle.enter(State.HELD, time.monotonic())
         return done
 
     async def _hold(self, job: PrefillJob) -> None:
@@ -287,13 +287,13 @@ class PrefillWorker:
         job.finish(outcome)
         if isinstance(outcome, BatonError):
             job.error = job.error or outcome
-            metrics.WASTED_PREFILL_TOKENS.inc(max(0, job.computed - job.cached_tokens))
+            metrics.WASTED_PREFILL_TOKENS.inc(max(0, job.computed_tokens - job.cached_tokens))
             if job.export is not None:
                 job.export.fail(outcome)
             elif job.request.transfer_id:
                 self._exports.withdraw(job.request.transfer_id, f"was given up: {outcome}")
-        if job.life.state is not State.HELD:
-            job.life.end(time.monotonic())
+        if job.lifecycle.state is not State.HELD:
+            job.lifecycle.end(time.monotonic())
         self._scheduler.remove(job.scheduled)
         del self._open_jobs[job.scheduled]
         self._changed()
@@ -301,7 +301,7 @@ class PrefillWorker:
 
     def _free(self, job: PrefillJob) -> None:
         """Free all that the job held; prompts that wait for pages may get them now."""
-        job.life.end(time.monotonic())
+        job.lifecycle.end(time.monotonic())
         if job.handle is not None:
             self._engine.free(job.handle)
         del self._live_jobs[job]
@@ -312,7 +312,10 @@ class PrefillWorker:
     # Pages.
 
     def _allocate_pages(self) -> None:
-        """Allocate pages to the prompts whose turn it is; called whenever a prompt may have become able to get them."""
+        """Allocate pages to the prompts whose turn it is, and end their wait for `pages_ready`.
+
+        Called whenever a prompt may have become able to get pages.
+        """
         refused: set[ScheduledJob] = set()
         while not self._closing:
             now = time.monotonic()
@@ -320,7 +323,7 @@ class PrefillWorker:
             if scheduled is None:
                 return
             job = self._open_jobs[scheduled]
-            if job.allocated is None or job.allocated.done():
+            if job.pages_ready is None or job.pages_ready.done():
                 # It was cancelled, but its coroutine has not run since.
                 self._scheduler.remove(scheduled)
             elif self._prefix.evict(job):
@@ -329,10 +332,10 @@ class PrefillWorker:
                 return
             elif self._reserve(job):
                 self._prefix.plan_load(job)
-                in_host, planned = job.kv.in_host, self._prefix.planned_tokens(job)
-                loads = bool(job.prefix.load_plan) or self._prefix.has_lost_blocks(job)
-                self._scheduler.allocate(scheduled, planned, in_host=in_host, loads=loads)
-                job.allocated.set_result(None)
+                in_host, planned = job.reserved_handle.in_host, self._prefix.planned_tokens(job)
+                needs_load = bool(job.prefix.load_plan) or self._prefix.has_lost_blocks(job)
+                self._scheduler.allocate(scheduled, planned, in_host=in_host, needs_load=needs_load)
+                job.pages_ready.set_result(None)
             else:
                 refused.add(scheduled)
                 self._scheduler.mark_refused(scheduled, now)
@@ -340,7 +343,9 @@ class PrefillWorker:
     def _reserve(self, job: PrefillJob) -> bool:
         """Reserve all pages of a job; False if they are not free."""
         try:
-            job.handle = self._engine.reserve(job.request.name, len(job.ids), job.readable, len(job.ids) - 1)
+            job.handle = self._engine.reserve(
+                job.request.name, len(job.token_ids), job.readable, len(job.token_ids) - 1
+            )
         except OutOfPages:
             return False
         return True
@@ -375,7 +380,7 @@ class PrefillWorker:
             self._faults.record_failure(job.request.request_id)
             job.error = error
             if self._faults.suspected:
-                check = partial(self._faults.check_engine, self._engine, self._progress, step=False)
+                check = partial(self._faults.check_engine, self._engine, self._watchdog, step=False)
                 await self._check(self._thread.run(check))
             return error
         # The error may also have damaged cached blocks. The end of the job gives its pages to others, which must not
@@ -426,13 +431,13 @@ class ChunkRunner:
         engine: Engine,
         thread: EngineThread,
         scheduler: PrefillScheduler,
-        progress: Progress,
+        watchdog: Watchdog,
         jobs: Mapping[ScheduledJob, PrefillJob],
     ) -> None:
         self._engine = engine
         self._thread = thread
         self._scheduler = scheduler
-        self._progress = progress
+        self._watchdog = watchdog
         self._jobs = jobs
         self._loop = asyncio.get_running_loop()
         self._running: list[PrefillJob] = []
@@ -441,11 +446,11 @@ class ChunkRunner:
     @contextlib.asynccontextmanager
     async def acquire_engine(self, job: PrefillJob) -> AsyncIterator[int]:
         """Wait for the engine; yields the end of the chunk that the job must compute now."""
-        self._scheduler.make_ready(job.scheduled, job.computed)
-        job.next_chunk = self._loop.create_future()
+        self._scheduler.make_ready(job.scheduled, job.computed_tokens)
+        job.chunk_assigned = self._loop.create_future()
         self._assign_engine()
         try:
-            yield await job.next_chunk
+            yield await job.chunk_assigned
         finally:
             if job in self._running:
                 self._running.remove(job)
@@ -460,7 +465,7 @@ class ChunkRunner:
         passed, the chunk ends after the current layer with that error.
         """
         job.computing_end = end
-        chunk = _RunningChunk(job, job.computed, end, preempts=job is not self._running[0])
+        chunk = _RunningChunk(job, job.computed_tokens, end, preempts=job is not self._running[0])
         run = self._thread.run_preempting if chunk.preempts else self._thread.run
         call = run(self._compute_on_thread, chunk)
         cancelled = False
@@ -472,7 +477,7 @@ class ChunkRunner:
         result = call.result()
         self._scheduler.finish_chunk(job.scheduled, end, chunk.seconds)
         metrics.PREFILL_TOKENS.labels("computed").inc(end - chunk.start)
-        job.computed = end
+        job.computed_tokens = end
         job.add_prompt_logprobs(result.prompt_logprobs)
         if cancelled:
             raise asyncio.CancelledError
@@ -486,15 +491,15 @@ class ChunkRunner:
                 break
             scheduled, end = choice
             job = self._jobs[scheduled]
-            if job.next_chunk is None or job.next_chunk.done():
+            if job.chunk_assigned is None or job.chunk_assigned.done():
                 # It was cancelled, but its coroutine has not run since.
                 self._scheduler.remove(scheduled)
                 continue
             self._running.append(job)
             self._scheduler.start_chunk(scheduled)
-            job.next_chunk.set_result(end)
+            job.chunk_assigned.set_result(end)
         if not self._running:
-            self._progress.set_idle()
+            self._watchdog.set_idle()
 
     def _compute_on_thread(self, chunk: _RunningChunk) -> ChunkResult:
         """Compute one chunk; runs on the engine thread."""
@@ -502,7 +507,7 @@ class ChunkRunner:
 
         def on_layer(layer: int) -> None:
             nonlocal others_s
-            self._progress.record()
+            self._watchdog.record()
             job.check()
             if job.export is not None:
                 job.export.mark_final(layer, chunk.end)
@@ -511,13 +516,14 @@ class ChunkRunner:
                 self._thread.preemption_point()
                 others_s += time.monotonic() - paused
 
-        self._progress.record()
+        self._watchdog.record()
         job.check()
-        states = job.request.states() if chunk.end == len(job.ids) else ()
-        prompt_logprobs = job.request.params.prompt_logprobs
+        request, handle, ids = job.request, job.reserved_handle, job.token_ids
+        states = request.states() if chunk.end == len(ids) else ()
+        prompt_chunk = PromptChunk(
+            handle, ids, chunk.start, chunk.end, on_layer, states, request.params.prompt_logprobs
+        )
         try:
-            return compute_chunk(
-                self._engine, PromptChunk(job.kv, job.ids, chunk.start, chunk.end, on_layer, states, prompt_logprobs)
-            )
+            return compute_chunk(self._engine, prompt_chunk)
         finally:
             chunk.seconds = time.monotonic() - began - others_s

@@ -17,7 +17,7 @@ from baton.config.router import RouterConfig
 from baton.kv.hashing import request_salt
 from baton.model.checkpoint import resolve, tokenizer_digest
 from baton.model.config import ModelConfig
-from baton.process import executors, freed_memory
+from baton.process import allocator, executors
 from baton.process.executors import WORK
 from baton.process.ops import serve_ops
 from baton.rpc.admin import ADMIN_SERVICE, AdminSources, add_admin
@@ -86,7 +86,7 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
     model, longest, digest = await executors.run(WORK, _load, config)
     largest = largest_message(min(longest, config.max_model_len or longest), model.vocab_size)
     # Large requests are received, copied and parsed on the event loop, where page faults would hold up others.
-    freed_memory.prepare(2 * largest)
+    allocator.prefault(2 * largest)
     router_id = f"router-{socket.gethostname()}-{secrets.token_hex(4)}"
     pool = WorkerPool(config, router_id, digest, tls, signer)
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from baton.config import parse_address
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
-from baton.process import freed_memory
+from baton.process import allocator
 from baton.process.service import STOP_S, Running, main
 from baton.process.sockets import bind
 from baton.process.supervisor import Supervisor, parse_listeners
@@ -116,8 +116,8 @@ def _host(address: str) -> str:
 
 def prepare() -> None:
     """Keep freed memory in the process, in one heap for all its threads."""
-    freed_memory.keep(_KEPT_BYTES)
-    freed_memory.share()
+    allocator.keep_freed(_KEPT_BYTES)
+    allocator.use_one_arena()
 
 
 def start(config: RouterConfig) -> Running:

@@ -114,10 +114,10 @@ class LoggingEngine(FakeEngine):
     def work_counter(self) -> int:
         return self.count_work()
 
-    def launch(self, chunks: Sequence[PromptChunk] = (), *, batch: bool = True) -> LaunchedPass:
+    def launch(self, chunks: Sequence[PromptChunk] = (), *, step: bool = True) -> LaunchedPass:
         """Log, wait, fail or step; chunks are computed at once."""
         if chunks:
-            return super().launch(chunks, batch=batch)
+            return super().launch(chunks, step=step)
         self.steps.append(sorted(each.handle.owner for each in self.batch))
         self.entered.release()
         if not self.gate.wait(60):

@@ -23,4 +23,4 @@ def insert(engine: Engine, handle: KvHandle, state: SequenceState) -> EngineSequ
 
 def found(result: PassResult) -> list[tuple[KvHandle, Any]]:
     """Tokens of each sequence in a step, by its handle."""
-    return [(sequence.handle, tokens) for sequence, tokens in result.steps]
+    return [(sequence.handle, tokens) for sequence, tokens in result.sequences]

@@ -182,7 +182,7 @@ def decode(engine: FakeEngine, handle: Any, handoff: Handoff, steps: int) -> lis
     state = SequenceState(handoff.params, list(handoff.prompt_ids), list(output), first.choice_index)
     insert(engine, handle, state)
     for _ in range(steps):
-        ((_, tokens),) = engine.launch().result().steps
+        ((_, tokens),) = engine.launch().result().sequences
         output += [token.token_id for token in tokens]
     engine.free(handle)
     return output

@@ -37,8 +37,8 @@ class WorkerConfig(Settings):
     )
     packed_weights: str = option(
         "",
-        help="File in memory in which the workers of a host share the weights of native kernels; the first worker "
-        "writes it. Empty: each worker has its own weights.",
+        help="Path of a file, on a tmpfs, through which the workers of a host share the weights of native kernels. "
+        "The first worker writes it. Empty: each worker has its own weights.",
     )
     max_model_len: int = option(
         0, help="Largest number of tokens of prompt and output together; 0: the limit of the model.", minimum=0
@@ -46,15 +46,15 @@ class WorkerConfig(Settings):
     kv_memory: int = option(0, help="Size of the KV pool; 0: automatic.", unit="bytes")
     kv_home: str = option(
         "auto",
-        help="Memory of the KV pool: device, host (host memory), or auto (the device, and more pages in host memory "
-        "for sequences that do not fit).",
+        help="Memory that has the KV pages: device; host; or auto, which is the device, and host memory for sequences "
+        "that do not fit on it.",
         choices=KV_HOMES,
     )
     host_memory: int = option(
         0,
-        help="Host memory beside --kv-memory: with --kv-home auto for pages, else for the cached prefixes of a prefill "
-        "worker. 0: none; but on CUDA with --kv-home auto, if the device has too few pages for a sequence of "
-        "--max-model-len, pages for one.",
+        help="Host memory in addition to --kv-memory. With --kv-home auto it holds KV pages; else it holds cached "
+        "prefixes (prefill only). 0: none, except on CUDA with --kv-home auto if the device is too small for one "
+        "sequence of --max-model-len: then pages for one.",
         unit="bytes",
     )
     segment_tokens: int = option(
@@ -79,7 +79,8 @@ class WorkerConfig(Settings):
     ops: str = option("127.0.0.1:0", help="HTTP listener for live, ready and metrics.", unit="address")
     kv_advertise: str = option(
         "",
-        help="Address of the kv listener for peers; empty: its port, and the host to which routers connect.",
+        help="Address of the kv listener for peers; empty: the port of --kv, at the host by which routers reach this "
+        "worker.",
         unit="address",
     )
     worker_id: str = option("", help="Name of the worker; empty: role, host and a random part.")

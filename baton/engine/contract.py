@@ -3,11 +3,12 @@
     reserve ── launch chunks × n ── read_kv ── free               on a prefill worker
     reserve ── write_kv × n ── insert ── launch × n ── free       on a decode worker
 
-A `KvHandle` is the right to the pages that hold one sequence's KV. Every page is free, cached, or its reference
-count equals the number of handles that list it. Only the engine thread may call `insert`, `launch` and the `result` of
-a pass; any thread may call all other methods. `free` may be called at any time: later calls with the handle fail at
-once, and its pages return to the pool when the reads, writes and forward passes that use them have ended. `watch_pages`
-reports each return, so waiting for pages needs no polling.
+A `KvHandle` is the right to the pages that hold one sequence's KV. A page is free, or cached, or in use. The reference
+count of a page in use is the number of handles that list it. Only the engine thread may use `insert`, `launch`,
+`in_flight` and the `result` of a pass; `close` is called when it has ended. Any thread may call all other methods.
+`free` may be called at any time: later calls with the handle fail at once, and its pages return to the pool when the
+reads, writes and forward passes that use them have ended. `watch_pages` reports each return, so waiting for pages needs
+no polling.
 
 One forward pass computes chunks of prompts, a step of the generation batch, or both. Steps may be launched while the
 results of `spec.steps_ahead` passes before them are unread: a step takes each sequence's last token from device memory,
@@ -73,7 +74,7 @@ class KvHandle(Protocol):
 
     @property
     def owner(self) -> str:
-        """Name of its owner, for the ledger: "request/attempt" or "request/attempt/choice"."""
+        """Name of its owner, for the ledger; it begins with "request/attempt", except for the worker's own prompt."""
 
     @property
     def capacity(self) -> int:
@@ -134,9 +135,10 @@ class PromptChunk:
     """Tokens `[start, end)` of a prompt, whose KV is to be computed in all layers.
 
     KV of `[0, start)` must be in the handle's pages already. With `on_layer`, the pass stops after each layer to call
-    it. For each state of `sample` one token is sampled after position `end - 1`. With `prompt_logprobs`, the
-    log-probability of each successor is computed with that many alternatives, in parts; after each part the
-    `on_layer` of each chunk of the pass is called with the last layer, since parts may take longer than layers.
+    it. For each state of `sample` one token is sampled after position `end - 1`. With `prompt_logprobs`, the pass also
+    computes the log-probability of the token after each position, with that many alternatives. This is done in parts.
+    After each part, the `on_layer` of each chunk of the pass is called again with the last layer, because a part may
+    take longer than a layer.
     """
 
     handle: KvHandle
@@ -171,7 +173,7 @@ class PassResult:
     """
 
     chunks: Sequence[ChunkResult | Exception] = ()
-    steps: Sequence[tuple[EngineSequence, tuple[TokenInfo, ...] | NoToken]] = ()
+    sequences: Sequence[tuple[EngineSequence, tuple[TokenInfo, ...] | NoToken]] = ()
 
 
 class ForwardPass(Protocol):
@@ -206,9 +208,9 @@ class Engine(Protocol):
         """Allocate pages for `tokens` tokens; raises OutOfPages, and then allocates nothing.
 
         `prefix` are digests of leading full blocks (`baton.kv.hashing`). The new handle contains the longest run of
-        them that is cached, up to `max_cached_tokens` (all by default); `handle.cached_tokens` is its length.
-        Full units of pages are shared and can't be written. A last unit that is needed in part is copied, so that the
-        tokens after the cached ones can be written.
+        them that is cached, up to `max_cached_tokens` (all by default); `handle.cached_tokens` is its length. A unit is
+        lcm(page size, block size) tokens. Pages of full units are shared and can't be written. A last unit that is
+        needed in part is copied, so that the tokens after the cached ones can be written.
         """
 
     def evict_for(self, tokens: int, prefix: Sequence[bytes] = (), max_cached_tokens: int | None = None) -> bool:
@@ -221,9 +223,9 @@ class Engine(Protocol):
     def publish(self, handle: KvHandle, digests: Sequence[bytes]) -> None:
         """Cache the handle's leading full blocks, whose KV is final, under these digests, so that `reserve` finds them.
 
-        Only blocks that fill whole pages together are cached, in units of lcm(page size, block size) tokens. They can't
-        be written any more. They stay cached when the handle is freed, until their pages are evicted: least recently
-        used first, and the end of a chain before its beginning. Idempotent; a dead handle is ignored.
+        Only blocks of full units (as for `reserve`) are cached. They can't be written any more. They stay cached when
+        the handle is freed, until their pages are evicted: least recently used first, and the end of a chain before its
+        beginning. Idempotent; a dead handle is ignored.
         """
 
     def match_prefix(self, digests: Sequence[bytes]) -> int:
@@ -262,8 +264,8 @@ class Engine(Protocol):
         then changes nothing, if these and the free pages are too few.
         """
 
-    def launch(self, chunks: Sequence[PromptChunk] = (), *, batch: bool = True) -> ForwardPass:
-        """Launch one forward pass: over `chunks` of prompts, and with `batch` a step of the generation batch.
+    def launch(self, chunks: Sequence[PromptChunk] = (), *, step: bool = True) -> ForwardPass:
+        """Launch one forward pass: over `chunks` of prompts, and with `step` a step of the generation batch.
 
         A step samples the next tokens of all sequences that have slots. The handle of each must have room for its
         `next_positions` (`extend` first). When the pass is read, the sampled tokens are appended to the sequences; the
@@ -331,7 +333,7 @@ class Engine(Protocol):
 
 def compute_chunk(engine: Engine, chunk: PromptChunk) -> ChunkResult:
     """Compute one chunk in a pass of its own. Raises what the chunk or the pass raised."""
-    (result,) = engine.launch((chunk,), batch=False).result().chunks
+    (result,) = engine.launch((chunk,), step=False).result().chunks
     if not isinstance(result, Exception):
         return result
     try:

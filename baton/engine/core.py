@@ -16,7 +16,8 @@ To launch a step, the host needs only the lengths of sequences; the device has t
 wait for the tokens of the step before. The pages of its sequences stay pinned until it is read or undone, because a
 sequence may be freed while a step in flight still writes to them.
 
-The pool has a lock of its own. Everything else is used by the engine thread only.
+Slots, plans and passes are used by the engine thread only. The pool has a lock of its own. `memory` may be called from
+any thread, for pinned pages.
 """
 
 from __future__ import annotations
@@ -104,27 +105,27 @@ class EngineCore:
                     raise
         return child
 
-    def launch(self, chunks: Sequence[PromptChunk] = (), *, batch: bool = True) -> LaunchedPass:
+    def launch(self, chunks: Sequence[PromptChunk] = (), *, step: bool = True) -> LaunchedPass:
         """Launch a pass, as the contract says. Raises EngineError if a sequence has no room for its next token."""
         if self._stepping:
             raise EngineError("a pass was launched while one that has a step was under way")
         ahead = self._spec.steps_ahead
         while True:
-            self._read(0 if batch and self._kv.must_read_first else ahead)
+            self._read(0 if step and self._kv.must_read_first else ahead)
             with ExitStack() as pins:
                 own = PassChunks(chunks)
                 rows = own.plan(lambda chunk, pins=pins: self._prompt_row(chunk, pins))  # type: ignore[misc]
-                steps = pins.enter_context(self._kv.pin_batch()) if batch else {}
-                own.step = bool(steps)
+                step_rows = pins.enter_context(self._kv.pin_batch()) if step else {}
+                own.step = bool(step_rows)
                 try:
-                    wait = self._launch(rows, steps, own.on_layer)
+                    wait = self._launch(rows, step_rows, own.on_layer)
                 except JoinFailed as error:
                     # No KV has changed, and the next step resets the ModelRunner, so other sequences are not affected.
-                    failed = next(each for each in steps if each.slot == error.slot)
+                    failed = next(each for each in step_rows if each.slot == error.slot)
                     self._kv.remove(failed)
                     self._refused.append((failed, NoToken(f"{failed.handle.owner}: {error}")))
                     continue
-                launched = LaunchedPass(own, steps, wait, pins.pop_all(), self._read_until, self._refused)
+                launched = LaunchedPass(own, step_rows, wait, pins.pop_all(), self._read_until, self._refused)
                 self._refused = []
             self._inflight.add(launched)
             if not ahead:
@@ -179,7 +180,7 @@ class EngineCore:
         return self.executor.work_counter()
 
     def watch_pages(self, returned: Callable[[], object] | None) -> None:
-        self._kv.pool.watch(returned)
+        self._kv.pool.watch_pages(returned)
 
     def audit(self) -> dict[str, int]:
         return self._kv.pool.audit()
@@ -221,18 +222,18 @@ class EngineCore:
         return Row(prompt, start, end - start, (end - start - 1,) if chunk.sample else ())
 
     def _launch(
-        self, rows: Sequence[Row], steps: Mapping[EngineSequence, Row], on_layer: OnLayer | None
+        self, rows: Sequence[Row], step_rows: Mapping[EngineSequence, Row], on_layer: OnLayer | None
     ) -> Callable[[], PlanResult]:
-        if not rows and not steps:
+        if not rows and not step_rows:
             return lambda: PlanResult()
-        self._stepping = bool(steps)
+        self._stepping = bool(step_rows)
         try:
-            return self.executor.launch(self._kv.plan(rows, steps), on_layer)
+            return self.executor.launch(self._kv.plan(rows, step_rows), on_layer)
         except PassEnded:
             # The pass had no step, so it has changed no state of a slot.
             return lambda: PlanResult((RowResult(),) * len(rows))
         except BaseException:
-            if steps:
+            if step_rows:
                 self._kv.forget_plans()
             raise
         finally:
@@ -246,8 +247,8 @@ class EngineCore:
             except BaseException:
                 self._kv.forget_plans()
                 raise
-            for sequence, found in oldest.found:
-                if isinstance(found, NoToken):
+            for sequence, result in oldest.step_results:
+                if isinstance(result, NoToken):
                     self._kv.remove(sequence)
 
     def _read_until(self, launched: LaunchedPass) -> None:
@@ -322,25 +323,25 @@ class KvManager:
         """Pin the pages of the batch, and yield its sequences with their rows; EngineError if one has no room."""
         while True:
             writes = [each.next_positions for each in self._running]
-            steps = dict(zip(self._running, map(_step_row, self._running, writes), strict=True))
+            step_rows = dict(zip(self._running, map(_step_row, self._running, writes), strict=True))
             with self.pool.pin_batch(list(self._running.values()), writes) as dead:
                 if not dead:
-                    for each in steps:
+                    for each in step_rows:
                         self._check_length(each)
-                    yield steps
+                    yield step_rows
                     return
             self._remove_dead()
 
-    def plan(self, prompts: Sequence[Row], steps: Mapping[EngineSequence, Row]) -> ForwardPlan:
-        """Make a plan from the rows of prompts and of a step; `steps` is empty or has all sequences of the batch.
+    def plan(self, prompts: Sequence[Row], step_rows: Mapping[EngineSequence, Row]) -> ForwardPlan:
+        """Make a plan from the rows of prompts and of a step; `step_rows` is empty or has all sequences of the batch.
 
         The plan of a step has the changes of slots since the last one. The caller must launch it, or call
         `forget_plans`.
         """
-        if not steps:
+        if not step_rows:
             return ForwardPlan(rows=tuple(prompts))
         joined, grew = [], []
-        for each in steps:
+        for each in step_rows:
             pages = self._running[each].pages
             count = len(pages)
             if each.planned_pages is None:
@@ -349,7 +350,7 @@ class KvManager:
             elif count > each.planned_pages:
                 grew.append(Growth(each.slot, pages[each.planned_pages : count]))
             each.planned_pages = count
-        rows = (*prompts, *steps.values())
+        rows = (*prompts, *step_rows.values())
         plan = ForwardPlan(self._reset, tuple(self._left), tuple(joined), tuple(grew), rows)
         self._reset, self._left = False, []
         return plan
@@ -448,24 +449,24 @@ class LaunchedPass:
     def __init__(
         self,
         chunks: PassChunks,
-        steps: Mapping[EngineSequence, Row],
+        step_rows: Mapping[EngineSequence, Row],
         wait: Callable[[], PlanResult],
         pins: ExitStack,
         read_until: Callable[[LaunchedPass], object],
         refused: Sequence[tuple[EngineSequence, NoToken]] = (),
     ) -> None:
-        """`steps` has the sequences of the step with their rows. `wait` waits for the device and returns the result of
-        the plan, or raises.
+        """`step_rows` has the sequences of the step with their rows. `wait` waits for the device and returns the result
+        of the plan, or raises.
 
         `pins` holds the pages. `read_until` reads all passes up to this one. `refused` lists sequences that could not
         join the batch, with their errors.
         """
         self.launched_at = 0.0
-        self.batch = list(steps)
-        self.sampled = [len(row.sampled) for row in steps.values()]
+        self.batch = list(step_rows)
+        self.sampled = [len(row.sampled) for row in step_rows.values()]
         """Number of tokens that are sampled for each sequence of `batch`."""
         self.was_read = False
-        self.found: list[tuple[EngineSequence, tuple[TokenInfo, ...] | NoToken]] = [*refused]
+        self.step_results: list[tuple[EngineSequence, tuple[TokenInfo, ...] | NoToken]] = [*refused]
         self._chunks = chunks
         self._chunk_results: list[ChunkResult | Exception] = []
         self._wait, self._waited = wait, False
@@ -478,22 +479,23 @@ class LaunchedPass:
         self._read_until(self)
         if self._error is not None:
             raise self._error
-        return PassResult(self._chunk_results, [(each, found) for each, found in self.found if each.handle.alive])
+        alive = [(each, found) for each, found in self.step_results if each.handle.alive]
+        return PassResult(self._chunk_results, alive)
 
     def read(self) -> None:
         """Wait for the device, append the tokens to the sequences, and, unless this raises, unpin the pages."""
         self._waited = True
-        self._chunk_results, steps = self._chunks.results(self._wait().rows)
-        for each, sampled, row in zip(self.batch, self.sampled, steps, strict=True):
+        self._chunk_results, rows = self._chunks.results(self._wait().rows)
+        for each, sampled, row in zip(self.batch, self.sampled, rows, strict=True):
             each.unread -= sampled
             if each.failed:
                 continue
             if row.problem:
                 each.failed = True
-                self.found.append((each, NoToken(f"{each.handle.owner}: {row.problem}")))
+                self.step_results.append((each, NoToken(f"{each.handle.owner}: {row.problem}")))
             else:
                 each.output_ids.extend(info.token_id for info in row.tokens)
-                self.found.append((each, row.tokens))
+                self.step_results.append((each, row.tokens))
         self.was_read = True
         self._pins.close()
 

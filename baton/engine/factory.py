@@ -25,7 +25,7 @@ from baton.model.tensors import DTYPES, dtype_name
 from baton.model.zeros import RegistrationError
 from baton.native.decoder import NativeDecoder, unsupported
 from baton.native.library import Kernels, select_kernels
-from baton.process import freed_memory
+from baton.process import allocator
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
     began = time.monotonic()
     model = load_model(path, dtype=dtype, device=device, native=kernels.library, packed_weights=config.packed_weights)
     # Loading used more memory than the weights, which is not needed again.
-    freed_memory.trim()
+    allocator.trim()
     if device.type == "cpu":
         # Done before the pool is made, which gets its huge pages in the background.
         huge_pages.collapse()

@@ -2,8 +2,7 @@
 
 Large tensors ask for huge pages (`baton.engine.process`). If free memory is fragmented, the kernel gives small pages
 instead. Decode steps and chunks read all weights, and took a tenth to a third longer with small pages. After all
-weights are loaded, MADV_COLLAPSE makes the kernel move them to huge pages once. This took 1.6 s for 1.6 GB
-(https://man7.org/linux/man-pages/man2/madvise.2.html, Linux 6.1).
+weights are loaded, MADV_COLLAPSE makes the kernel move them to huge pages once. This took 1.6 s for 1.6 GB.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-HUGE = 2 << 20
-"""Bytes of a huge page on x86-64, and on arm64 with pages of 4 KiB."""
+from baton.process.madvise import COLLAPSE, HUGE_PAGE, advise
 
 _MIN_MAPPING_BYTES = 16 << 20
 """Smaller mappings have no weights, and are left alone."""
@@ -27,9 +25,6 @@ _MIN_MAPPING_BYTES = 16 << 20
 _PIECE = 64 << 20
 _SECONDS = 10.0
 """Seconds after which no further piece is moved, because this takes long if memory is short."""
-
-_COLLAPSE = 25
-"""MADV_COLLAPSE, from linux/mman.h."""
 
 _ATTEMPTS = 3
 _TEMPORARY = (errno.EAGAIN, errno.EBUSY, errno.ENOMEM)
@@ -75,24 +70,22 @@ def collapse() -> None:
     """
     if os.environ.get("THP_MEM_ALLOC_ENABLE") != "1" or not _MODES.exists() or "[never]" in _MODES.read_text():
         return
-    libc = ctypes.CDLL(None, use_errno=True)
     deadline = time.monotonic() + _SECONDS
     for start, end in _mappings():
-        for begin, stop in _touched(libc, start, end):
+        for begin, stop in _touched(start, end):
             if time.monotonic() > deadline:
                 return
-            problem = _move(libc, begin, stop)
+            problem = _move(begin, stop)
             if problem and problem not in _TEMPORARY:
                 # The kernel can't move this mapping at all.
                 break
 
 
-def _move(libc: ctypes.CDLL, begin: int, stop: int) -> int:
+def _move(begin: int, stop: int) -> int:
     """Move these pages to huge pages; 0, or the errno of the last attempt. Pages that are moved already are skipped."""
     for _ in range(_ATTEMPTS):
-        if libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(stop - begin), _COLLAPSE) == 0:
-            return 0
-        if (problem := ctypes.get_errno()) not in _TEMPORARY:
+        problem = advise(begin, stop - begin, COLLAPSE)
+        if problem not in _TEMPORARY:
             break
     return problem
 
@@ -102,20 +95,21 @@ def _mappings() -> Iterator[tuple[int, int]]:
     for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
         if found := _ANONYMOUS.match(line):
             start, end = int(found[1], 16), int(found[2], 16)
-            start, end = -(-start // HUGE) * HUGE, end // HUGE * HUGE
+            start, end = -(-start // HUGE_PAGE) * HUGE_PAGE, end // HUGE_PAGE * HUGE_PAGE
             if end - start >= _MIN_MAPPING_BYTES:
                 yield start, end
 
 
-def _touched(libc: ctypes.CDLL, start: int, end: int) -> Iterator[tuple[int, int]]:
+def _touched(start: int, end: int) -> Iterator[tuple[int, int]]:
     """Addresses of runs of huge pages, at most _PIECE bytes, that are in memory whole; others would be filled."""
+    libc = ctypes.CDLL(None)
     for piece in range(start, end, _PIECE):
         size = min(_PIECE, end - piece)
         present = (ctypes.c_ubyte * (size // _PAGE))()
         if libc.mincore(ctypes.c_void_p(piece), ctypes.c_size_t(size), present):
             continue
-        step = HUGE // _PAGE
-        whole = [index for index in range(size // HUGE) if all(present[index * step : (index + 1) * step])]
+        step = HUGE_PAGE // _PAGE
+        whole = [index for index in range(size // HUGE_PAGE) if all(present[index * step : (index + 1) * step])]
         for _, run in itertools.groupby(enumerate(whole), key=lambda each: each[1] - each[0]):
             indices = [index for _, index in run]
-            yield piece + indices[0] * HUGE, piece + (indices[-1] + 1) * HUGE
+            yield piece + indices[0] * HUGE_PAGE, piece + (indices[-1] + 1) * HUGE_PAGE

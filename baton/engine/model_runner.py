@@ -41,9 +41,9 @@ _LOGITS_AT_ONCE = 1 << 24
 
 @dataclass(eq=False, slots=True)
 class _Slot:
-    """A taken slot: the index of its row (-1 after it was left), its pages, and whether some are in host memory."""
+    """A taken slot: its row (-1 after it was left), its pages, and whether some are in host memory."""
 
-    index: int
+    row: int
     pages: array[int]
     in_host: bool
 
@@ -163,7 +163,7 @@ class ModelRunner:
         """Apply the plan's changes of slots."""
         if plan.reset:
             for slot in self._batch:
-                slot.index = -1
+                slot.row = -1
             self._slots, self._batch = {}, []
             self._inputs.clear()
             self._sampler = self._new_sampler()
@@ -176,7 +176,7 @@ class ModelRunner:
                 raise JoinFailed(join.slot, f"{type(error).__name__}: {error}") from error
         for growth in plan.grew:
             slot = self._slots[growth.slot]
-            self._inputs.extend(slot.index, growth.pages)
+            self._inputs.extend(slot.row, growth.pages)
             slot.pages += growth.pages
             slot.in_host = slot.in_host or self._in_host(growth.pages)
 
@@ -189,10 +189,10 @@ class ModelRunner:
 
     def _remove(self, slot: _Slot) -> None:
         """Remove a slot's row; the last row takes its place."""
-        row, last = slot.index, self._batch.pop()
+        row, last = slot.row, self._batch.pop()
         if last is not slot:
-            self._batch[row], last.index = last, row
-        slot.index = -1
+            self._batch[row], last.row = last, row
+        slot.row = -1
         self._inputs.remove(row)
         self._sampler.remove(row)
 
@@ -240,7 +240,7 @@ class ModelRunner:
                 raise EngineError(f"a row of {step.source!r} is among those of slots, but has no sequence")
             if (step.count, step.sampled) != (1, (0,)):
                 raise EngineError(f"slot {step.source} has {step.count} new tokens, a slot's row must have one")
-            context_lens[self._slots[step.source].index] = step.positions.stop
+            context_lens[self._slots[step.source].row] = step.positions.stop
         if steps and not all(context_lens):
             raise EngineError(f"a step must be one of all {len(context_lens)} slots that are taken, got {len(steps)}")
         return context_lens if steps else []
@@ -260,7 +260,7 @@ class ModelRunner:
             steps = self._inputs.tables[: len(context_lens), :width]
             table = torch.cat([table, F.pad(steps, (0, width - steps.shape[1]))])
             ids = torch.cat([ids, self._inputs.ids[: len(context_lens)]])
-            in_host |= {count + slot.index: slot.pages for slot in self._batch if slot.in_host}
+            in_host |= {count + slot.row: slot.pages for slot in self._batch if slot.in_host}
         queries = [each.row.count for each in prompts] + [1] * len(context_lens)
         ends = [each.row.positions.stop for each in prompts]
         return ids, AttentionBatch.build(queries, [*ends, *context_lens], table, size, self._host_kv(in_host))
@@ -271,7 +271,7 @@ class ModelRunner:
         if self._native is not None:
             batch, logits = self._inputs.batch(context_lens, width), not self._sampler.all_greedy
             return self._native.forward_head(self._inputs.ids, batch, self._kv, None, None, logits)
-        host = self._host_kv({slot.index: slot.pages for slot in self._batch if slot.in_host})
+        host = self._host_kv({slot.row: slot.pages for slot in self._batch if slot.in_host})
         if host is None and self._graphs is not None and len(context_lens) <= self._graphs.rows:
             return self._graphs.run(len(context_lens), width)
         return self._run(context_lens, width, host)
@@ -301,7 +301,7 @@ class ModelRunner:
 
     def _finish_step(self, steps: Sequence[Row], sampled: SamplerOutput) -> Callable[[], list[RowResult]]:
         slots = [self._slots[cast(int, step.source)] for step in steps]
-        rows = [slot.index for slot in slots]
+        rows = [slot.row for slot in slots]
         sampler = self._sampler
         with torch.inference_mode():
             self._inputs.append(sampled.tokens)
@@ -316,7 +316,7 @@ class ModelRunner:
             if sampler.penalizes:
                 # The host lays out the tables of penalties, so it must know the tokens. Meanwhile a slot may have moved
                 # to another row, or have been left.
-                tokens = [(slot.index, info) for slot, info in zip(slots, found, strict=True) if slot.index >= 0]
+                tokens = [(slot.row, info) for slot, info in zip(slots, found, strict=True) if slot.row >= 0]
                 sampler.add_token_ids([(row, info.token_id) for row, info in tokens if isinstance(info, TokenInfo)])
             return [RowResult(problem=str(each)) if isinstance(each, NoToken) else RowResult((each,)) for each in found]
 

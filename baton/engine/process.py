@@ -2,7 +2,7 @@
 
 A forward pass allocates and frees tensors of megabytes. By default glibc returns such memory to the kernel at once, and
 each pass pays for its page faults: an RMSNorm over 512 tokens took ten times as long. So the process keeps freed memory
-(`baton.process.freed_memory`), in one arena, so that every thread can use it again. torch's allocator asks for huge
+(`baton.process.allocator`), in one arena, so that every thread can use it again. torch's allocator asks for huge
 pages for large tensors (`THP_MEM_ALLOC_ENABLE`), which saves misses of the address cache.
 
 Compute threads wait for each other in a busy loop, by default for longer than the kernel's time slice. If two of them
@@ -21,13 +21,11 @@ from pathlib import Path
 
 from baton.errors import ConfigError
 from baton.native.library import NativeUnavailable, load
-from baton.process import cores, freed_memory
+from baton.process import allocator, cores
 
 _log = logging.getLogger(__name__)
 
 _COMPUTE = "baton-compute"
-_ARENA_MAX = -8
-"""A parameter of mallopt, from malloc.h."""
 
 
 def prepare(cpus: str = "", threads: int = 0) -> None:
@@ -41,9 +39,8 @@ def prepare(cpus: str = "", threads: int = 0) -> None:
     _check_threads(threads)
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
-    freed_memory.keep((1 << 31) - 1)
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
+    allocator.keep_freed((1 << 31) - 1)
+    allocator.use_one_arena()
 
 
 def _check_threads(threads: int) -> None:

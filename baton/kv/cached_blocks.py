@@ -1,20 +1,26 @@
 """The cached blocks of a page pool: a tree of nodes, which are found by the digests of the blocks in their pages.
 
-A *run* is the shortest span of tokens that fills whole pages and whole blocks: lcm(page, block) tokens. A *node* has
-consecutive runs of one chain; its children continue the chain in different ways. A digest covers every token before it
-(`baton.kv.hashing`). So the last block of its first run identifies a node, and bisection finds the number of its runs
-that match. A prompt of a million tokens is one node, unless others share its beginning. So the work of a look-up, a
-reservation or an eviction depends on the number of nodes in a chain; numpy does the rest, for all pages at once.
+A *unit* is the shortest span of tokens that fills whole pages and whole blocks: lcm(page, block) tokens. A *node* has
+consecutive units of one chain; its children continue the chain in different ways. For example, sequence A publishes ten
+units, and B the first six of A and two of its own:
 
-The beginning of a run is found by its inner blocks. Several nodes may begin with the same inner blocks. The beginning
-is always copied, because sequences that continue differently can't share a page of the run. When a sequence ends within
-a run, it leaves such a beginning as a *partial node*: a node of inner blocks only, without children.
+    root ── A1 … A10        then        root ── A1 … A6 ┬─ A7 … A10
+                                                        └─ B7 B8
+
+A digest covers every token before it (`baton.kv.hashing`). So a node is found by the last block of its first unit. Then
+a binary search counts how many of its units match: of A1 … A10, six match the chain of B. A prompt of a million tokens
+is one node, unless others share its beginning. So the work of a look-up, a reservation or an eviction depends on the
+number of nodes in a chain; numpy does the rest, for all pages at once.
+
+The beginning of a unit is found by its inner blocks. Several nodes may begin with the same inner blocks. The beginning
+is always copied, because sequences that continue differently can't share a page of the unit. When a sequence ends
+within a unit, it leaves such a beginning as a *partial node*: a node of inner blocks only, without children.
 
 A node that has pages without an owner is *idle*. An eviction names a home, the device or host memory, and begins at the
-end of the least recently used idle node there. A run belongs to the home of its first page, and all runs of a node are
-in the same home. When an owner frees its pages, the nodes of its chain become the most recently used, from the
-last to the first, so a child is evicted before its parent. The node in which the chain ends is split there, because its
-rest was not used; a node and its only child become one. If two sequences have computed the same run, the first that
+end of the least recently used idle node there. A unit belongs to the home of its first page, and all units of a node
+are in the same home. When an owner frees its pages, the nodes of its chain become the most recently used, from the last
+to the first, so a child is evicted before its parent. The node in which the chain ends is split there, because its rest
+was not used; a node and its only child become one. If two sequences have computed the same unit, the first that
 publishes it is cached, and the copy of the second is not. The second may then own a node whose parent is idle. When the
 parent is evicted, so is the node; its owner may publish it again, in its own pages.
 
@@ -52,26 +58,26 @@ _SHARDS = 256
 
 
 class PrefixPages(NamedTuple):
-    """Pages with the first `tokens` tokens of a chain. `shared` has the whole runs, in token order.
+    """Pages with the first `tokens` tokens of a chain. `shared` has the whole units, in token order.
 
-    The tokens after them are in `cut`, the first pages of the next cached run, whose pages are `run`.
+    The tokens after them are in `cut`, the first pages of the next cached unit, whose pages are `next_unit`.
     """
 
     shared: Pages
     cut: Pages
-    run: Pages
+    next_unit: Pages
     tokens: int
 
 
 class _Found(NamedTuple):
-    """The place in the tree up to which a chain is cached: `node` is the last node, of which `runs` runs match.
+    """The place in the tree up to which a chain is cached: `node` is the last node, of which `units` units match.
 
-    `whole` counts these runs and all runs of the nodes before. The run that follows in `begun`, which is `node` or its
-    child, begins with the next `blocks` blocks of the chain; 0 if there is no such run.
+    `whole` counts these units and all units of the nodes before. The unit that follows in `begun`, which is `node` or
+    its child, begins with the next `blocks` blocks of the chain; 0 if there is no such unit.
     """
 
     node: int
-    runs: int
+    units: int
     whole: int
     begun: int
     blocks: int
@@ -84,13 +90,13 @@ class CachedBlockIndex:
     """
 
     def __init__(self, owners: Counts, page_size: int, block_size: int, device_pages: int) -> None:
-        self.run_tokens = math.lcm(page_size, block_size)
+        self.unit_tokens = math.lcm(page_size, block_size)
         self._owners = owners
         self._device_pages = device_pages
         self._page_size = page_size
         self._block_size = block_size
-        self._width = self.run_tokens // page_size
-        self._size = self.run_tokens // block_size
+        self._width = self.unit_tokens // page_size
+        self._size = self.unit_tokens // block_size
         self._idle = [0, 0]
         self.cached_pages = 0
         """Pages in all nodes, with or without an owner."""
@@ -104,10 +110,10 @@ class CachedBlockIndex:
         for head in _HEADS:
             self._newer[head] = self._older[head] = head
         self._unused: list[int] = []
-        # Nodes by each block of their first run.
+        # Nodes by each block of their first unit.
         self._named: list[dict[bytes, int]] = [{} for _ in range(_SHARDS)]
         self._others: dict[bytes, dict[int, None]] = {}
-        """Further nodes by a block of their first run that another node has too."""
+        """Further nodes by a block of their first unit that another node has too."""
         self._stored, self._dropped = bytearray(), bytearray()
         self._changed: PoolBlocksChanged | None = None
 
@@ -131,28 +137,28 @@ class CachedBlockIndex:
     def count_tokens(self, digests: Sequence[bytes]) -> int:
         """The number of leading tokens of the chain that are cached."""
         found = self._find(digests, len(digests))
-        return found.whole * self.run_tokens + found.blocks * self._block_size
+        return found.whole * self.unit_tokens + found.blocks * self._block_size
 
     def match_prefix(self, digests: Sequence[bytes], max_tokens: int) -> PrefixPages:
         """The pages of the chain's leading cached tokens, up to `max_tokens`."""
-        found = self._find(digests, -(-max_tokens // self.run_tokens) * self._size)
-        width, pieces = self._width, [self._pages[found.node][: found.runs * self._width]]
+        found = self._find(digests, -(-max_tokens // self.unit_tokens) * self._size)
+        width, pieces = self._width, [self._pages[found.node][: found.units * self._width]]
         pieces += [self._pages[node] for node in self._nodes_before(found.node)]
         pages = np.concatenate(pieces[::-1])
-        tokens = min(max_tokens, found.whole * self.run_tokens + found.blocks * self._block_size)
-        whole, rest = divmod(tokens, self.run_tokens)
-        run = NO_PAGES
+        tokens = min(max_tokens, found.whole * self.unit_tokens + found.blocks * self._block_size)
+        whole, rest = divmod(tokens, self.unit_tokens)
+        unit = NO_PAGES
         if rest and whole < found.whole:
-            run = pages[whole * width : (whole + 1) * width]
+            unit = pages[whole * width : (whole + 1) * width]
         elif rest:
-            first = found.runs * width if found.begun == found.node else 0
-            run = self._pages[found.begun][first : first + width]
-        return PrefixPages(pages[: whole * width], run[: -(-rest // self._page_size)], run, tokens)
+            first = found.units * width if found.begun == found.node else 0
+            unit = self._pages[found.begun][first : first + width]
+        return PrefixPages(pages[: whole * width], unit[: -(-rest // self._page_size)], unit, tokens)
 
     def insert(self, pages: Pages, digests: Sequence[bytes], *, ends: bool = False) -> None:
-        """Cache the runs of a sequence that owns `pages`. Runs that are already cached stay in their pages.
+        """Cache the units of a sequence that owns `pages`. Runs that are already cached stay in their pages.
 
-        A last run that is not full is cached only if the sequence `ends`, because nothing is written after it then.
+        A last unit that is not full is cached only if the sequence `ends`, because nothing is written after it then.
         Nothing is cached while there are uncached nodes: their blocks would be reported as dropped later.
         """
         if self._child[_UNCACHED]:
@@ -162,7 +168,7 @@ class CachedBlockIndex:
         whole = min(len(digests) // size, len(pages) // width)
         new = pages[found.whole * width : whole * width]
         if len(taken := np.flatnonzero(self._node_of[new])):
-            # A fork may share only the first pages of a run, and another sequence has published them.
+            # A fork may share only the first pages of a unit, and another sequence has published them.
             whole, ends = found.whole + int(taken[0]) // width, False
         node = found.node
         if whole > found.whole:
@@ -172,16 +178,17 @@ class CachedBlockIndex:
         own = pages[whole * width :][: -(-len(rest) * self._block_size // self._page_size)]
         fits = len(own) * self._page_size >= len(rest) * self._block_size
         if found.blocks < len(rest) < size and fits and not self.are_cached(own):
-            self._add(self._split(node, found.runs), bytearray().join(rest), own)
+            self._add(self._split(node, found.units), bytearray().join(rest), own)
 
     def acquire(self, pages: Pages) -> None:
         """Note that cached pages have their first owner."""
         self._count_idle(pages, -1)
 
     def release(self, pages: Pages, unowned: NDArray[np.bool_]) -> Pages:
-        """Note that an owner has freed `pages`, in token order; returns the pages that are neither owned nor cached.
+        """Note that an owner has freed `pages`, in token order; returns those that are neither owned nor cached now.
 
-        `unowned` says for each page whether it has no owner any more.
+        `unowned` says for each page whether it has no owner any more. The nodes of the chain become the most recently
+        used, up to the last of `pages` that is cached.
         """
         cached = self._node_of[pages] > 0
         if not len(last := np.flatnonzero(cached)[-1:]):
@@ -197,8 +204,8 @@ class CachedBlockIndex:
         """
         if not len(pages):
             return
-        node, run = self._locate(pages[-1])
-        node = self._split(node, run + 1)
+        node, unit = self._locate(pages[-1])
+        node = self._split(node, unit + 1)
         while self._pages[node].size:
             self._join(node)
             if self._idle_in[node]:
@@ -223,9 +230,9 @@ class CachedBlockIndex:
     def uncache(self, pages: Pages) -> None:
         """Take the nodes in `pages`, and all after them, out of the tree; `remove_uncached` removes them."""
         if len(cached := np.flatnonzero(self._node_of[pages])):
-            node, run = self._locate(pages[cached[0]])
-            if run:
-                self._split(node, run)
+            node, unit = self._locate(pages[cached[0]])
+            if unit:
+                self._split(node, unit)
             self._detach(node)
             self._attach(node, _UNCACHED)
 
@@ -243,6 +250,7 @@ class CachedBlockIndex:
         return index
 
     def watch(self, changed: PoolBlocksChanged | None) -> None:
+        """As `Engine.watch_prefixes`."""
         self.notify()
         self._changed = changed
         if changed is not None and (blocks := dict.fromkeys(PackedDigests(b"".join(self._blocks)))):
@@ -284,7 +292,7 @@ class CachedBlockIndex:
         in_list = (self._next[before] if before else self._child[parent]) == node
         if not in_list or (parent >= _FIRST and not self._is_whole(parent)):
             yield f"node {node}: its parent {parent} is gone"
-        for name in self._first_run(node):
+        for name in self._first_unit(node):
             if self._named[name[-1]].get(name) != node and node not in self._others.get(name, ()):
                 yield f"node {node}: block {name.hex()[:16]} does not name it"
 
@@ -294,7 +302,7 @@ class CachedBlockIndex:
         return self._blocks[node][block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]
 
     def _is_whole(self, node: int) -> bool:
-        """Whether a node has whole runs, and is not a partial node."""
+        """Whether a node has whole units, and is not a partial node."""
         return len(self._blocks[node]) >= self._size * DIGEST_BYTES
 
     def _in_host(self, node: int) -> bool:
@@ -304,7 +312,7 @@ class CachedBlockIndex:
         return _HEADS[self._in_host(node)]
 
     def _locate(self, page: int) -> tuple[int, int]:
-        """The node that has a cached page, and in which of its runs."""
+        """The node that has a cached page, and in which of its units."""
         node = int(self._node_of[page])
         return node, int(np.flatnonzero(self._pages[node] == page)[0]) // self._width
 
@@ -313,7 +321,7 @@ class CachedBlockIndex:
             yield node
 
     def _child_named(self, parent: int, name: bytes) -> Iterator[int]:
-        """The children of a node whose first run has a block."""
+        """The children of a node whose first unit has a block."""
         node = self._named[name[-1]].get(name)
         if node is not None:
             # There may be thousands of others, and the first is nearly always the right one.
@@ -323,37 +331,37 @@ class CachedBlockIndex:
 
     def _find(self, digests: Sequence[bytes], wanted: int) -> _Found:
         """Follow a chain from the root; looks at the first `wanted` digests only."""
-        size, node, runs, whole, limit = self._size, _ROOT, 0, 0, min(wanted, len(digests))
-        while (whole + 1) * size <= limit and runs * self._width == len(self._pages[node]):
+        size, node, units, whole, limit = self._size, _ROOT, 0, 0, min(wanted, len(digests))
+        while (whole + 1) * size <= limit and units * self._width == len(self._pages[node]):
             name = digests[(whole + 1) * size - 1]
             child = next((each for each in self._child_named(node, name) if self._digest(each, size - 1) == name), None)
             if child is None:
                 break
             most = min(len(self._pages[child]) // self._width, limit // size - whole)
-            node, runs = child, self._count_runs(child, digests, whole, most)
-            whole += runs
-        at, inside = whole * size, runs * self._width < len(self._pages[node])
+            node, units = child, self._count_units(child, digests, whole, most)
+            whole += units
+        at, inside = whole * size, units * self._width < len(self._pages[node])
         for blocks in range(min(size - 1, limit - at), 0, -1):
             name = digests[at + blocks - 1]
             for begun in (node,) if inside else self._child_named(node, name):
-                if self._digest(begun, (runs * size if inside else 0) + blocks - 1) == name:
-                    return _Found(node, runs, whole, begun, blocks)
-        return _Found(node, runs, whole, node, 0)
+                if self._digest(begun, (units * size if inside else 0) + blocks - 1) == name:
+                    return _Found(node, units, whole, begun, blocks)
+        return _Found(node, units, whole, node, 0)
 
-    def _count_runs(self, node: int, digests: Sequence[bytes], whole: int, most: int) -> int:
-        """The number of a node's runs, at most `most`, that continue a chain after `whole` runs; the first one does."""
+    def _count_units(self, node: int, digests: Sequence[bytes], whole: int, most: int) -> int:
+        """Number of a node's units, at most `most`, that continue a chain after `whole` units; the first one does."""
         size = self._size
 
-        def differs(runs: int) -> bool:
-            return self._digest(node, runs * size - 1) != digests[(whole + runs) * size - 1]
+        def differs(units: int) -> bool:
+            return self._digest(node, units * size - 1) != digests[(whole + units) * size - 1]
 
         return 1 + bisect.bisect_left(range(2, most + 1), True, key=differs)
 
     def _extend(self, found: _Found, digests: Sequence[bytes], pages: Pages) -> int:
         """Cache the blocks `digests` after `found`, in the last of `pages`; returns the node of the last block."""
         node, size, width = found.node, self._size, self._width
-        if found.runs:
-            node = self._split(node, found.runs)
+        if found.units:
+            node = self._split(node, found.units)
         homes = pages[found.whole * width :: width] >= self._device_pages
         begin = 0
         for end in (*np.flatnonzero(np.diff(homes)) + 1, len(homes)):
@@ -393,11 +401,11 @@ class CachedBlockIndex:
         self._node_of[pages] = node
         return node
 
-    def _split(self, node: int, runs: int) -> int:
-        """Make a node end after some of its runs; a child of it gets the others, with its number."""
-        if not runs or runs * self._width >= len(self._pages[node]):
+    def _split(self, node: int, units: int) -> int:
+        """Make a node end after some of its units; a child of it gets the others, with its number."""
+        if not units or units * self._width >= len(self._pages[node]):
             return node
-        at, pages, blocks = runs * self._size * DIGEST_BYTES, self._pages[node], self._blocks[node]
+        at, pages, blocks = units * self._size * DIGEST_BYTES, self._pages[node], self._blocks[node]
         self._unname(node)
         # One of the two keeps the memory, since there may be megabytes.
         if 2 * at > len(blocks):
@@ -406,8 +414,8 @@ class CachedBlockIndex:
         else:
             self._blocks[node], blocks = blocks, blocks[:at]
             del self._blocks[node][:at]
-        upper = self._new(blocks, pages[: runs * self._width])
-        self._pages[node] = pages[runs * self._width :].copy()
+        upper = self._new(blocks, pages[: units * self._width])
+        self._pages[node] = pages[units * self._width :].copy()
         parent = self._parent[node]
         self._detach(node)
         self._attach(upper, parent)
@@ -453,19 +461,19 @@ class CachedBlockIndex:
         self._attach(node, before)
         self._name(node)
 
-    def _cut(self, node: int, runs: int) -> Pages:
-        """Remove a node's runs from number `runs` on, and all nodes after it; returns their pages without owner."""
+    def _cut(self, node: int, units: int) -> Pages:
+        """Remove a node's units from number `units` on, and all nodes after it; returns their pages without owner."""
         freed = [self._remove_below(node, len(self._pages))]
-        if not runs:
+        if not units:
             return np.concatenate([*freed, self._remove(node)])
-        at, end = runs * self._size * DIGEST_BYTES, self._pages[node][runs * self._width :]
+        at, end = units * self._size * DIGEST_BYTES, self._pages[node][units * self._width :]
         idle = end[self._owners[end] == 0]
         self._dropped += self._blocks[node][at:]
         self._count_idle(idle, -1)
         self._node_of[end] = 0
         self.cached_pages -= len(end)
         del self._blocks[node][at:]
-        self._pages[node] = self._pages[node][: runs * self._width]
+        self._pages[node] = self._pages[node][: units * self._width]
         return np.concatenate([*freed, idle])
 
     def _remove_below(self, node: int, count: int) -> Pages:
@@ -520,14 +528,14 @@ class CachedBlockIndex:
 
     # Names.
 
-    def _first_run(self, node: int) -> list[bytes]:
+    def _first_unit(self, node: int) -> list[bytes]:
         blocks = bytes(self._blocks[node][: self._size * DIGEST_BYTES])
         return [blocks[at : at + DIGEST_BYTES] for at in range(0, len(blocks), DIGEST_BYTES)]
 
     def _name(self, node: int) -> list[bytes]:
-        """Enter the blocks of a node's first run; returns those that no other node has."""
+        """Enter the blocks of a node's first unit; returns those that no other node has."""
         new = []
-        for digest in self._first_run(node):
+        for digest in self._first_unit(node):
             if self._named[digest[-1]].setdefault(digest, node) == node:
                 new.append(digest)
             else:
@@ -537,7 +545,7 @@ class CachedBlockIndex:
     def _unname(self, node: int) -> list[bytes]:
         """Undo `_name`; returns the blocks that no other node has."""
         gone = []
-        for digest in self._first_run(node):
+        for digest in self._first_unit(node):
             named, others = self._named[digest[-1]], self._others.get(digest)
             if others is None:
                 del named[digest]

@@ -9,7 +9,7 @@ a new owner. Allocations share full pages: a fork shares full pages of its paren
 prefix shares the published pages of this prefix (`baton.kv.cached_blocks`). So each page has a reference count
 (`PageAllocator`), and a page that is shared or published is never written. `audit` checks this invariant: each page is
 free, cached (published, and without owner), or its count equals the number of allocations that list it. Cached pages
-are evicted when no page is free. `watch` reports every return of pages, also a late one.
+are evicted when no page is free. `watch_pages` reports every return of pages, also a late one.
 
 Pure bookkeeping: pages are numbers, and the memory behind them belongs to the engine. Every method may be called from
 any thread. No method holds the lock for more than about a millisecond, whatever the number of pages: what takes longer
@@ -271,7 +271,7 @@ class PageAllocator:
     def _homes_of(self, count: int, spared: tuple[int, int] = (0, 0)) -> tuple[int, int]:
         """The numbers of pages, `count` together, to take on the device and in host memory.
 
-        `spared`: number of cached pages in each home that must stay.
+        `spared` has, for device and host memory, the number of cached pages that must not be evicted.
         """
         room = (self._free[home] + self.block_index.idle_pages_in(home) - spared[home] for home in (False, True))
         device, host = room
@@ -305,7 +305,7 @@ class PagePool:
         self._returns = 0
         self._on_returned: Callable[[], object] | None = None
 
-    def watch(self, on_returned: Callable[[], object] | None) -> None:
+    def watch_pages(self, on_returned: Callable[[], object] | None) -> None:
         """Call `on_returned`, from any thread and without a lock, when pages have returned; None ends this."""
         with self._lock:
             self._on_returned = on_returned
@@ -325,7 +325,7 @@ class PagePool:
         """Reserve a handle of at least `tokens` tokens. Raises OutOfPages, and then allocates nothing.
 
         The handle begins with the leading blocks of the chain `prefix` that are published, up to `max_cached_tokens`
-        tokens. Whole runs (`baton.kv.cached_blocks`) are shared pages. The rest is copied by calls of `copy`, without
+        tokens. Whole units (`baton.kv.cached_blocks`) are shared pages. The rest is copied by calls of `copy`, without
         any lock held, if `copy` is given and a page is free for it.
         """
         while self.evict_for(tokens, prefix, max_cached_tokens):
@@ -359,22 +359,26 @@ class PagePool:
         return handle
 
     def evict_for(self, tokens: int, prefix: Sequence[bytes] = (), max_cached_tokens: int | None = None) -> bool:
+        """As `Engine.evict_for`."""
         with self._locked():
             found = self._match("", tokens, prefix, max_cached_tokens)
-            # `reserve` will copy the beginning of the run, so all of it must stay, and pages that it will not copy.
-            need, kept = self.pages_for(tokens) - len(found.shared), np.concatenate([found.shared, found.run])
+            # `reserve` will copy the beginning of the unit, so all of it must stay, and pages that it will not copy.
+            need, kept = self.pages_for(tokens) - len(found.shared), np.concatenate([found.shared, found.next_unit])
             return self._allocator.evict_slice(need, kept)
 
     def publish(self, handle: PageHandle, digests: Sequence[bytes]) -> None:
+        """As `Engine.publish`."""
         with self._locked():
             if handle.alive:
                 self._block_index.insert(handle._allocation.listed, digests)
 
     def match_prefix(self, digests: Sequence[bytes]) -> int:
+        """As `Engine.match_prefix`."""
         with self._lock:
             return self._block_index.count_tokens(digests)
 
     def drop_cached(self) -> int:
+        """As `Engine.drop_cached`."""
         # Deleted after the lock's release: it may have many nodes.
         dropped = self._block_index
         with self._locked():
@@ -383,6 +387,7 @@ class PagePool:
         return freed
 
     def uncache(self, handle: PageHandle) -> None:
+        """As `Engine.uncache`."""
         with self._locked():
             if handle.alive:
                 self._block_index.uncache(handle._allocation.listed)
@@ -393,6 +398,7 @@ class PagePool:
                 self._allocator.add_free(freed)
 
     def watch_prefixes(self, changed: PoolBlocksChanged | None) -> None:
+        """As `Engine.watch_prefixes`."""
         with self._lock:
             self._block_index.watch(changed)
 

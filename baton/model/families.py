@@ -47,7 +47,7 @@ class Window(Enum):
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Names of modules in checkpoints; a tensor's name follows, as in "lm_head.weight".
+    """Names of modules in checkpoints. A tensor is named `<module>.<tensor>`, for example "lm_head.weight".
 
     Layer names are relative to `layer`, with the layer's index filled in.
     """

@@ -71,5 +71,5 @@ class DenseStorage(nn.Module):
             target[row : row + len(tensor)].copy_(tensor)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[tokens, columns]` to `[tokens, rows]`."""
+        """`[tokens, columns]` to `[tokens, rows]`, both in the dtype of the weight."""
         return F.linear(x, self.weight, self.bias)

@@ -290,7 +290,8 @@ class Logprobs:
     def of(cls, logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> Logprobs:
         """Compute the log-probabilities of `tokens`, int64 `[n]`, and of the `tops[i]` likeliest tokens of each row i.
 
-        `logits` are raw, float32 `[n, vocab]`. Rows with 0 in `tops` must be the last.
+        `logits` are raw, float32 `[n, vocab]`. Rows with `tops[i] == 0` must come last. The results are being copied to
+        the host when this returns; `infos` reads them.
         """
         norms = logits.logsumexp(-1, keepdim=True)
         chosen = torch.cat([logits.gather(1, tokens[:, None]) - norms, norms], 1)

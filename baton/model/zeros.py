@@ -1,9 +1,9 @@
 """Large zeroed tensors in host memory, whose page faults do not delay the start of a worker.
 
 Zeroing a pool of 3.4 GB took 1.3 s, and 8 s on a virtual machine whose host had to find the memory: most of the start.
-The kernel's new pages are zero anyway. Here a thread asks for them (MADV_POPULATE_WRITE, Linux 5.14,
-https://man7.org/linux/man-pages/man2/madvise.2.html) while the worker already serves. So memory is committed soon after
-the start, not during a request, and a machine with too little memory fails early.
+The kernel's new pages are zero anyway. Here a thread asks for them (MADV_POPULATE_WRITE) while the worker already
+serves. So memory is committed soon after the start, not during a request, and a machine with too little memory fails
+early.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-_POPULATE_WRITE, _COLLAPSE = 23, 25
-"""MADV_POPULATE_WRITE and MADV_COLLAPSE, from linux/mman.h."""
+from baton.process.madvise import COLLAPSE, HUGE_PAGE, POPULATE_WRITE, advise, ask_for_huge_pages
 
-_PIECE = 2 << 20
+_PIECE = HUGE_PAGE
 """Bytes populated in one call: one huge page. Meanwhile mmap, munmap and brk of other threads wait, for about a
 millisecond, and a thread that waits may hold the interpreter's lock."""
 
@@ -57,21 +56,18 @@ def host_zeros(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool = False
     # As torch's own allocator does; see baton.engine.process.
     huge = os.environ.get("THP_MEM_ALLOC_ENABLE") == "1"
     if huge:
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        ask_for_huge_pages(memory)
     if pinned:
         return torch.frombuffer(_register(memory, size), dtype=dtype, count=count).view(*shape)
     tensor = torch.frombuffer(memory, dtype=dtype, count=count).view(*shape)
-    start, libc = tensor.data_ptr(), ctypes.CDLL(None)
-    calls: Iterator[tuple[int, int, int]] = ((_POPULATE_WRITE, *piece) for piece in _pieces(start, size, _PIECE))
-    if not _advise(libc, *next(calls)):
+    start = tensor.data_ptr()
+    calls: Iterator[tuple[int, int, int]] = ((*piece, POPULATE_WRITE) for piece in _pieces(start, size, _PIECE))
+    if advise(*next(calls)):
         return tensor.zero_()
     if huge:
         # The kernel has given small pages if free memory is fragmented; see baton.engine.huge_pages.
-        calls = chain(calls, ((_COLLAPSE, *piece) for piece in _pieces(start, size, _COLLAPSED)))
-    rest = threading.Thread(
-        target=_populate_rest, args=(libc, weakref.ref(memory), calls), name="kv-pages", daemon=True
-    )
-    rest.start()
+        calls = chain(calls, ((*piece, COLLAPSE) for piece in _pieces(start, size, _COLLAPSED)))
+    threading.Thread(target=_populate_rest, args=(weakref.ref(memory), calls), name="kv-pages", daemon=True).start()
     return tensor
 
 
@@ -102,17 +98,12 @@ def _pieces(start: int, size: int, most: int) -> Iterator[tuple[int, int]]:
         begin = end
 
 
-def _populate_rest(libc: ctypes.CDLL, memory: weakref.ref[mmap.mmap], calls: Iterator[tuple[int, int, int]]) -> None:
+def _populate_rest(memory: weakref.ref[mmap.mmap], calls: Iterator[tuple[int, int, int]]) -> None:
     for call in calls:
         # It keeps the memory during the call; None if the tensor is gone.
         held = memory()
         if held is None:
             return
-        _advise(libc, *call)
+        advise(*call)
         del held
         time.sleep(_PAUSE_S)
-
-
-def _advise(libc: ctypes.CDLL, advice: int, begin: int, length: int) -> bool:
-    """Whether the kernel has followed the advice, which does not change the contents of pages."""
-    return not libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), advice)

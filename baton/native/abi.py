@@ -34,7 +34,7 @@ class BatonModel(ctypes.Structure):
 
 
 class BatonKv(ctypes.Structure):
-    """Pages of all layers."""
+    """Pages of all layers: `keys` and `values` have one array a layer, `[pages, page_size, kv_heads, head_dim]`."""
 
     _fields_ = _fields("keys values", "pages page_size type")
 

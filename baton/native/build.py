@@ -141,7 +141,10 @@ def _run(command: list[str]) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Compile the native kernels, as `--help` says.
+
+    Exits with status 1 on failure, but with 0 without a compiler under `--if-compiler`.
+    """
     parser = argparse.ArgumentParser(prog="python -m baton.native.build", description="Compile the native kernels.")
     parser.add_argument("--output", type=Path, default=LIBRARY, help="The library (default: %(default)s).")
     parser.add_argument("--sanitize", default="", help="Sanitizers, such as address,undefined or thread.")

@@ -69,7 +69,7 @@ class NativeDecoder:
         self._kv: tuple[weakref.ref[KvCache], abi.BatonKv, object] | None = None
         self._workspace = library.baton_native_workspace_new()
         if not self._workspace:
-            raise EngineError("native kernels: out of memory")
+            raise EngineError("native kernels: no memory for the workspace of a decoder")
         # At the exit of the process another thread may still compute with it.
         weakref.finalize(self, library.baton_native_workspace_free, self._workspace).atexit = False
         self._check(library.baton_native_start(threads))

@@ -7,8 +7,6 @@ pages. A memfd gets huge pages only if /sys/kernel/mm/transparent_hugepage/shmem
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import errno
 import mmap
 import os
@@ -16,29 +14,17 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-_POPULATE_READ, _POPULATE_WRITE = 22, 23
-"""MADV_POPULATE_READ and MADV_POPULATE_WRITE, from linux/mman.h (Linux 5.14)."""
+from baton.process.madvise import HUGE_PAGE, POPULATE_READ, POPULATE_WRITE, advise, ask_for_huge_pages
 
-_HUGE = 2 << 20
 _PIECE = 64 << 20
-
-
-def advise(memory: mmap.mmap) -> None:
-    """Ask for huge pages, unless the operator has turned them off (`baton.engine.process`)."""
-    if os.environ.get("THP_MEM_ALLOC_ENABLE", "1") == "1" and hasattr(mmap, "MADV_HUGEPAGE"):
-        # A kernel may have none.
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
 
 
 def populate(address: int, size: int, *, write: bool, threads: int = 1) -> None:
     """Bring all pages of a mapping into memory, writable if `write`. Raises OSError, with EINVAL on old kernels."""
-    libc = ctypes.CDLL(None, use_errno=True)
+    advice = POPULATE_WRITE if write else POPULATE_READ
 
     def ask(start: int) -> int:
-        length = ctypes.c_size_t(min(_PIECE, size - start))
-        failed = libc.madvise(ctypes.c_void_p(address + start), length, _POPULATE_WRITE if write else _POPULATE_READ)
-        return ctypes.get_errno() if failed else 0
+        return advise(address + start, min(_PIECE, size - start), advice)
 
     with ThreadPoolExecutor(threads) as pool:
         for error in pool.map(ask, range(0, size, _PIECE)):
@@ -49,11 +35,11 @@ def populate(address: int, size: int, *, write: bool, threads: int = 1) -> None:
 def huge_pages_of(fd: int) -> bool:
     """Whether the kernel maps the file, which must be empty, in huge pages; the file is empty again afterwards."""
     try:
-        os.ftruncate(fd, 2 * _HUGE)
-        with mmap.mmap(fd, 2 * _HUGE) as memory:
-            advise(memory)
+        os.ftruncate(fd, 2 * HUGE_PAGE)
+        with mmap.mmap(fd, 2 * HUGE_PAGE) as memory:
+            ask_for_huge_pages(memory)
             before = _huge_bytes()
-            memory[0] = memory[_HUGE] = 1
+            memory[0] = memory[HUGE_PAGE] = 1
             return _huge_bytes() > before
     except OSError as error:
         if error.errno == errno.ENOSPC:

@@ -31,8 +31,9 @@ import numpy as np
 import torch
 
 from baton.errors import ConfigError
-from baton.native.mapping import advise, populate
+from baton.native.mapping import populate
 from baton.native.packed import LoadedWeight, PackedWeights
+from baton.process.madvise import ask_for_huge_pages
 
 Key = Mapping[str, str]
 """Names and values that decide the contents of a file: two files with equal keys have the same contents."""
@@ -188,7 +189,7 @@ def _build(fd: int, key: Key, weights: Sequence[LoadedWeight], threads: int) -> 
         os.pwrite(fd, _BUILDING, 0)
         os.ftruncate(fd, end)
         memory = mmap.mmap(fd, end)
-        advise(memory)
+        ask_for_huge_pages(memory)
         # Without space, a write to the mapping would end the process with SIGBUS.
         _commit(fd, memory, threads)
     except OSError as error:
@@ -221,7 +222,7 @@ def _encode(key: Key, tensors: Mapping[str, tuple[int, int]], size: int) -> byte
 def _map(fd: int, index: _Index) -> PackedWeights:
     """Map the file read-only. The mapping has a duplicate of `fd`, and so holds the shared lock as long as it lives."""
     memory = mmap.mmap(fd, index.size, prot=mmap.PROT_READ)
-    advise(memory)
+    ask_for_huge_pages(memory)
     first = _address(memory)
     with contextlib.suppress(OSError):
         populate(first, index.size, write=False)

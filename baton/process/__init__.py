@@ -6,5 +6,6 @@ executors     threads for work that is too long for an event loop, and the engin
 sockets       sockets as servers bind them
 ops           the HTTP listener for probes and metrics
 cores         the cores that this process may use
-freed_memory  memory that is kept in the process when it is freed
+allocator     settings of glibc's malloc: memory that is freed stays in the process
+madvise       advice to the kernel: huge pages, and pages that it brings before they are used
 """

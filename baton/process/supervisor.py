@@ -116,7 +116,11 @@ class SupervisedProcess:
         return int(after_name[11]) + int(after_name[12])
 
     async def launch(self) -> None:
-        """Start a process, from a thread that lives at least as long. Raises Unavailable if it can't be started."""
+        """Start the process. Raises Unavailable if it can't be started.
+
+        The calling thread must live as long as the process, because the kernel kills the process when that thread ends
+        (`bind_to_parent`).
+        """
         self._ready_since = None
         self._last_lines = ["", ""]
         pipes: list[_Pipe] = []

@@ -10,9 +10,9 @@ wait in a queue.
 
 Each stream sends final KV in the order in which it was computed: a chunk passes through all layers before the next
 chunk starts. While one frame is sent, the next is read from the engine. There is no other read-ahead, so a slow
-consumer costs the memory of two frames. A consumer may have to wait while the engine computes other prompts, or tokens
-that the consumer has already. Meanwhile it gets an empty progress frame every PROGRESS_S seconds, which says only that
-the export exists; the worker's status says whether the worker makes progress.
+consumer costs the memory of two frames. A consumer may have to wait while the engine computes other prompts, or the
+part of this prompt that the consumer already has. Meanwhile it gets an empty keep-alive frame every KEEPALIVE_S
+seconds, which says only that the export exists; the worker's status says whether the worker makes progress.
 
 The lease begins at the commit. Each frame that a consumer reads renews it. If no frame is read during the lease, the
 export ends, even while a stream is open. The event loop's timers end it, so this does not depend on a scheduler.
@@ -53,9 +53,9 @@ from baton.process.executors import COPIES, WORK
 from baton.request import Handoff
 from baton.telemetry.metrics import EXPORTS_OPEN, LEASES_EXPIRED, TRANSFER_BYTES
 from baton.transfer import wire
-from baton.transfer.wire import Box, Coverage, Manifest, encode_commit, encode_manifest, pack
+from baton.transfer.wire import Coverage, KvSlice, Manifest, encode_commit, encode_manifest, pack
 
-PROGRESS_S = 1.0
+KEEPALIVE_S = 1.0
 
 _Frame = tuple[int, range, bytes, int, int]
 """Layer, tokens, the encoded frame, its checksum, and the bytes of its payload."""
@@ -184,39 +184,39 @@ class Export:
         self._wake_waiters()
         self._close_when_unread()
 
-    async def frames(self, box: Box) -> AsyncGenerator[bytes, None]:
+    async def frames(self, kv_slice: KvSlice) -> AsyncGenerator[bytes, None]:
         """Yield the frames of one FetchKv: data frames as KV becomes final, then the manifest, then the commit.
 
-        `box` must be within the export. Raises TransferError if the export ends before the stream.
+        `kv_slice` must be within the export. Raises TransferError if the export ends before the stream.
         """
         self._renew()
-        carried, digest, count = Coverage(box), 0, 0
-        pieces = _Pieces(box, self._tokens_a_frame(box))
+        carried, digest, count = Coverage(kv_slice), 0, 0
+        pieces = _Pieces(kv_slice, self._tokens_a_frame(kv_slice))
         ahead = None
         sent_at = self._loop.time()
         while ahead is not None or not pieces.done:
-            ahead = ahead or self._read_next(pieces, box)
+            ahead = ahead or self._read_next(pieces, kv_slice)
             if ahead is None:
-                if self._loop.time() < sent_at + PROGRESS_S:
-                    await self._wait_for_change(until=sent_at + PROGRESS_S)
+                if self._loop.time() < sent_at + KEEPALIVE_S:
+                    await self._wait_for_change(until=sent_at + KEEPALIVE_S)
                 else:
-                    yield wire.PROGRESS
+                    yield wire.KEEPALIVE
                     sent_at = self._loop.time()
                 continue
             layer, tokens, frame, checksum, payload = await self._result(ahead)
-            carried.add(layer, tokens, box.heads)
+            carried.add(layer, tokens, kv_slice.heads)
             digest, count = wire.extend_digest(digest, checksum), count + 1
-            ahead = self._read_next(pieces, box)
+            ahead = self._read_next(pieces, kv_slice)
             yield frame
             TRANSFER_BYTES.labels("sent").inc(payload)
             self._renew()
             sent_at = self._loop.time()
-        yield encode_manifest(Manifest(count, carried.runs(), digest, Shard("", box.layers, box.heads)))
+        yield encode_manifest(Manifest(count, carried.runs(), digest, Shard("", kv_slice.layers, kv_slice.heads)))
         self._renew()
         while not self._committed:
-            await self._wait_for_change(until=sent_at + PROGRESS_S)
-            if self._loop.time() >= sent_at + PROGRESS_S:
-                yield wire.PROGRESS
+            await self._wait_for_change(until=sent_at + KEEPALIVE_S)
+            if self._loop.time() >= sent_at + KEEPALIVE_S:
+                yield wire.KEEPALIVE
                 sent_at = self._loop.time()
         self._check()
         yield await executors.run(WORK, self._encoded_commit)
@@ -229,19 +229,19 @@ class Export:
             self._commit = encode_commit(self.tokens, handoff, shards, prefix_digest=self._prefix_digest)
         return self._commit
 
-    def _tokens_a_frame(self, box: Box) -> int:
+    def _tokens_a_frame(self, kv_slice: KvSlice) -> int:
         token_bytes = self.kv_format.token_bytes // self.kv_format.layers
-        layer_bytes = token_bytes * len(box.heads) // self.kv_format.heads
+        layer_bytes = token_bytes * len(kv_slice.heads) // self.kv_format.heads
         return max(1, self._frame_bytes // layer_bytes)
 
-    def _read_next(self, pieces: _Pieces, box: Box) -> asyncio.Future[_Frame] | None:
+    def _read_next(self, pieces: _Pieces, kv_slice: KvSlice) -> asyncio.Future[_Frame] | None:
         """Start to read the next piece; returns None if no piece is final."""
         self._check()
         piece = pieces.next_piece(self._final)
         if piece is None:
             return None
         self._reading += 1
-        read = executors.run(COPIES, self._read, *piece, box.heads)
+        read = executors.run(COPIES, self._read, *piece, kv_slice.heads)
         read.add_done_callback(self._on_read_done)
         return read
 
@@ -306,11 +306,11 @@ class Export:
 
 
 class _Pieces:
-    """Cuts a box into frames, in the order in which KV is computed: the layer that is furthest behind goes first."""
+    """Cuts a slice into frames, in the order in which KV is computed: the layer that is furthest behind goes first."""
 
-    def __init__(self, box: Box, tokens_a_frame: int) -> None:
-        self._next = dict.fromkeys(box.layers, box.tokens.start)
-        self._stop = box.tokens.stop
+    def __init__(self, kv_slice: KvSlice, tokens_a_frame: int) -> None:
+        self._next = dict.fromkeys(kv_slice.layers, kv_slice.tokens.start)
+        self._stop = kv_slice.tokens.stop
         self._size = tokens_a_frame
 
     @property

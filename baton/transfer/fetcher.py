@@ -4,13 +4,13 @@
     all shards:  ──▶ release
 
 `fetch` fetches the KV of a request, except tokens that are here already, and its handoff. `fetch_prefix` fetches KV
-only. A fetch is complete when all shards are complete.
+only. `ExportFetcher` calls them with the sources of an export. A fetch is complete when all shards are complete.
 
 While one frame is checked and written, the next one is received; there is no other read-ahead. A write can't be
 cancelled, so these functions return or raise only after the last write has ended. Then the caller may free the handle.
 
 A frame that fails its own check (`wire.decode`) is counted as bad. It leaves a gap, which is fetched again. A valid
-frame that does not belong in the stream (outside of the box, sent twice, after the commit) ends the transfer.
+frame that does not belong in the stream (outside of the slice, sent twice, after the commit) ends the transfer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import replace
 
 from baton.engine.contract import Engine, KvHandle
@@ -26,11 +26,57 @@ from baton.errors import CorruptFrame, IncompleteTransfer, TransferError, WrongP
 from baton.kv.format import PartData, Shard
 from baton.process import executors
 from baton.process.executors import COPIES, wait_to_end
-from baton.request import Handoff
+from baton.request import Handoff, RemoteExport
+from baton.rpc.tls import Tls
 from baton.telemetry.metrics import TRANSFER_BYTES, TRANSFER_FAULTS
 from baton.transfer import wire
-from baton.transfer.transport import KvSource
-from baton.transfer.wire import HANDOFF_VERSION, Box, Commit, Coverage, Manifest, unpack
+from baton.transfer.transport import KvChannels, KvSource, open_sources
+from baton.transfer.wire import HANDOFF_VERSION, Commit, Coverage, KvSlice, Manifest, unpack
+
+
+class ExportFetcher:
+    """Fetches exports of other workers over gRPC, as `consumer` (the name of this worker in tickets).
+
+    A fetch fails if the exporter sends nothing for `stall_timeout_s` seconds. `role` is that of the exporters. Used on
+    the asyncio loop only.
+    """
+
+    def __init__(
+        self, engine: Engine, tls: Tls | None, consumer: str, stall_timeout_s: float, role: str = "prefill"
+    ) -> None:
+        self._engine = engine
+        self._channels = KvChannels(tls, role)
+        self._consumer = consumer
+        self._stall_timeout_s = stall_timeout_s
+
+    async def fetch(
+        self, export: RemoteExport, handle: KvHandle, *, tokens: range, length: int, timeout_s: float
+    ) -> Handoff:
+        """As `fetch`, from all shards of `export`."""
+        async with self._open(export, timeout_s) as sources:
+            return await fetch(sources, self._engine, handle, tokens=tokens, length=length, timeout_s=timeout_s)
+
+    async def fetch_prefix(
+        self, export: RemoteExport, handle: KvHandle, *, tokens: range, length: int, digest: bytes, timeout_s: float
+    ) -> None:
+        """As `fetch_prefix`, from all shards of `export`."""
+        async with self._open(export, timeout_s) as sources:
+            await fetch_prefix(
+                sources, self._engine, handle, tokens=tokens, length=length, digest=digest, timeout_s=timeout_s
+            )
+
+    async def close(self) -> None:
+        """Close all channels; no fetch may be running."""
+        await self._channels.close()
+
+    def _open(self, export: RemoteExport, timeout_s: float) -> AbstractAsyncContextManager[list[KvSource]]:
+        return open_sources(
+            self._channels,
+            export,
+            timeout_s=timeout_s,
+            stall_timeout_s=self._stall_timeout_s,
+            consumer=self._consumer,
+        )
 
 
 async def fetch(
@@ -42,7 +88,7 @@ async def fetch(
     `timeout_s` limits the whole fetch. Raises TransferError and its subclasses, and no other errors.
     """
     async with _release_at_end(sources):
-        return await fetch_box(sources, engine, handle, _whole(engine, tokens), length=length, timeout_s=timeout_s)
+        return await fetch_slice(sources, engine, handle, _whole(engine, tokens), length=length, timeout_s=timeout_s)
 
 
 async def fetch_prefix(
@@ -67,16 +113,18 @@ async def fetch_prefix(
                 raise WrongPrefix(f"the prefix's last block is {digest.hex()}, the exporter sent {name}")
 
 
-async def fetch_box(
-    sources: Sequence[KvSource], engine: Engine, handle: KvHandle, box: Box, *, length: int, timeout_s: float
+async def fetch_slice(
+    sources: Sequence[KvSource], engine: Engine, handle: KvHandle, kv_slice: KvSlice, *, length: int, timeout_s: float
 ) -> Handoff:
-    """Fetch one box of an export of `length` tokens into the handle, from all shards that have a part of the box.
+    """Fetch one slice of an export of `length` tokens into the handle, from all shards that have a part of the slice.
 
     The export stays open. A bad frame is fetched once more. Raises TransferError and its subclasses, which are counted
     in the metrics.
     """
     async with _limit_time(timeout_s):
-        first, *others = [receiver.handoff for receiver in await _fetch_shards(sources, engine, handle, box, length)]
+        first, *others = [
+            receiver.handoff for receiver in await _fetch_shards(sources, engine, handle, kv_slice, length)
+        ]
         if first is None:
             raise IncompleteTransfer("the commit has no handoff: the export is a prefix")
         if any(other != first for other in others):
@@ -84,9 +132,9 @@ async def fetch_box(
         return first
 
 
-def _whole(engine: Engine, tokens: range) -> Box:
+def _whole(engine: Engine, tokens: range) -> KvSlice:
     whole = engine.spec.kv_format.whole
-    return Box(tokens, whole.layers, whole.heads)
+    return KvSlice(tokens, whole.layers, whole.heads)
 
 
 @asynccontextmanager
@@ -114,13 +162,16 @@ async def _limit_time(timeout_s: float) -> AsyncIterator[None]:
 
 
 async def _fetch_shards(
-    sources: Sequence[KvSource], engine: Engine, handle: KvHandle, box: Box, length: int
+    sources: Sequence[KvSource], engine: Engine, handle: KvHandle, kv_slice: KvSlice, length: int
 ) -> list[Receiver]:
-    """Fetch the box from all shards that have a part; returns the receivers that got the commits."""
+    """Fetch the slice from all shards that have a part; returns the receivers that got the commits."""
     shards = [replace(source.shard, kv_address="") for source in sources]
     if not engine.spec.kv_format.is_covered_by(shards):
         raise IncompleteTransfer(f"the exporter's shards do not cover the KV exactly once: {shards}")
-    parts = [Box(box.tokens, _intersect(box.layers, each.layers), _intersect(box.heads, each.heads)) for each in shards]
+    parts = [
+        KvSlice(kv_slice.tokens, _intersect(kv_slice.layers, each.layers), _intersect(kv_slice.heads, each.heads))
+        for each in shards
+    ]
     try:
         async with asyncio.TaskGroup() as group:
             fetches = [
@@ -138,14 +189,14 @@ def _intersect(one: range, other: range) -> range:
 
 
 async def _fetch_shard(
-    source: KvSource, engine: Engine, handle: KvHandle, box: Box, length: int, shards: Sequence[Shard]
+    source: KvSource, engine: Engine, handle: KvHandle, kv_slice: KvSlice, length: int, shards: Sequence[Shard]
 ) -> Receiver:
-    """Fetch a shard's part of a box, and fill its gaps; returns the receiver that got the commit."""
+    """Fetch a shard's part of a slice, and fill its gaps; returns the receiver that got the commit."""
 
-    def receiver(box: Box) -> Receiver:
-        return Receiver(engine, handle, box, length, shards, source.checksum_seed)
+    def receiver(kv_slice: KvSlice) -> Receiver:
+        return Receiver(engine, handle, kv_slice, length, shards, source.checksum_seed)
 
-    receivers = [receiver(box)]
+    receivers = [receiver(kv_slice)]
     for gap in await _receive(source, receivers[0]):
         again = receiver(gap)
         await _receive(source, again)
@@ -159,10 +210,10 @@ async def _fetch_shard(
     return committed
 
 
-async def _receive(source: KvSource, receiver: Receiver) -> list[Box]:
-    """Read one stream to its end; returns the boxes to fetch again."""
+async def _receive(source: KvSource, receiver: Receiver) -> list[KvSlice]:
+    """Read one stream to its end; returns the slices to fetch again."""
     writing: asyncio.Future[None] | None = None
-    async with aclosing(source.frames(receiver.box)) as frames:
+    async with aclosing(source.frames(receiver.kv_slice)) as frames:
         try:
             async for frame in frames:
                 if writing is not None:
@@ -177,7 +228,7 @@ async def _receive(source: KvSource, receiver: Receiver) -> list[Box]:
 
 
 class Receiver:
-    """Receives a box of an export of `length` tokens into the handle's pages.
+    """Receives a slice of an export of `length` tokens into the handle's pages.
 
     `shards` are all shards of the exporter. `seed` is the seed of the checksums of its frames (`wire.seed_of`).
     """
@@ -186,12 +237,12 @@ class Receiver:
         self,
         engine: Engine,
         handle: KvHandle,
-        box: Box,
+        kv_slice: KvSlice,
         length: int,
         shards: Collection[Shard],
         seed: int,
     ) -> None:
-        self.box = box
+        self.kv_slice = kv_slice
         self.bad_frames = 0
         """Number of frames that failed their check."""
         self.committed = False
@@ -204,7 +255,7 @@ class Receiver:
         self._length = length
         self._shards = set(shards)
         self._seed = seed
-        self._coverage = Coverage(box)
+        self._coverage = Coverage(kv_slice)
         self._frames = 0
         self._digest = 0
         self._manifest: Manifest | None = None
@@ -213,7 +264,7 @@ class Receiver:
         """Check and write one frame; raises TransferError if the transfer can't succeed any more."""
         if self.committed:
             raise CorruptFrame("a frame was sent after the commit")
-        if raw == wire.PROGRESS:
+        if raw == wire.KEEPALIVE:
             return
         try:
             frame = wire.decode(raw, self._seed)
@@ -229,8 +280,8 @@ class Receiver:
             case Commit():
                 self._add_commit(frame)
 
-    def gaps(self) -> list[Box]:
-        """The boxes to fetch again because of bad frames; call it at the end of the stream.
+    def gaps(self) -> list[KvSlice]:
+        """The slices to fetch again because of bad frames; call it at the end of the stream.
 
         Raises IncompleteTransfer if something is missing although no frame was bad.
         """
@@ -243,7 +294,7 @@ class Receiver:
                     f"the stream ended without {'manifest' if self._manifest is None else 'commit'}"
                 )
         if not missing and not self.committed:
-            return [Box(range(self._length, self._length), self.box.layers, self.box.heads)]
+            return [KvSlice(range(self._length, self._length), self.kv_slice.layers, self.kv_slice.heads)]
         return missing
 
     def _add_data(self, frame: wire.KvData) -> None:
@@ -264,13 +315,13 @@ class Receiver:
             raise TransferError(f"layer {layer} from token {token} on could not be written: {error}") from error
 
     def _add_manifest(self, manifest: Manifest) -> None:
-        """Compare the manifest with the frames that arrived, or with the whole box if some frames were bad."""
+        """Compare the manifest with the frames that arrived, or with the whole slice if some frames were bad."""
         if self._manifest is not None:
             raise CorruptFrame("a second manifest was sent")
-        tokens, layers = self.box.tokens, self.box.layers
+        tokens, layers = self.kv_slice.tokens, self.kv_slice.layers
         whole = tuple((layer, tokens.start, tokens.stop) for layer in layers) if tokens else ()
         runs, digest = (whole, manifest.digest) if self.bad_frames else (self._coverage.runs(), self._digest)
-        arrived = Manifest(self._frames + self.bad_frames, runs, digest, Shard("", layers, self.box.heads))
+        arrived = Manifest(self._frames + self.bad_frames, runs, digest, Shard("", layers, self.kv_slice.heads))
         if manifest != arrived:
             raise IncompleteTransfer(
                 f"the manifest lists {manifest.frames} frames with digest {manifest.digest:#010x} in "
@@ -299,7 +350,7 @@ def _part(shard: Shard) -> str:
     return f"layers [{shard.layers.start}, {shard.layers.stop}) and heads [{shard.heads.start}, {shard.heads.stop})"
 
 
-def _describe(missing: list[Box]) -> str:
+def _describe(missing: list[KvSlice]) -> str:
     first = missing[0]
     return (
         f"tokens [{first.tokens.start}, {first.tokens.stop}) of layer {first.layers.start}, "

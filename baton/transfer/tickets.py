@@ -9,8 +9,8 @@ even learn whether a transfer exists.
 
 A ticket contains the name of its consumer. On a kv listener with TLS, the certificate of the peer must have the same
 name, so a stolen ticket is of no use. Without TLS the ticket can only be compared with the name in the request. In
-addition, each (ticket, box, retry) is accepted once. The verifier remembers the last MAX_USES uses, so their memory is
-bounded; older exports have ended long ago. An exporter that restarts forgets all uses, but old tickets are not valid
+addition, each (ticket, slice, retry) is accepted once. The verifier remembers the last MAX_USES uses, so their memory
+is bounded; older exports have ended long ago. An exporter that restarts forgets all uses, but old tickets are not valid
 for its new incarnation.
 
 The clocks of router and exporter may differ by LEEWAY_S.
@@ -48,11 +48,11 @@ They cover many minutes; an export ends seconds after its prefill.
 _KEY_ID_BYTES = 8
 _PUBLIC_END = b"-----END PUBLIC KEY-----"
 
-RequestedBox = tuple[int, int, int, int, int, int]
-"""A box in a request: start and end of tokens, of layers and of heads; an end of 0 means the end of the export."""
+RequestedSlice = tuple[int, int, int, int, int, int]
+"""A slice in a request: start and end of tokens, of layers and of heads; an end of 0 means the end of the export."""
 
-Use = tuple[RequestedBox, int]
-"""The box, and the number of the retry."""
+Use = tuple[RequestedSlice, int]
+"""The slice, and the number of the retry."""
 
 
 class TicketSigner:
@@ -117,12 +117,12 @@ class TicketVerifier:
             raise PermissionDenied(f"ticket: expired {late:.1f} s ago; clocks may differ by {LEEWAY_S:g} s")
         return ticket
 
-    def redeem(self, ticket: kv_pb2.Ticket, box: RequestedBox, retry: int) -> None:
+    def redeem(self, ticket: kv_pb2.Ticket, kv_slice: RequestedSlice, retry: int) -> None:
         """Accept this use of a checked ticket. Raises PermissionDenied if it was used before."""
-        use: Use = (box, retry)
+        use: Use = (kv_slice, retry)
         name = hashlib.sha256(repr(use).encode() + ticket.SerializeToString(deterministic=True)).digest()
         if name in self._uses:
-            raise PermissionDenied(f"ticket: was used before for retry {retry} of the same box")
+            raise PermissionDenied(f"ticket: was used before for retry {retry} of the same slice")
         self._uses[name] = None
         if len(self._uses) > self._max_uses:
             self._uses.popitem(last=False)

@@ -39,8 +39,8 @@ from baton.rpc.channel import kv_channel
 from baton.rpc.tls import Tls, peer_principal
 from baton.transfer import wire
 from baton.transfer.export import Export, ExportRegistry
-from baton.transfer.tickets import RequestedBox, TicketVerifier, Use
-from baton.transfer.wire import Box
+from baton.transfer.tickets import RequestedSlice, TicketVerifier, Use
+from baton.transfer.wire import KvSlice
 
 FAULT_METADATA = "kv-fault"
 """Key of the trailing metadata of a failed FetchKv with the class of its error, if the status does not identify it."""
@@ -61,8 +61,8 @@ class KvSource(Protocol):
     def checksum_seed(self) -> int:
         """The seed of its frames' checksums (`wire.seed_of`)."""
 
-    def frames(self, box: Box) -> AsyncGenerator[bytes, None]:
-        """Yield the encoded frames of a box as its KV becomes final, up to the commit; `aclose` ends the stream.
+    def frames(self, kv_slice: KvSlice) -> AsyncGenerator[bytes, None]:
+        """Yield the encoded frames of a slice as its KV becomes final, up to the commit; `aclose` ends the stream.
 
         Raises TransferError, or its subclass SourceUnreachable if the source sends nothing.
         """
@@ -143,16 +143,16 @@ class GrpcSource:
             f"/{SERVICE}/ReleaseKv", request_serializer=kv_pb2.ReleaseKvRequest.SerializeToString
         )
 
-    async def frames(self, box: Box) -> AsyncGenerator[bytes, None]:
+    async def frames(self, kv_slice: KvSlice) -> AsyncGenerator[bytes, None]:
         request = kv_pb2.FetchKvRequest(
             transfer_id=self._transfer_id,
             incarnation=self._incarnation,
-            token_start=box.tokens.start,
-            token_end=box.tokens.stop,
-            layer_start=box.layers.start,
-            layer_end=box.layers.stop,
-            head_start=box.heads.start,
-            head_end=box.heads.stop,
+            token_start=kv_slice.tokens.start,
+            token_end=kv_slice.tokens.stop,
+            layer_start=kv_slice.layers.start,
+            layer_end=kv_slice.layers.stop,
+            head_start=kv_slice.heads.start,
+            head_end=kv_slice.heads.stop,
             ticket=self._ticket,
             consumer=self._consumer,
             retry=next(self._retries),
@@ -300,15 +300,15 @@ class KvServicer:
         self, request: kv_pb2.FetchKvRequest, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[bytes, None]:
         """Stream encoded frames; the initial metadata is sent when the export is open."""
-        self._check(request, context, use=(_requested_box(request), request.retry))
+        self._check(request, context, use=(_requested_slice(request), request.retry))
         try:
             export = await self._exports.find(request.transfer_id, request.incarnation)
         except StaleIncarnation as error:
             context.set_trailing_metadata(((FAULT_METADATA, type(error).__name__),))
             raise
-        box = _box(request, export)
+        kv_slice = _slice(request, export)
         await context.send_initial_metadata(())
-        async with aclosing(export.frames(box)) as frames:
+        async with aclosing(export.frames(kv_slice)) as frames:
             async for frame in frames:
                 yield frame
 
@@ -347,7 +347,7 @@ def _uses_tls(context: grpc.aio.ServicerContext) -> bool:
     return bytes(next(iter(context.auth_context().get("transport_security_type", ())), b"")) == b"ssl"
 
 
-def _requested_box(request: kv_pb2.FetchKvRequest) -> RequestedBox:
+def _requested_slice(request: kv_pb2.FetchKvRequest) -> RequestedSlice:
     return (
         request.token_start,
         request.token_end,
@@ -358,9 +358,9 @@ def _requested_box(request: kv_pb2.FetchKvRequest) -> RequestedBox:
     )
 
 
-def _box(request: kv_pb2.FetchKvRequest, export: Export) -> Box:
+def _slice(request: kv_pb2.FetchKvRequest, export: Export) -> KvSlice:
     kv_format = export.kv_format
-    return Box(
+    return KvSlice(
         _span("token", request.token_start, request.token_end, export.tokens),
         _span("layer", request.layer_start, request.layer_end, kv_format.layers, least=1),
         _span("head", request.head_start, request.head_end, kv_format.heads, least=1),

@@ -1,4 +1,4 @@
-"""The frames of a stream of KV, and a record of the part of a box that they have carried.
+"""The frames of a stream of KV, and a record of the part of a slice that they have carried.
 
 A stream is data frames, then one manifest, then one commit with the handoff:
 
@@ -6,7 +6,7 @@ A stream is data frames, then one manifest, then one commit with the handoff:
     manifest    1A <len> KvManifest
     commit      22 <len> KvCommit
 
-While the consumer has to wait for the next frame, it gets PROGRESS, an empty message, from time to time.
+While the consumer has to wait for the next frame, it gets KEEPALIVE, an empty message, from time to time.
 
 Data frames are encoded and decoded without the generated class `KvFrame`, but have the bytes that it would write. So
 the payload is copied once when it is sent, and not at all when it is received. Decoding is strict: fields must be in
@@ -51,7 +51,7 @@ from baton.rpc.convert import (
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class KvSlice:
     """A part of an export: ranges of tokens, layers and heads. Without tokens, only the commit is asked for."""
 
     tokens: range
@@ -60,19 +60,19 @@ class Box:
 
 
 class Coverage:
-    """Record of the part of a box that frames have carried. No token of a layer may be carried twice."""
+    """Record of the part of a slice that frames have carried. No token of a layer may be carried twice."""
 
-    def __init__(self, box: Box) -> None:
-        self._box = box
-        self._runs: dict[int, list[list[int]]] = {layer: [] for layer in box.layers}
+    def __init__(self, kv_slice: KvSlice) -> None:
+        self._slice = kv_slice
+        self._runs: dict[int, list[list[int]]] = {layer: [] for layer in kv_slice.layers}
 
     def add(self, layer: int, tokens: range, heads: range) -> None:
-        """Add one frame; raises CorruptFrame if it lies outside the box, or if some of it was carried before."""
-        box = self._box
-        if layer not in box.layers or heads != box.heads or not _within(tokens, box.tokens):
+        """Add one frame; raises CorruptFrame if it lies outside the slice, or if some of it was carried before."""
+        kv_slice = self._slice
+        if layer not in kv_slice.layers or heads != kv_slice.heads or not _within(tokens, kv_slice.tokens):
             raise CorruptFrame(
                 f"a frame of layer {layer}, tokens {_span(tokens)}, heads {_span(heads)} lies outside of "
-                f"layers {_span(box.layers)}, tokens {_span(box.tokens)}, heads {_span(box.heads)}"
+                f"layers {_span(kv_slice.layers)}, tokens {_span(kv_slice.tokens)}, heads {_span(kv_slice.heads)}"
             )
         runs = self._runs[layer]
         at = bisect_right(runs, [tokens.start, tokens.stop])
@@ -90,14 +90,14 @@ class Coverage:
         """The longest runs of tokens carried, by layer and token."""
         return tuple((layer, start, stop) for layer, runs in self._runs.items() for start, stop in runs)
 
-    def missing(self) -> list[Box]:
-        """The gaps: one box for each part of a layer that was not carried."""
+    def missing(self) -> list[KvSlice]:
+        """The gaps: one slice for each part of a layer that was not carried."""
         gaps = []
         for layer, runs in self._runs.items():
-            at = self._box.tokens.start
-            for start, stop in [*runs, [self._box.tokens.stop, self._box.tokens.stop]]:
+            at = self._slice.tokens.start
+            for start, stop in [*runs, [self._slice.tokens.stop, self._slice.tokens.stop]]:
                 if at < start:
-                    gaps.append(Box(range(at, start), range(layer, layer + 1), self._box.heads))
+                    gaps.append(KvSlice(range(at, start), range(layer, layer + 1), self._slice.heads))
                 at = stop
         return gaps
 
@@ -239,7 +239,7 @@ def _bytes(message: Message) -> bytes:
     return bytes(message.SerializeToString(deterministic=True))
 
 
-PROGRESS = b""
+KEEPALIVE = b""
 """A frame without fields: the export is alive, but has nothing to send yet."""
 
 _VARINT, _BYTES, _FIXED32 = 0, 2, 5

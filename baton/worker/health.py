@@ -5,15 +5,14 @@
 A hang is counted in looks, not in seconds: a process that was stopped for an hour is not hung when it goes on.
 
 If the logits of a request are not finite, its input may be the cause, or the worker: bad weights, bad memory. When
-LIMIT different requests got no token, and no request between them got one, the worker computes tokens for a prompt of
-its own. If it gets them, the requests were the cause. If not, the worker is.
+MAX_REQUESTS_WITHOUT_TOKEN different requests got no token, and no request between them got one, the worker computes
+tokens for a prompt of its own. If it gets them, the requests were the cause. If not, the worker is.
 
 The audit runs whenever the worker is idle. The pool's own audit checks that each page is free, cached, or counted by
 its owners. The ledger compares these owners with the entries of the service. If no entry names an owner, the service
-has lost it, and its pages would never be freed. An owner's name is "request/attempt", followed by "/choice" if choices
-have pages of their own. An owner is lost in this sense if two audits list it, and the service names it neither between
-them nor after them. The second audit is needed because a caller may use the same name for its next request, which must
-not end the worker.
+has lost it, and its pages would never be freed. An owner's name begins with "request/attempt". An owner counts as lost
+if two audits in a row list it, and the service does not name it between them or after them. The second audit is needed
+because a caller may use the same name for its next request, which must not end the worker.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ HANG_CHECKS = 2 * _CHECKS_PER_LIMIT
 """Looks in a row that find a stall, after which the engine counts as hung."""
 
 
-class Progress:
-    """Time of the engine's last progress; the engine thread records it after each layer and each step.
+class Watchdog:
+    """Knows the time of the engine's last progress; the engine thread records it after each layer and each step.
 
     A change of `work_counter` (`Engine.work_counter`) since the last look counts as progress too.
     """
@@ -76,7 +75,7 @@ class Progress:
         return now - max(recorded_at, self._seen_at)
 
 
-async def watch_progress(progress: Progress, limit_s: float, report: Callable[[bool], object]) -> None:
+async def watch_engine(watchdog: Watchdog, limit_s: float, report: Callable[[bool], object]) -> None:
     """Call `report(False)` after `limit_s` seconds without progress, and `report(True)` when there is progress again.
 
     Runs until cancelled, or until the engine hangs: after about 3 times `limit_s`. Looks four times in each `limit_s`,
@@ -85,13 +84,14 @@ async def watch_progress(progress: Progress, limit_s: float, report: Callable[[b
     looks = 0
     while looks < HANG_CHECKS:
         await asyncio.sleep(limit_s / _CHECKS_PER_LIMIT)
-        stalled = progress.stalled_s() >= limit_s
+        stalled = watchdog.stalled_s() >= limit_s
         if stalled != bool(looks):
             report(not stalled)
         looks = looks + 1 if stalled else 0
 
 
-LIMIT = 3
+MAX_REQUESTS_WITHOUT_TOKEN = 3
+"""Number of different requests without a token after which the worker tests itself."""
 SELF_TEST = "self-test"
 """The owner of the pages that the worker's own prompt uses."""
 
@@ -106,8 +106,8 @@ class FaultCounter:
 
     @property
     def suspected(self) -> bool:
-        """Whether LIMIT different requests have failed since the last token; then `check_engine` finds the cause."""
-        return len(self._requests) >= LIMIT
+        """Whether too many different requests have failed since the last token; then `check_engine` finds the cause."""
+        return len(self._requests) >= MAX_REQUESTS_WITHOUT_TOKEN
 
     def record_success(self) -> None:
         """Record that a token was computed."""
@@ -117,7 +117,7 @@ class FaultCounter:
         """Record that no token could be computed for this request."""
         self._requests.add(request_id)
 
-    def check_engine(self, engine: Engine, progress: Progress, *, step: bool) -> None:
+    def check_engine(self, engine: Engine, watchdog: Watchdog, *, step: bool) -> None:
         """Compute a token for a prompt of the worker's own, and with `step` one more by a decode step.
 
         Then resets the count. Call it on the engine thread; with `step`, only while the batch is empty. Raises
@@ -126,7 +126,7 @@ class FaultCounter:
         requests = sorted(self._requests)
         self._requests.clear()
         try:
-            _compute_own(engine, progress, step=step)
+            _compute_own(engine, watchdog, step=step)
         except OutOfPages as error:
             _log.warning("%s got no token, and the worker can't be tested: %s", ", ".join(requests), error)
         except Exception as error:
@@ -138,17 +138,17 @@ class FaultCounter:
             _log.warning("%s got no token; the worker's own prompt did, so they are the cause", ", ".join(requests))
 
 
-def _compute_own(engine: Engine, progress: Progress, *, step: bool) -> None:
+def _compute_own(engine: Engine, watchdog: Watchdog, *, step: bool) -> None:
     spec, greedy = engine.spec, SamplingParams(temperature=0.0)
     ids = tuple(range(min(_PROMPT_TOKENS, spec.vocab_size, max(1, spec.max_model_len - 2))))
     handle = engine.reserve(SELF_TEST, len(ids) + 1)
     try:
         prompt = SequenceState(greedy, ids)
-        chunk = PromptChunk(handle, ids, 0, len(ids), lambda _: progress.record(), (prompt,))
+        chunk = PromptChunk(handle, ids, 0, len(ids), lambda _: watchdog.record(), (prompt,))
         result = compute_chunk(engine, chunk)
         if step:
             engine.insert(contract.EngineSequence(handle, SequenceState(greedy, ids, (result.tokens[0].token_id,))))
-            for _, found in engine.launch().result().steps:
+            for _, found in engine.launch().result().sequences:
                 if isinstance(found, NoToken):
                     raise found
     finally:

@@ -22,7 +22,7 @@ from baton.engine.process import pin_compute_threads
 from baton.errors import ConfigError, EngineError
 from baton.model.checkpoint import resolve, tokenizer_digest
 from baton.pb import worker_pb2, worker_pb2_grpc
-from baton.process import executors, freed_memory
+from baton.process import allocator, executors
 from baton.process.executors import WORK, EngineThread, wait_to_end
 from baton.process.ops import serve_ops
 from baton.process.sockets import bind
@@ -30,7 +30,7 @@ from baton.rpc.admin import ADMIN_SERVICE, AdminSources, CacheClearer, CacheSour
 from baton.rpc.server import Listener, check_reach, listen
 from baton.rpc.tls import Tls
 from baton.transfer.tickets import TicketVerifier
-from baton.worker.health import Progress, watch_progress
+from baton.worker.health import Watchdog, watch_engine
 from baton.worker.status import StatusHub, WorkerIdentity, WorkerRole, WorkerServicer, new_identity
 
 _log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ def _build(config: WorkerConfig) -> Engine:
     from baton.engine.factory import build
 
     engine = build(config.engine_config())
-    freed_memory.prepare(_SPARE_BYTES)
+    allocator.prefault(_SPARE_BYTES)
     if config.cpus:
         pin_compute_threads()
     return engine
@@ -143,7 +143,7 @@ def check_addresses(config: WorkerConfig) -> None:
 async def serve_listeners(
     config: WorkerConfig,
     status: StatusHub,
-    progress: Progress,
+    watchdog: Watchdog,
     *,
     control: Service,
     kv: Service,
@@ -156,7 +156,7 @@ async def serve_listeners(
 ) -> AsyncIterator[WorkerAddresses]:
     """Serve `control` (with Worker, Admin, health and reflection), `kv` and ops until the block ends.
 
-    `progress` decides the health of both gRPC listeners, the readiness of ops, and the stall in `status`. When the
+    `watchdog` decides the health of both gRPC listeners, the readiness of ops, and the stall in `status`. When the
     engine hangs, the stacks of all threads are logged, /live turns negative, and `fail` is called. Raises
     ConfigError naming an address that is not allowed or already in use. With `tls`, control accepts calls of
     CONTROL_ROLES only, kv of KV_ROLES. Admin uses `ledger`, `cache` and `clear`. The kv service verifies tickets with
@@ -189,18 +189,18 @@ async def serve_listeners(
             status.set_stalled(not healthy)
 
         async def watch() -> None:
-            await watch_progress(progress, config.stall_s, report)
+            await watch_engine(watchdog, config.stall_s, report)
             faulthandler.dump_traceback(2)
-            fail(EngineError(f"it has made no progress for {progress.stalled_s():.0f} s: it hangs (--stall-s)"))
+            fail(EngineError(f"it has made no progress for {watchdog.stalled_s():.0f} s: it hangs (--stall-s)"))
 
-        watching = asyncio.create_task(watch(), name="watch-progress")
+        watching = asyncio.create_task(watch(), name="watch-engine")
         report(True)
         stack.push_async_callback(wait_to_end, watching)
         stack.callback(watching.cancel)
         ops_listener = await stack.enter_async_context(
             serve_ops(
                 config.ops,
-                ready=lambda: not status.draining and progress.stalled_s() < config.stall_s,
+                ready=lambda: not status.draining and watchdog.stalled_s() < config.stall_s,
                 live=lambda: not watching.done(),
             )
         )

@@ -31,7 +31,7 @@ from typing import IO
 
 from baton.errors import EngineError, Unavailable
 from baton.model.checkpoint import tokenizer_digest
-from baton.process import freed_memory
+from baton.process import allocator
 from baton.process.supervisor import bind_to_parent
 from baton.tokenizer import Tokenizer
 
@@ -252,7 +252,7 @@ def main() -> None:
             sink.flush()
             # Without this, a text of a million tokens would leave 400 MB in this process.
             del text, answer
-            freed_memory.trim()
+            allocator.trim()
 
 
 if __name__ == "__main__":

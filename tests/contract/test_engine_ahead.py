@@ -80,7 +80,7 @@ def test_a_step_is_launched_before_the_last_one_is_read(rig: Rig, ahead: Callabl
     # More than were agreed upon: the oldest is read first.
     third = engine.launch()
     assert (launched, waits) == ([0, 1, 2], [0])
-    tokens = [one.result().steps[0][1][0].token_id for one in (first, second, third)]
+    tokens = [one.result().sequences[0][1][0].token_id for one in (first, second, third)]
     assert waits == [0, 1, 2]
     assert tokens == generate(rig.engine(), state(rig.prompt(10)), 4)[1:]
     assert handle.alive
@@ -90,8 +90,8 @@ def test_results_may_be_read_in_any_order_and_again(rig: Rig, ahead: Callable[..
     engine = ahead()
     start(engine, "a/1", state(rig.prompt(10)))
     first, second = engine.launch(), engine.launch()
-    later, sooner = second.result().steps, first.result().steps
-    assert (later, sooner) == (second.result().steps, first.result().steps)
+    later, sooner = second.result().sequences, first.result().sequences
+    assert (later, sooner) == (second.result().sequences, first.result().sequences)
     assert [sooner[0][1][0].token_id, later[0][1][0].token_id] == generate(rig.engine(), state(rig.prompt(10)), 3)[1:]
 
 
@@ -108,7 +108,7 @@ def test_passes_in_flight_are_listed_until_their_results_are_taken(rig: Rig, ahe
         assert engine.in_flight[0] is one
         one.result()
     assert not engine.in_flight
-    ((sequence, _),) = passes[2].result().steps
+    ((sequence, _),) = passes[2].result().sequences
     assert sequence.output_ids == generate(rig.engine(), state(rig.prompt(10)), 4)
 
 
@@ -144,7 +144,7 @@ def test_a_step_ahead_needs_room_for_a_token_more(rig: Rig, ahead: Callable[...,
         engine.launch()
     engine.extend(handle, 17)
     after = engine.launch()
-    outputs += [one.result().steps[0][1][0].token_id for one in (pending, after)]
+    outputs += [one.result().sequences[0][1][0].token_id for one in (pending, after)]
     assert outputs == generate(rig.engine(), state(rig.prompt(15)), 3)
 
 
@@ -153,9 +153,9 @@ def test_a_sequence_at_its_length_may_be_in_one_more_step(rig: Rig, ahead: Calla
     handle, _ = start(engine, "a/1", state(rig.prompt(30)), 2)
     last = engine.launch()
     beyond = engine.launch()
-    assert len(last.result().steps) == 1
+    assert len(last.result().sequences) == 1
     engine.free(handle)
-    assert beyond.result().steps == []
+    assert beyond.result().sequences == []
 
 
 def test_a_step_that_fails_when_it_is_read_undoes_the_later_ones(rig: Rig, ahead: Callable[..., Any]) -> None:

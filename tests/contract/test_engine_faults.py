@@ -82,7 +82,7 @@ def test_a_sequence_that_cant_join_fails_alone(rig: Rig, ahead: int) -> None:
 def test_the_next_owner_of_its_pages_sees_nothing_of_it(rig: Rig) -> None:
     engine: EngineCore = rig.engine(pages=4, slots=2)
     bad = spoiled(engine, "bad/1", state(rig.prompt(20, seed=9)))
-    ((_, got),) = engine.launch().result().steps
+    ((_, got),) = engine.launch().result().sequences
     assert isinstance(got, NoToken)
     engine.free(bad)
     wanted = state(rig.prompt(20, seed=3))

@@ -113,7 +113,7 @@ def test_a_chunk_that_its_caller_ends_ends_alone(rig: Rig) -> None:
     # Nothing else waits for this pass, so it ends with its chunks.
     layers.clear()
     chunks = [chunk_of(name, each, stop=True) for name, each in (("stopped", stopped), ("other", other))]
-    result = engine.launch(chunks, batch=False).result()
+    result = engine.launch(chunks, step=False).result()
     assert list(map(type, result.chunks)) == [Stop, Stop]
     assert layers == {"stopped": [0], "other": [0]}
     tokens = step(engine)
@@ -242,7 +242,7 @@ def test_no_pass_is_launched_between_the_layers_of_one_with_a_step(rig: Rig) -> 
     assert isinstance(refused, EngineError)
     assert "one that has a step was under way" in str(refused)
     assert [tokens_of(result)[handle] for handle, _ in sequences] == [each[1] for each in expected]
-    (found,) = engine.launch([chunk], batch=False).result().chunks
+    (found,) = engine.launch([chunk], step=False).result().chunks
     assert isinstance(found, ChunkResult)
 
 

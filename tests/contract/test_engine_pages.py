@@ -96,7 +96,7 @@ def test_a_freed_sequence_leaves_at_the_next_step(rig: Rig) -> None:
     assert [outputs for _, outputs in running[1:]] == expected[1:]
     engine.free(running[1][0])
     engine.free(running[2][0])
-    assert engine.launch().result().steps == []
+    assert engine.launch().result().sequences == []
 
 
 def test_a_result_read_late_leaves_out_what_was_freed(rig: Rig) -> None:

@@ -19,8 +19,8 @@ from baton.pb import kv_pb2
 from baton.request import Handoff
 from baton.transfer import wire
 from baton.transfer.export import ExportRegistry
-from baton.transfer.fetcher import Receiver, fetch_box
-from baton.transfer.wire import Box, pack, unpack
+from baton.transfer.fetcher import Receiver, fetch_slice
+from baton.transfer.wire import KvSlice, pack, unpack
 from tests.effort import fuzz
 from tests.engine_calls import prefill_chunk
 from tests.fuzz.mutation import arbitrary, damaged_stream, mutated, spliced
@@ -40,7 +40,7 @@ from tests.unit.transfer.support import (
 from tests.unit.transfer.support import prompt as first_prompt
 
 TOKENS = 10
-BOX = whole(TOKENS)
+SLICE = whole(TOKENS)
 
 
 class Streams:
@@ -49,7 +49,7 @@ class Streams:
     def __init__(self) -> None:
         self.loop = VirtualLoop()
         self.engine = Engine(page_size=4)
-        self.of: dict[Box, list[bytes]] = {}
+        self.of: dict[KvSlice, list[bytes]] = {}
         self.frames, self.truth = self._export(first_prompt(TOKENS), handoff(TOKENS), "t")
         self.theirs, _ = self._export([7 * i + 3 for i in range(TOKENS)], handoff(TOKENS), "u")
 
@@ -65,15 +65,15 @@ class Streams:
             for layer in range(LAYERS):
                 export.mark_final(layer, TOKENS)
             export.commit(of)
-            frames, truth = await collect(export, BOX), contents(engine, handle, BOX)
+            frames, truth = await collect(export, SLICE), contents(engine, handle, SLICE)
             if transfer_id == "t":
                 for layer in range(LAYERS):
                     for start in range(TOKENS + 1):
                         for stop in range(start, TOKENS + 1):
-                            box = Box(range(start, stop), range(layer, layer + 1), range(HEADS))
-                            self.of[box] = await collect(export, box)
-                self.of[BOX] = frames
-                rest = Box(range(TOKENS, TOKENS), range(LAYERS), range(HEADS))
+                            kv_slice = KvSlice(range(start, stop), range(layer, layer + 1), range(HEADS))
+                            self.of[kv_slice] = await collect(export, kv_slice)
+                self.of[SLICE] = frames
+                rest = KvSlice(range(TOKENS, TOKENS), range(LAYERS), range(HEADS))
                 self.of[rest] = await collect(export, rest)
             exports.close()
             return frames, truth
@@ -87,9 +87,9 @@ class Streams:
             memory = self.engine.memory._pages[page]
             memory[:] = b"\xee" * len(memory)
         try:
-            work = fetch_box([_Source(self.of, mangle)], self.engine, handle, BOX, length=TOKENS, timeout_s=20)
+            work = fetch_slice([_Source(self.of, mangle)], self.engine, handle, SLICE, length=TOKENS, timeout_s=20)
             found = self.loop.run_until_complete(work)
-            return found, contents(self.engine, handle, BOX)
+            return found, contents(self.engine, handle, SLICE)
         except TransferError:
             return None
         finally:
@@ -101,11 +101,11 @@ class _Source:
     shard = WHOLE
     checksum_seed = SEED
 
-    def __init__(self, of: dict[Box, list[bytes]], mangle: Callable[[list[bytes]], list[bytes]]) -> None:
+    def __init__(self, of: dict[KvSlice, list[bytes]], mangle: Callable[[list[bytes]], list[bytes]]) -> None:
         self._of, self._mangle = of, mangle
 
-    async def frames(self, box: Box) -> AsyncGenerator[bytes, None]:
-        for frame in self._mangle(self._of[box]):
+    async def frames(self, kv_slice: KvSlice) -> AsyncGenerator[bytes, None]:
+        for frame in self._mangle(self._of[kv_slice]):
             yield frame
 
     async def release(self) -> None:
@@ -194,7 +194,7 @@ def test_two_streams_in_one_are_the_right_one_or_refused(rng: random.Random, str
 @fuzz("streams: invented frames", 400)
 def test_sound_frames_without_sense_are_refused(rng: random.Random, streams: Streams) -> None:
     handle = streams.engine.reserve("decode", TOKENS)
-    receiver = Receiver(streams.engine, handle, BOX, TOKENS, [WHOLE], SEED)
+    receiver = Receiver(streams.engine, handle, SLICE, TOKENS, [WHOLE], SEED)
     sent = [_invented(rng, streams, rng.randrange(6)) for _ in range(rng.randrange(12))]
     if rng.random() < 0.5:
         kind, place = rng.choice(((1, len(streams.frames) - 2), (2, len(streams.frames) - 1), (3, rng.randrange(4))))
@@ -203,7 +203,7 @@ def test_sound_frames_without_sense_are_refused(rng: random.Random, streams: Str
         for frame in sent:
             receiver.add_frame(frame)
         if not receiver.gaps():
-            _check_complete([decoded(frame) for frame in sent if frame != wire.PROGRESS])
+            _check_complete([decoded(frame) for frame in sent if frame != wire.KEEPALIVE])
     except TransferError:
         pass
     finally:
@@ -218,9 +218,11 @@ def _check_complete(frames: list[wire.KvData | wire.Manifest | wire.Commit | Non
     assert sound[: len(data)] == data
     assert isinstance(commit, wire.Commit)
     assert commit.shards == (WHOLE,)
-    assert [(each.shard.layers, each.shard.heads) for each in manifest] == [(BOX.layers, BOX.heads)] or None in frames
+    assert [(each.shard.layers, each.shard.heads) for each in manifest] == [
+        (SLICE.layers, SLICE.heads)
+    ] or None in frames
     sent = sorted((each.layer, token, head) for each in data for token in each.tokens for head in each.heads)
-    assert sent == [*itertools.product(BOX.layers, BOX.tokens, BOX.heads)]
+    assert sent == [*itertools.product(SLICE.layers, SLICE.tokens, SLICE.heads)]
 
 
 def _shard(number: Callable[[int], int]) -> Shard:
@@ -233,7 +235,7 @@ def _invented(rng: random.Random, streams: Streams, kind: int) -> bytes:
         return rng.choice((0, 1, rng.randrange(most + 2), 2**31, 2**32 - 1))
 
     if kind == 0:
-        return rng.choice((*streams.frames, wire.PROGRESS))
+        return rng.choice((*streams.frames, wire.KEEPALIVE))
     if kind == 1:
         runs = tuple((number(LAYERS), number(TOKENS), number(TOKENS)) for _ in range(rng.randrange(5)))
         return wire.encode_manifest(wire.Manifest(number(8), runs, number(99), _shard(number)))

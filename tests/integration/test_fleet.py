@@ -177,10 +177,10 @@ async def test_a_damaged_transfer_never_changes_the_answer(
     honest = Export.frames
     damaged = 0
 
-    async def frames(self: Export, *box: Any) -> Frames:
+    async def frames(self: Export, *kv_slice: Any) -> Frames:
         nonlocal damaged
         damaged += 1
-        stream = honest(self, *box)
+        stream = honest(self, *kv_slice)
         async for frame in tamper(stream) if damaged <= streams else stream:
             yield frame
 

@@ -16,7 +16,7 @@ from baton.engine.fake import PREFILL_LOGPROB, PROMPT_LOGPROB, FakeEngine, expec
 from baton.pb import inference_pb2, prefill_pb2
 from baton.request import SamplingParams
 from baton.transfer.export import Export
-from baton.transfer.wire import Box
+from baton.transfer.wire import KvSlice
 from tests.prefill import GREEDY, PROMPT, Gate, decode, decoder, serving, status_of
 
 
@@ -281,9 +281,9 @@ async def test_a_consumer_that_is_gone_in_the_middle_of_a_transfer(monkeypatch: 
     loop, frames = asyncio.get_running_loop(), Export.frames
     ended = {number.name: loop.create_future() for number in GONE}
 
-    async def watched(self: Export, box: Box) -> AsyncGenerator[bytes, None]:
+    async def watched(self: Export, kv_slice: KvSlice) -> AsyncGenerator[bytes, None]:
         try:
-            async with contextlib.aclosing(frames(self, box)) as stream:
+            async with contextlib.aclosing(frames(self, kv_slice)) as stream:
                 async for frame in stream:
                     yield frame
         finally:

@@ -95,8 +95,8 @@ async def pull(exporter: Exporter, ticket: bytes) -> None:
         fetched = await fetch([source], engine, handle, tokens=range(TOKENS), length=TOKENS, timeout_s=10)
     assert fetched == handoff(TOKENS)
     expected = Engine()
-    box = whole(TOKENS)
-    assert contents(engine, handle, box) == contents(expected, prefilled(expected, TOKENS), box)
+    kv_slice = whole(TOKENS)
+    assert contents(engine, handle, kv_slice) == contents(expected, prefilled(expected, TOKENS), kv_slice)
 
 
 Attack = Callable[[Exporter], dict[str, Any]]
@@ -151,7 +151,7 @@ async def test_a_ticket_is_no_use_a_second_time() -> None:
         assert exporter.ends == ["t"]
         error = await refused(exporter.call("FetchKv", ticket=ticket))
         assert error.code() is Status.PERMISSION_DENIED
-        assert "was used before for retry 0 of the same box" in (error.details() or "")
+        assert "was used before for retry 0 of the same slice" in (error.details() or "")
 
 
 async def test_a_consumer_whose_ticket_is_refused_says_so() -> None:

@@ -1,4 +1,4 @@
-"""KV over real gRPC servers and sockets: layouts, overlap, boxes, back-pressure, and every fault."""
+"""KV over real gRPC servers and sockets: layouts, overlap, slices, back-pressure, and every fault."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from baton.rpc.errors import from_rpc_error
 from baton.rpc.server import listen
 from baton.telemetry.metrics import EXPORTS_OPEN, TRANSFER_BYTES, TRANSFER_FAULTS
 from baton.transfer.export import ExportRegistry
-from baton.transfer.fetcher import fetch, fetch_box, fetch_prefix
+from baton.transfer.fetcher import fetch, fetch_prefix, fetch_slice
 from baton.transfer.transport import SERVICE, GrpcSource, KvServicer
-from baton.transfer.wire import Box
+from baton.transfer.wire import KvSlice
 from tests.engine_calls import prefill_chunk
 from tests.metrics import count
 from tests.unit.transfer.support import (
@@ -119,11 +119,11 @@ class Pair:
         options = {"timeout_s": 30.0, "stall_timeout_s": 20.0, **changes}
         return GrpcSource(self.channel, RemoteExport(transfer_id, incarnation, (shard,)), shard, **options)
 
-    def assert_equal(self, box: Box | None = None) -> None:
+    def assert_equal(self, kv_slice: KvSlice | None = None) -> None:
         """The consumer's pages hold what a prefill of the same prompt gives."""
-        box = box or whole(TOKENS)
+        kv_slice = kv_slice or whole(TOKENS)
         expected = Engine(kv_dtype="float32")
-        assert contents(self.engine, self.handle, box) == contents(expected, prefilled(expected, TOKENS), box)
+        assert contents(self.engine, self.handle, kv_slice) == contents(expected, prefilled(expected, TOKENS), kv_slice)
 
 
 @asynccontextmanager
@@ -306,7 +306,7 @@ async def test_a_prefix_is_fetched_and_released(pair: Pair, tokens: range) -> No
     export = pair.exports.open("t", prefilled(pair.exporter, TOKENS), TOKENS, on_closed=lambda: ends.append("t"))
     export.commit_prefix(b"name")
     await pair.fetch_prefix(tokens)
-    pair.assert_equal(Box(tokens, range(LAYERS), range(HEADS)))
+    pair.assert_equal(KvSlice(tokens, range(LAYERS), range(HEADS)))
     assert ends == ["t"]
 
 
@@ -340,7 +340,7 @@ async def test_a_prefix_by_another_name_is_not_what_was_meant(pair: Pair, held: 
     bad=st.sets(st.integers(0, 20), max_size=3),
 )
 @settings(max_examples=40, deadline=None)
-def test_any_box_arrives_in_any_layout(
+def test_any_slice_arrives_in_any_layout(
     from_pages: int,
     to_pages: int,
     frame_tokens: int,
@@ -349,7 +349,7 @@ def test_any_box_arrives_in_any_layout(
     chunks: list[int],
     bad: set[int],
 ) -> None:
-    box = Box(*(_span(sorted(corner), size) for corner, size in zip(corners, SIZES, strict=True)))
+    kv_slice = KvSlice(*(_span(sorted(corner), size) for corner, size in zip(corners, SIZES, strict=True)))
 
     async def run() -> None:
         sizes = {"from_pages": from_pages, "to_pages": to_pages, "frame_tokens": frame_tokens, "dtype": dtype}
@@ -359,7 +359,7 @@ def test_any_box_arrives_in_any_layout(
             )
             export = pair.exports.open("t", prefilled(pair.exporter, TOKENS), TOKENS, on_closed=lambda: None)
             pulling = asyncio.create_task(
-                fetch_box([pair.source()], pair.engine, pair.handle, box, length=TOKENS, timeout_s=30)
+                fetch_slice([pair.source()], pair.engine, pair.handle, kv_slice, length=TOKENS, timeout_s=30)
             )
             for end in [*sorted(chunks), TOKENS]:
                 await asyncio.to_thread(mark_all_final, export, end)
@@ -369,7 +369,7 @@ def test_any_box_arrives_in_any_layout(
             except IncompleteTransfer:
                 assert bad  # a manifest whose digest was flipped contradicts what arrived
                 return
-            pair.assert_equal(box)
+            pair.assert_equal(kv_slice)
 
     asyncio.run(run())
 
@@ -435,7 +435,7 @@ async def test_a_caller_does_not_learn_the_incarnation_that_is_needed(pair: Pair
 
 
 @pytest.mark.parametrize(
-    ("box", "complaint"),
+    ("kv_slice", "complaint"),
     [
         ({"token_end": TOKENS + 1}, r"token_end: must be at most 40, got 41"),
         ({"token_start": 41}, r"token_start: must be in \[0, 40\], got 41"),
@@ -445,10 +445,10 @@ async def test_a_caller_does_not_learn_the_incarnation_that_is_needed(pair: Pair
         ({"head_start": HEADS}, r"head_start: must be in \[0, 1\], got 2"),
     ],
 )
-async def test_a_box_outside_of_the_export_is_refused(pair: Pair, box: dict[str, int], complaint: str) -> None:
+async def test_a_slice_outside_of_the_export_is_refused(pair: Pair, kv_slice: dict[str, int], complaint: str) -> None:
     ready(pair.exports, pair.exporter, "t", TOKENS)
     stub = kv_pb2_grpc.KvStub(pair.channel)
-    request = kv_pb2.FetchKvRequest(transfer_id="t", incarnation=INCARNATION, **box)
+    request = kv_pb2.FetchKvRequest(transfer_id="t", incarnation=INCARNATION, **kv_slice)
     await _refused(stub.FetchKv(request).read(), complaint)
 
 

@@ -91,7 +91,7 @@ async def completed(
     infos = [handoff.first_tokens[0].token]
     insert(engine, handle, SequenceState(PARAMS, prompt, [infos[0].token_id], 0))
     for _ in range(STEPS):
-        ((_, tokens),) = engine.launch().result().steps
+        ((_, tokens),) = engine.launch().result().sequences
         infos += tokens
     engine.free(handle)
     return [info.token_id for info in infos], [info.logprob or 0.0 for info in infos], done

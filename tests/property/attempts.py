@@ -12,7 +12,7 @@ from baton.errors import NotFound, TransferError
 from baton.request import CachePolicy, FinishReason
 from baton.transfer import wire
 from baton.transfer.export import ExportRegistry
-from baton.transfer.wire import Box, Commit, Manifest
+from baton.transfer.wire import Commit, KvSlice, Manifest
 from decode_svc.attempts import FailureKind
 from decode_svc.reservation import AttemptKey
 from decode_svc.session import RouterSession, SessionDown
@@ -170,8 +170,8 @@ async def read_prefix(exports: ExportRegistry, engine: Engine, ours: Try) -> boo
     expected = prefill(ours.named[: ours.cached]) if ours.cached else None
     try:
         export = await exports.find(f"{ours.key}/prefix", exports.incarnation)
-        box = Box(range(export.tokens), range(kv_format.layers), range(kv_format.heads))
-        async with contextlib.aclosing(export.frames(box)) as stream:
+        kv_slice = KvSlice(range(export.tokens), range(kv_format.layers), range(kv_format.heads))
+        async with contextlib.aclosing(export.frames(kv_slice)) as stream:
             frames = [wire.decode(frame, wire.seed_of(export.transfer_id)) async for frame in stream]
     except (NotFound, TransferError):
         return False

@@ -25,8 +25,8 @@ from baton.errors import EngineError, IncompleteTransfer
 from baton.lifecycle import PREFILL_TOKEN_S, State
 from baton.request import CachePolicy, Handoff, RemoteExport, SamplingParams
 from baton.transfer.export import ExportRegistry
-from baton.worker.health import Progress
-from baton.worker.prefix_cache import CacheTiers
+from baton.worker.cache_tiers import CacheTiers
+from baton.worker.health import Watchdog
 from baton.worker.status import WorkerRole, new_identity
 from decode_svc.admission import REFUSED_PRIORITY_S
 from decode_svc.loop import StepReport
@@ -86,7 +86,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
             self.exports,
             self.cache,
             CacheTiers(self.engine, self.cache),
-            Progress(),
+            Watchdog(),
             changed=lambda: None,
         )
         loop = worker.decode_loop

@@ -169,7 +169,7 @@ def find_unknown_token(lines: Iterable[Line], vocab_size: int) -> str | None:
 
 
 def random_texts(seed: str, outputs: Lengths) -> Iterator[Job]:
-    """Requests for texts that are in no file, without end. A cache learns none of the file's prompts from them."""
+    """Endless requests with random texts, for warming up: they put no prompts of the file into a cache."""
     draw = random.Random(seed)
     while True:
         words = " ".join(f"{draw.randrange(1 << 32):x}" for _ in range(_WARM_WORDS))

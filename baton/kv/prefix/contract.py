@@ -12,7 +12,7 @@ shorter, and nothing else happens.
 
 Implementations: `NullPrefixCache`, `HostPrefixCache` (bounded, in this process), `RedisPrefixCache`, and
 `TieredPrefixCache` of several. One contract suite tests all that store blocks, beside a dictionary as their reference.
-A worker's tiers are put in their order in `baton.worker.prefix_cache`.
+A worker's tiers are put in their order in `baton.worker.cache_tiers`.
 The pages of an engine are a tier of their own, without copies: `Engine.publish` and `Engine.reserve`.
 """
 

@@ -16,9 +16,9 @@ A `StoreTier` remembers which blocks are in its store (`WriteFilter`) until a lo
 them as lost or refused. So no KV is copied out of the engine without need.
 
 Blocks that are used do not expire in a store. Every fetch from a store renews the expiry of the blocks that it
-delivers, but not of a block that was found and then refused. Of the fetches from host memory alone, and of
-the hits in the engine's pages that `touch` reports, one in eight renews it, picked at random: a fixed rhythm might
-always skip the same prompt.
+delivers, but not of a block that was found and then refused. Of the fetches from host memory alone, and of the hits in
+the engine's pages that `touch` reports, one in eight renews it, picked at random: a fixed rhythm might always skip the
+same prompt.
 """
 
 from __future__ import annotations

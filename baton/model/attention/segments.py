@@ -43,7 +43,7 @@ def split(layer: int, row: int, pages: Sequence[int], tokens: range, size: int) 
 
 
 class SegmentSource(Protocol):
-    """Source of segments. One forward pass uses it at a time."""
+    """Brings segments of KV from host memory to the compute device. Only one forward pass may use it at a time."""
 
     size: int
     """Tokens of a segment."""

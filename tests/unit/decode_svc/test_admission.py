@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from baton.errors import Overloaded
 from baton.request import SamplingParams
-from baton.worker.health import Progress
+from baton.worker.health import Watchdog
 from decode_svc.admission import (
     CLAIM_S,
     FORK_HEADROOM_DIVISOR,
@@ -78,7 +78,7 @@ class Worker:
     def __init__(self, slots: int, pages: int = 500, reserve_tokens: int = 4) -> None:
         self.engine = LoggingEngine(page_size=PAGE, pages=pages, slots=slots, max_model_len=400)
         self.reports: list[StepReport] = []
-        self.loop = DecodeLoop(self.engine, Progress(), self.reports.append)
+        self.loop = DecodeLoop(self.engine, Watchdog(), self.reports.append)
         self.attempts = Attempts(self.engine, reserve_tokens)
         forecast = SlotForecast(slots, 0.0)
         self.admission = Admission(self.engine, self.attempts, forecast, self.loop.pages_kept_for_batch, lambda: False)

@@ -10,7 +10,7 @@ import pytest
 from baton.engine.contract import EngineSequence
 from baton.errors import EngineError
 from baton.request import FinishReason, SequenceState
-from baton.worker.health import Progress
+from baton.worker.health import Watchdog
 from decode_svc.attempts import FailureKind
 from decode_svc.loop import DecodeLoop, FailedSequence, StepReport
 from decode_svc.scheduler import DecodeSequence
@@ -24,8 +24,8 @@ class Turns:
     def __init__(self, **settings: int) -> None:
         self.engine = LoggingEngine(**{"page_size": 4, "pages": 64, "slots": 2, **settings})
         self.reports: list[StepReport] = []
-        self.progress = Progress()
-        self.loop = DecodeLoop(self.engine, self.progress, self.reports.append)
+        self.watchdog = Watchdog()
+        self.loop = DecodeLoop(self.engine, self.watchdog, self.reports.append)
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, FinishReason] = {}
 
@@ -228,7 +228,7 @@ def test_pages_that_dont_audit_clean_after_a_fault_end_the_loop_and_free_everyth
     with pytest.raises(EngineError, match="page audit failed"):
         turns.loop.run()
     assert turns.engine.stats().used == 0
-    assert turns.progress.stalled_s() == 0
+    assert turns.watchdog.stalled_s() == 0
 
 
 def test_the_loop_sleeps_without_work_and_stops_when_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from baton.engine.contract import KvHandle
 from baton.request import SamplingParams, SequenceState
-from baton.worker.health import Progress
+from baton.worker.health import Watchdog
 from decode_svc.attempts import FailureKind
 from decode_svc.loop import DecodeLoop, StepReport
 from decode_svc.scheduler import DecodeSequence, RollingBlockHasher
@@ -39,7 +39,7 @@ class Bench:
         )
         self.reports: list[StepReport] = []
         self.spare: KvHandle | None = None
-        self.loop = DecodeLoop(self.engine, Progress(), self.take, reclaim=self.give_back)
+        self.loop = DecodeLoop(self.engine, Watchdog(), self.take, reclaim=self.give_back)
         self.first = first
         self.asked: dict[int, Request] = {}
         self.live: dict[int, tuple[Request, DecodeSequence]] = {}

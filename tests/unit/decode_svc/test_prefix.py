@@ -58,7 +58,7 @@ class Worker:
         """Decode so many tokens, as the engine thread does."""
         self.engine.insert(sequence)
         for _ in range(tokens):
-            for own, infos in self.engine.launch().result().steps:
+            for own, infos in self.engine.launch().result().sequences:
                 assert own is sequence
                 sequence.hasher.extend([info.token_id for info in infos])
 
@@ -137,7 +137,7 @@ def test_choices_share_what_was_pinned_and_write_only_their_own_pages() -> None:
     for each in sequences:
         worker.engine.insert(each)
     for _ in range(7):
-        for (_, (token,)), sequence in zip(worker.engine.launch().result().steps, sequences, strict=True):
+        for (_, (token,)), sequence in zip(worker.engine.launch().result().sequences, sequences, strict=True):
             sequence.hasher.extend([token.token_id])
     for choice, each in enumerate(sequences):
         assert each.output_ids == alone(PROMPT, params, choice)

@@ -15,8 +15,8 @@ from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine
 from baton.request import CachePolicy, Handoff, RemoteExport, SamplingParams
 from baton.transfer.export import ExportRegistry
-from baton.worker.health import Progress
-from baton.worker.prefix_cache import CacheTiers
+from baton.worker.cache_tiers import CacheTiers
+from baton.worker.health import Watchdog
 from baton.worker.status import WorkerRole, new_identity
 from decode_svc.attempts import FailureKind
 from decode_svc.reservation import AttemptKey, Reserve
@@ -45,7 +45,7 @@ def made(loop: VirtualLoop, engine: FakeEngine, fetch: KvFetcher) -> DecodeWorke
         config = DecodeConfig(fetch_timeout_s=FETCH_S - 0.3)
         cache, exports = MemoryPrefixCache(), ExportRegistry(engine, "ours")
         tiers = CacheTiers(engine, cache)
-        return DecodeWorker(config, engine, identity, fetch, exports, cache, tiers, Progress(), lambda: None)
+        return DecodeWorker(config, engine, identity, fetch, exports, cache, tiers, Watchdog(), lambda: None)
 
     return loop.call(make)
 
@@ -177,7 +177,7 @@ def test_no_more_is_evicted_for_a_session_that_has_ended(evicting: Evicting) -> 
 
 
 def test_blocks_of_a_long_context_are_published_in_slices(evicting: Evicting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.worker.prefix_cache.PUBLISH_BLOCKS", 2)
+    monkeypatch.setattr("baton.worker.cache_tiers.PUBLISH_BLOCKS", 2)
     published = list[int]()
     publish = evicting.engine.publish
     monkeypatch.setattr(evicting.engine, "publish", lambda *each: (published.append(len(each[1])), publish(*each)))

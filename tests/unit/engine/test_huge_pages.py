@@ -11,14 +11,16 @@ import torch
 
 from baton.engine import huge_pages
 from baton.native import mapping
+from baton.process.madvise import ask_for_huge_pages
 
 MOVED = """
 import ctypes, mmap
 from baton.engine import huge_pages
+from baton.process.madvise import HUGE_PAGE
 SIZE = 32 << 20
 # Without advice: where huge pages are given on advice only, these are small, and the kernel's own daemon lets them be.
 memory = mmap.mmap(-1, 2 * SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-begin = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % huge_pages.HUGE
+begin = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % HUGE_PAGE
 empty = huge_pages.resident()
 # Whole huge pages, and the first small page of another.
 memory[begin : begin + SIZE + 1] = b"x" * (SIZE + 1)
@@ -57,7 +59,7 @@ def test_shared_memory_is_counted_without_libraries(tmp_path: Path, monkeypatch:
         file.truncate(size)
         before = huge_pages.resident()
         with mmap.mmap(file.fileno(), size) as memory:
-            mapping.advise(memory)
+            ask_for_huge_pages(memory)
             memory[:: mmap.PAGESIZE] = b"x" * (size // mmap.PAGESIZE)
             after = huge_pages.resident()
     assert after.total - before.total > size // 2

@@ -69,7 +69,7 @@ class CachedBlocksMachine(RuleBasedStateMachine):
         self.patched.start()
         self.pool = PagePool(pages, page_size, block_size)
         self.block = block_size
-        self.unit = self.pool._block_index.run_tokens
+        self.unit = self.pool._block_index.unit_tokens
         self.sequences: list[Sequence_] = []
         self.dead: list[PageHandle] = []
         self.pins: list[tuple[_Allocation, ExitStack]] = []
@@ -77,7 +77,7 @@ class CachedBlocksMachine(RuleBasedStateMachine):
         self.model = Model()
         self.pool.watch_prefixes(self.model.changed)
         self.returns, self.clock, self.number = 0, 0, 0
-        self.pool.watch(self.returned)
+        self.pool.watch_pages(self.returned)
 
     def returned(self) -> None:
         self.returns += 1
@@ -108,7 +108,7 @@ class CachedBlocksMachine(RuleBasedStateMachine):
     def available(self) -> int:
         return self.pool.pages - len(self.owned())
 
-    def run(self, digests: Sequence[bytes]) -> list[Name]:
+    def cached_units(self, digests: Sequence[bytes]) -> list[Name]:
         found = []
         for name in self.units(digests):
             if name not in self.model.names:
@@ -119,7 +119,7 @@ class CachedBlocksMachine(RuleBasedStateMachine):
     def found(self, digests: Sequence[bytes]) -> int:
         """Leading tokens of the chain that are in any unit."""
         begun = {block for unit in self.model.names.values() for block in unit.blocks}
-        blocks = len(self.run(digests)) * (self.unit // self.block)
+        blocks = len(self.cached_units(digests)) * (self.unit // self.block)
         while blocks < len(digests) and digests[blocks] in begun:
             blocks += 1
         return blocks * self.block
@@ -178,7 +178,7 @@ class CachedBlocksMachine(RuleBasedStateMachine):
         digests, owners, page_size = self.digests(ids), self.owned(), self.pool.page_size
         tokens_found = min(self.found(digests), capacity if most is None else most)
         whole, rest = divmod(tokens_found, self.unit)
-        shared = [page for unit in self.run(digests)[:whole] for page in unit.pages]
+        shared = [page for unit in self.cached_units(digests)[:whole] for page in unit.pages]
         need, free = self.pool.pages_for(capacity) - len(shared), self.available() - len(set(shared) - owners.keys())
         if need > free:
             order = list(self.pool._block_index._newer)
@@ -190,7 +190,7 @@ class CachedBlocksMachine(RuleBasedStateMachine):
         if slices:
             self.evict(capacity, digests, most)
         self.copied: list[PageCopy] = []
-        cut_run = self.pool._match("", capacity, digests, most).run
+        cut_unit = self.pool._match("", capacity, digests, most).next_unit
         handle = self.pool.reserve(str(self.number), capacity, digests, most, self.copy)
         sources = [copy.source for copy in self.copied]
         assert list(handle.pages[: len(shared)]) == shared
@@ -206,7 +206,7 @@ class CachedBlocksMachine(RuleBasedStateMachine):
         self.sequences.append(Sequence_(handle, ids, min(handle.cached_tokens, tokens)))
         if self.model.dropped:
             # The eviction freed pages beside its prefix, which counts as used up to then.
-            self.leave([*shared, *cut_run])
+            self.leave([*shared, *cut_unit])
         self.settle(need, sources)
         if sources:
             self.leave(sources)
@@ -218,7 +218,7 @@ class CachedBlocksMachine(RuleBasedStateMachine):
             left = self.pool.evict_for(capacity, digests, most)
             if self.pool.stats().free > free:
                 found = self.pool._match("", capacity, digests, most)
-                self.leave([*found.shared, *found.run])
+                self.leave([*found.shared, *found.next_unit])
             if not left:
                 return
 

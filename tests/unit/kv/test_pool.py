@@ -26,11 +26,11 @@ def test_a_watcher_may_take_pages_at_once() -> None:
 
     def take() -> None:
         told.append(pool.stats().free)
-        pool.watch(lambda: None)
+        pool.watch_pages(lambda: None)
         pool.reserve("b/1", 4)
 
     handle = pool.reserve("a/1", 4)
-    pool.watch(take)
+    pool.watch_pages(take)
     pool.free(handle)
     assert (told, pool.audit()) == ([1], {"b/1": 1})
 

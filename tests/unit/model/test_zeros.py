@@ -1,6 +1,7 @@
 """Memory that is committed in the background."""
 
 import ctypes
+import errno
 import threading
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 from baton.kv.format import attention_parts
 from baton.model import zeros
 from baton.model.attention import KvCache
+from baton.process.madvise import COLLAPSE, POPULATE_WRITE
 
 PAGE = 4096
 
@@ -63,33 +65,33 @@ def test_a_pool_is_committed_after_it_was_made_and_what_was_written_stays(gate: 
 def test_a_pool_that_nobody_has_any_more_is_left_alone(gate: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     k, v = (zeros.host_zeros((1 << 24,), torch.float32) for _ in range(2))
     threads, calls = committing(), []
-    advise = zeros._advise
-    monkeypatch.setattr(zeros, "_advise", lambda *of: bool(calls.append(of[1:])) or advise(*of))
+    advise = zeros.advise
+    monkeypatch.setattr(zeros, "advise", lambda *of: calls.append(of) or advise(*of))
     begin, end = v.data_ptr(), v.data_ptr() + v.nbytes
     del k
     gate.set()
     for thread in threads:
         thread.join(60)
     huge = 2 << 20
-    populated = [at for advice, at, _ in calls if advice == zeros._POPULATE_WRITE]
+    populated = [at for at, _, advice in calls if advice == POPULATE_WRITE]
     assert populated == list(range(begin // huge * huge + huge, end, huge)), "each begins a huge page"
 
 
 def test_huge_pages_take_one_call_for_many(gate: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
-    calls, advise = [], zeros._advise
-    monkeypatch.setattr(zeros, "_advise", lambda *of: bool(calls.append(of[1:])) or advise(*of))
+    calls, advise = [], zeros.advise
+    monkeypatch.setattr(zeros, "advise", lambda *of: calls.append(of) or advise(*of))
     tensor = zeros.host_zeros((1 << 26,), torch.float32)
     gate.set()
     for thread in committing():
         thread.join(60)
-    collapsed = [length for advice, _, length in calls if advice == zeros._COLLAPSE]
+    collapsed = [length for _, length, advice in calls if advice == COLLAPSE]
     assert sum(collapsed) == tensor.nbytes == 256 << 20
     assert len(collapsed) <= 5
 
 
 def test_a_kernel_that_can_not_gets_zeros_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zeros, "_advise", lambda *_: False)
+    monkeypatch.setattr(zeros, "advise", lambda *_: errno.EINVAL)
     tensor = zeros.host_zeros((4, 1 << 20), torch.float32)
     assert resident(tensor) == 1
     assert not committing()

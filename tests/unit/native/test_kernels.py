@@ -20,7 +20,7 @@ from baton.model.gumbel import lowest_noise
 from baton.native import abi
 from baton.native.library import isa, multiplies_exactly
 from baton.native.packed import TYPES, PackedWeight
-from baton.process import freed_memory
+from baton.process import allocator
 from tests.kernels import needs_native
 from tests.unit.model.attention_contract import Case, block_cases, cases, check, decode_cases, in_dtypes, sharp_cases
 
@@ -131,7 +131,7 @@ def test_memory_for_many_long_contexts_is_given_back_when_it_is_no_longer_needed
     """512 sequences share their pages, so that only the intermediate results take much memory: 64 KiB a sequence."""
 
     def resident() -> int:
-        freed_memory.trim()
+        allocator.trim()
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") >> 20
 
     length, sequences = 32_000, 512

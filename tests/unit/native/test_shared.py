@@ -3,7 +3,6 @@
 import ctypes
 import errno
 import logging
-import mmap
 import os
 import re
 import shutil
@@ -12,7 +11,6 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
@@ -353,15 +351,6 @@ def test_a_probed_file_is_left_empty(tmp_path: Path) -> None:
     with (tmp_path / "probed").open("w+b") as file:
         mapping.huge_pages_of(file.fileno())
         assert os.fstat(file.fileno()).st_size == 0
-
-
-def test_a_kernel_without_huge_pages_shares_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Memory:
-        def madvise(self, _: int) -> None:
-            raise OSError(22, "Invalid argument")
-
-    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
-    mapping.advise(cast(mmap.mmap, Memory()))
 
 
 def test_what_up_holds_open_but_its_children_may_not_open_is_no_error(caplog: pytest.LogCaptureFixture) -> None:

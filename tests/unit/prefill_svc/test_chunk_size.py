@@ -44,7 +44,7 @@ def compute(s: PrefillScheduler, tokens: int, done: int = 0, overhead: float = 0
     prompt, sizes = admit_ready(s, tokens, done=done), []
     while prompt.remaining:
         prompt, end = s.next_chunk() or (prompt, 0)
-        sizes.append(end - prompt.done)
+        sizes.append(end - prompt.computed_tokens)
         s.finish_chunk(prompt, end, overhead + sizes[-1] / 1_000)
     s.remove(prompt)
     return sizes

@@ -11,7 +11,7 @@ from baton.engine.contract import ChunkResult
 from baton.engine.fake import FakeEngine
 from baton.process.executors import EngineThread
 from baton.request import SamplingParams
-from baton.worker.health import Progress
+from baton.worker.health import Watchdog
 from prefill_svc import worker as worker_module
 from prefill_svc.job import PrefillJob, PrefillRequest
 from prefill_svc.scheduler import PrefillScheduler, ScheduledJob
@@ -35,14 +35,14 @@ class Worker:
 
     def __init__(self, chunk_size: int, engine: FakeEngine | None = None, thread: EngineThread | None = None) -> None:
         self.engine = engine or FakeEngine()
-        self.thread, self.progress = Thread(), Progress()
+        self.thread, self.watchdog = Thread(), Watchdog()
         self._scheduler = PrefillScheduler(self.engine.spec, chunk_size, 8)
         self._jobs: dict[ScheduledJob, PrefillJob] = {}
         self._chunks = ChunkRunner(
             self.engine,
             thread or self.thread,  # type: ignore[arg-type]
             self._scheduler,
-            self.progress,
+            self.watchdog,
             self._jobs,
         )
         self.order: list[str] = []
@@ -56,10 +56,10 @@ class Worker:
         return asyncio.create_task(self._compute(job))
 
     async def _compute(self, job: PrefillJob) -> None:
-        while job.computed < len(job.ids):
+        while job.computed_tokens < len(job.token_ids):
             async with self._chunks.acquire_engine(job) as end:
                 self.order.append(job.request.request_id)
-                self.progress.record()
+                self.watchdog.record()
                 await self._chunks.run(job, end)
                 self.rates.append((job.request.request_id, job.scheduled.rate))
         self._scheduler.remove(job.scheduled)
@@ -126,7 +126,7 @@ async def test_a_short_prompt_goes_between_two_layers_of_a_long_one(monkeypatch:
 async def test_a_chunk_keeps_the_engine_until_it_has_ended_however_often_its_job_is_cancelled() -> None:
     """A hung engine must not look idle, and no other job may be sent to it."""
     worker = Worker(chunk_size=40)
-    thread, progress = worker.thread, worker.progress
+    thread, watchdog = worker.thread, worker.watchdog
     first, second = worker.start("first", 40), worker.start("second", 40)
     call = await thread.calls.get()
     for _ in range(3):
@@ -135,7 +135,7 @@ async def test_a_chunk_keeps_the_engine_until_it_has_ended_however_often_its_job
         await asyncio.sleep(0)
     assert not first.done()
     assert thread.calls.empty()
-    assert progress.stalled_s() > 0
+    assert watchdog.stalled_s() > 0
     call.set_result(ChunkResult())
     await asyncio.wait({first})
     assert first.cancelled()

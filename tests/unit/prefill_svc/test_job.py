@@ -23,11 +23,11 @@ async def test_a_caller_that_reads_slowly_gets_the_last_progress_before_the_resu
     events = job.events()
     assert await anext(events) == PrefillProgress(0, 100)
     for done in (30, 60):
-        job.computed = done
+        job.computed_tokens = done
         job.report_progress(1000.0 + done)
     assert (await anext(events)) == PrefillProgress(60, 100, 1.0, 40.0)
     # The caller does not ask for more until all is over.
-    job.computed = 100
+    job.computed_tokens = 100
     job.report_progress(1100.0)
     job.finish(DONE)
     assert [event async for event in events] == [PrefillProgress(100, 100, 1.0, 0.0), DONE]
@@ -50,7 +50,7 @@ async def test_a_report_comes_in_parts_and_the_first_tokens_do_not_wait_for_it()
 
 
 def test_a_long_prompt_may_be_loaded_for_longer() -> None:
-    waits = [create(range(tokens)).life.deadline - 1000.0 for tokens in (1, 1_000_000)]
+    waits = [create(range(tokens)).lifecycle.deadline - 1000.0 for tokens in (1, 1_000_000)]
     assert PREPARING_S <= waits[0] < PREPARING_S + 1
     # 64 MB/s for 128 KiB of KV a token.
     assert waits[1] >= 2000

@@ -9,7 +9,7 @@ import pytest
 from baton.engine.fake import FakeEngine
 from baton.kv.prefix.contract import Payload
 from baton.request import CachePolicy, SamplingParams
-from baton.worker.prefix_cache import BlockCopier
+from baton.worker.cache_tiers import BlockCopier
 from prefill_svc.job import PrefillJob, PrefillRequest
 from prefill_svc.prefix import ChunkSaver
 from prefill_svc.scheduler import PrefillScheduler
@@ -51,9 +51,9 @@ class Rig:
         self.job.prefix.digests = blocks.digests(IDS, b"")
 
     def compute(self) -> None:
-        job, end = self.job, self.job.computed + CHUNK
-        prefill_chunk(self.engine, job.kv, IDS, job.computed, end, on_layer=lambda _: None)
-        job.computed = end
+        job, end = self.job, self.job.computed_tokens + CHUNK
+        prefill_chunk(self.engine, job.reserved_handle, IDS, job.computed_tokens, end, on_layer=lambda _: None)
+        job.computed_tokens = end
 
     async def chunk(self) -> None:
         """The next chunk, and what follows it."""
@@ -70,7 +70,7 @@ class Rig:
 
     def right(self, blocks: int) -> bool:
         """Whether the store has just these leading blocks, with the KV of the job's pages."""
-        payloads = self.engine.read_blocks(self.job.kv, 0, blocks)
+        payloads = self.engine.read_blocks(self.job.reserved_handle, 0, blocks)
         return dict(self.store.blocks) == dict(zip(self.job.prefix.digests[:blocks], payloads, strict=True))
 
 
@@ -106,7 +106,7 @@ async def test_only_long_prompts_that_may_write_are_saved(long_chunks: int, cach
 async def test_tokens_that_were_cached_make_no_prompt_long() -> None:
     rig = Rig(long_chunks=CHUNKS)
     rig.job.prefix.sources.append(("pool", CHUNK))
-    rig.job.computed = CHUNK
+    rig.job.computed_tokens = CHUNK
     await rig.chunk()
     assert rig.job.prefix.saving is None
 

@@ -20,7 +20,7 @@ def allocate(
     allocated, refused = [], set()
     while (prompt := s.next_allocation(now, deferred, refused)) is not None:
         if fits(prompt):
-            s.allocate(prompt, prompt.done, loads=loads)
+            s.allocate(prompt, prompt.computed_tokens, needs_load=loads)
             allocated.append(prompt)
         else:
             s.mark_refused(prompt, now)
@@ -100,7 +100,7 @@ def test_a_long_prompt_is_held_up_by_at_most_about_ten_times_its_time(aborted: b
         assert now < 13 * 1_000 / rate, "starved"
         fresh = admit_ready(s, 10)
         prompt, end = s.next_chunk() or (fresh, 0)
-        seconds = (end - prompt.done) / rate
+        seconds = (end - prompt.computed_tokens) / rate
         s.charge(prompt, seconds)
         if prompt is long or not aborted:
             s.finish_chunk(prompt, end, seconds)
@@ -127,7 +127,7 @@ def test_waiting_for_earlier_prompts_earns_nothing() -> None:
 def run(s: PrefillScheduler) -> ScheduledJob:
     """Compute the next chunk on a machine that computes 1,000 tokens/s; its prompt."""
     prompt, end = s.next_chunk() or pytest.fail("no prompt is ready")
-    took = (end - prompt.done) / 1_000
+    took = (end - prompt.computed_tokens) / 1_000
     s.charge(prompt, took)
     s.finish_chunk(prompt, end, took)
     if not prompt.remaining:
@@ -237,7 +237,7 @@ def test_prompts_that_load_hold_up_only_others_that_load() -> None:
     s = scheduler()
     slow = [s.admit(tokens, b"a") for tokens in (900, 910, 920)]
     for prompt in slow:
-        s.finish_lookup(prompt, 890, loads=True)
+        s.finish_lookup(prompt, 890, needs_load=True)
     assert allocate(s, 0.0, loads=True) == slow[:2]
     others = [s.admit(tokens, b"b") for tokens in (500, 510, 520)]
     for prompt in others:

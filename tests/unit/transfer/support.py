@@ -12,7 +12,7 @@ from baton.request import FirstToken, Handoff, SamplingParams, TokenInfo
 from baton.telemetry.metrics import TRANSFER_FAULTS
 from baton.transfer import wire
 from baton.transfer.export import Export, ExportRegistry
-from baton.transfer.wire import Box
+from baton.transfer.wire import KvSlice
 from tests.engine_calls import prefill_chunk
 from tests.metrics import count
 
@@ -119,17 +119,20 @@ WHOLE = Shard("", range(LAYERS), range(HEADS))
 """A worker's only shard."""
 
 
-def whole(tokens: int) -> Box:
-    return Box(range(tokens), range(LAYERS), range(HEADS))
+def whole(tokens: int) -> KvSlice:
+    return KvSlice(range(tokens), range(LAYERS), range(HEADS))
 
 
-def contents(engine: Engine, handle: KvHandle, box: Box) -> list[list[bytes]]:
+def contents(engine: Engine, handle: KvHandle, kv_slice: KvSlice) -> list[list[bytes]]:
     """Content of the pages: for each layer the parts' bytes."""
-    return [[bytes(part.data) for part in engine.read_kv(handle, layer, box.tokens, box.heads)] for layer in box.layers]
+    return [
+        [bytes(part.data) for part in engine.read_kv(handle, layer, kv_slice.tokens, kv_slice.heads)]
+        for layer in kv_slice.layers
+    ]
 
 
-async def collect(export: Export, box: Box) -> list[bytes]:
-    async with aclosing(export.frames(box)) as frames:
+async def collect(export: Export, kv_slice: KvSlice) -> list[bytes]:
+    async with aclosing(export.frames(kv_slice)) as frames:
         return [frame async for frame in frames]
 
 
@@ -144,13 +147,13 @@ class MemorySource:
     def __init__(self, export: Export, mangle: Callable[[int, list[bytes]], list[bytes]]) -> None:
         self.shard = export.kv_format.whole
         self.checksum_seed = wire.seed_of(export.transfer_id)
-        self.boxes: list[Box] = []
+        self.slices: list[KvSlice] = []
         self._export = export
         self._mangle = mangle
 
-    async def frames(self, box: Box) -> AsyncGenerator[bytes, None]:
-        self.boxes.append(box)
-        for frame in self._mangle(len(self.boxes) - 1, await collect(self._export, box)):
+    async def frames(self, kv_slice: KvSlice) -> AsyncGenerator[bytes, None]:
+        self.slices.append(kv_slice)
+        for frame in self._mangle(len(self.slices) - 1, await collect(self._export, kv_slice)):
             yield frame
 
     async def release(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 from baton.errors import EngineError, IncompleteTransfer, InvalidRequest
 from baton.transfer import wire
 from baton.transfer.export import ExportRegistry
-from baton.transfer.wire import Box
+from baton.transfer.wire import KvSlice
 from tests.engine_calls import prefill_chunk
 from tests.unit.transfer.support import (
     HEADS,
@@ -82,13 +82,13 @@ async def test_a_finished_export_is_sent_in_chunks_through_all_layers(exports: E
     assert found == [(layer, start, start + 4) for start in (0, 4, 8) for layer in range(LAYERS)]
 
 
-async def test_a_box_is_sent_and_nothing_else(exports: ExportRegistry, engine: Engine) -> None:
+async def test_a_slice_is_sent_and_nothing_else(exports: ExportRegistry, engine: Engine) -> None:
     export, _ = ready(exports, engine, "t", TOKENS)
-    box = Box(range(3, 9), range(1, 3), range(1, HEADS))
-    frames = parse(await collect(export, box))
+    kv_slice = KvSlice(range(3, 9), range(1, 3), range(1, HEADS))
+    frames = parse(await collect(export, kv_slice))
     assert places(frames) == [(1, 3, 9), (2, 3, 9)]
     got = [[bytes(part.data) for part in frame.parts] for frame in frames[:2]]
-    assert got == contents(engine, prefilled(engine, TOKENS), box)
+    assert got == contents(engine, prefilled(engine, TOKENS), kv_slice)
 
 
 async def test_a_frame_has_at_least_one_token(engine: Engine) -> None:

@@ -8,9 +8,9 @@ import pytest
 
 from baton.errors import CorruptFrame, IncompleteTransfer, InvalidRequest, TransferError
 from baton.transfer import wire
-from baton.transfer.export import PROGRESS_S, ExportRegistry
-from baton.transfer.fetcher import Receiver, fetch_box
-from baton.transfer.wire import Box
+from baton.transfer.export import KEEPALIVE_S, ExportRegistry
+from baton.transfer.fetcher import Receiver, fetch_slice
+from baton.transfer.wire import KvSlice
 from tests.property.virtual import VirtualLoop
 from tests.unit.transfer.support import (
     HEADS,
@@ -33,8 +33,8 @@ from tests.unit.transfer.support import (
 
 TOKENS = 12
 NAME = bytes(range(32))
-REST = Box(range(8, TOKENS), range(LAYERS), range(HEADS))
-NOTHING = Box(range(TOKENS, TOKENS), range(LAYERS), range(HEADS))
+REST = KvSlice(range(8, TOKENS), range(LAYERS), range(HEADS))
+NOTHING = KvSlice(range(TOKENS, TOKENS), range(LAYERS), range(HEADS))
 
 
 @pytest.fixture
@@ -65,7 +65,9 @@ async def test_who_takes_a_request_over_insists_on_the_handoff(exports: ExportRe
     consumer = Engine(page_size=4)
     handle = consumer.reserve("decode", TOKENS)
     with pytest.raises(IncompleteTransfer, match="has no handoff"):
-        await fetch_box([MemorySource(export, unchanged)], consumer, handle, whole(TOKENS), length=TOKENS, timeout_s=20)
+        await fetch_slice(
+            [MemorySource(export, unchanged)], consumer, handle, whole(TOKENS), length=TOKENS, timeout_s=20
+        )
 
 
 async def test_a_read_of_a_handle_freed_after_the_end_tells_of_it(exports: ExportRegistry, engine: Engine) -> None:
@@ -84,9 +86,9 @@ async def test_a_read_of_a_handle_freed_after_the_end_tells_of_it(exports: Expor
     assert engine.stats().used == 0
 
 
-@pytest.mark.parametrize("box", [REST, NOTHING], ids=["the rest", "nothing"])
-def test_a_consumer_of_the_end_hears_that_the_beginning_is_being_computed(box: Box) -> None:
-    """Once in PROGRESS_S, also while the engine computes something else."""
+@pytest.mark.parametrize("kv_slice", [REST, NOTHING], ids=["the rest", "nothing"])
+def test_a_consumer_of_the_end_hears_that_the_beginning_is_being_computed(kv_slice: KvSlice) -> None:
+    """Once in KEEPALIVE_S, also while the engine computes something else."""
     loop, engine = VirtualLoop(), Engine()
 
     async def run() -> list[tuple[float, bytes]]:
@@ -94,7 +96,7 @@ def test_a_consumer_of_the_end_hears_that_the_beginning_is_being_computed(box: B
         export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=lambda: None)
 
         async def listen() -> None:
-            async with aclosing(export.frames(box)) as frames:
+            async with aclosing(export.frames(kv_slice)) as frames:
                 async for frame in frames:
                     heard.append((loop.time(), frame))
 
@@ -102,7 +104,7 @@ def test_a_consumer_of_the_end_hears_that_the_beginning_is_being_computed(box: B
         for token in range(1, 8):
             await asyncio.sleep(0.4)
             mark_all_final(export, token)
-        await asyncio.sleep(5 * PROGRESS_S)
+        await asyncio.sleep(5 * KEEPALIVE_S)
         mark_all_final(export, TOKENS)
         export.commit(handoff(TOKENS))
         await listening
@@ -110,10 +112,10 @@ def test_a_consumer_of_the_end_hears_that_the_beginning_is_being_computed(box: B
         return heard
 
     heard = loop.run_until_complete(run())
-    told = [round(at, 3) for at, frame in heard if frame == wire.PROGRESS]
-    assert told == [PROGRESS_S * second for second in range(1, 8)]
-    assert [type(decoded(frame)) for _, frame in heard if frame != wire.PROGRESS] == [
-        *[wire.KvData] * (LAYERS if box is REST else 0),
+    told = [round(at, 3) for at, frame in heard if frame == wire.KEEPALIVE]
+    assert told == [KEEPALIVE_S * second for second in range(1, 8)]
+    assert [type(decoded(frame)) for _, frame in heard if frame != wire.KEEPALIVE] == [
+        *[wire.KvData] * (LAYERS if kv_slice is REST else 0),
         wire.Manifest,
         wire.Commit,
     ]
@@ -127,8 +129,8 @@ async def test_progress_is_no_frame_and_nothing_follows_the_commit(exports: Expo
     consumer = Engine(page_size=4)
     receiver = Receiver(consumer, consumer.reserve("decode", TOKENS), REST, TOKENS, [WHOLE], SEED)
     for frame in frames:
-        receiver.add_frame(wire.PROGRESS)
+        receiver.add_frame(wire.KEEPALIVE)
         receiver.add_frame(frame)
     assert receiver.gaps() == []
     with pytest.raises(CorruptFrame, match="after the commit"):
-        receiver.add_frame(wire.PROGRESS)
+        receiver.add_frame(wire.KEEPALIVE)

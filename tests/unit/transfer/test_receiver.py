@@ -10,8 +10,8 @@ from baton.kv.format import Shard
 from baton.request import Handoff
 from baton.transfer import wire
 from baton.transfer.export import ExportRegistry
-from baton.transfer.fetcher import Receiver, fetch_box
-from baton.transfer.wire import Box, Manifest, encode_commit, encode_manifest, pack
+from baton.transfer.fetcher import Receiver, fetch_slice
+from baton.transfer.wire import KvSlice, Manifest, encode_commit, encode_manifest, pack
 from tests.unit.transfer.support import (
     HEADS,
     INCARNATION,
@@ -50,7 +50,7 @@ class Pair:
 
     async def pull(self, mangle: Mangle) -> Handoff:
         self.source = MemorySource(self.export, mangle)
-        return await fetch_box([self.source], self.engine, self.handle, whole(TOKENS), length=TOKENS, timeout_s=20)
+        return await fetch_slice([self.source], self.engine, self.handle, whole(TOKENS), length=TOKENS, timeout_s=20)
 
     @property
     def correct(self) -> bool:
@@ -77,11 +77,13 @@ def first_stream(change: Callable[[list[bytes]], list[bytes]]) -> Mangle:
 
 async def test_every_flipped_bit_of_every_frame_is_caught(pair: Pair) -> None:
     """It leaves its gap, or what still makes sense contradicts what arrived or was asked for."""
-    clean = await collect(pair.export, Box(range(6), range(1), range(HEADS)))
+    clean = await collect(pair.export, KvSlice(range(6), range(1), range(HEADS)))
     data, manifest, commit = range(len(clean))
     for number, frame in enumerate(clean):
         for bit in range(8 * len(frame)):
-            receiver = Receiver(pair.engine, pair.handle, Box(range(6), range(1), range(HEADS)), TOKENS, [WHOLE], SEED)
+            receiver = Receiver(
+                pair.engine, pair.handle, KvSlice(range(6), range(1), range(HEADS)), TOKENS, [WHOLE], SEED
+            )
             try:
                 for at, sent in enumerate(clean):
                     receiver.add_frame(flip(sent, bit) if at == number else sent)
@@ -97,20 +99,20 @@ async def test_a_bad_frame_is_fetched_again_and_nothing_else(pair: Pair) -> None
     before = faults("bad_frame")
     assert await pair.pull(first_stream(lambda f: [f[0], flip(f[1]), *f[2:]])) == handoff(TOKENS)
     assert pair.correct
-    assert pair.source.boxes == [whole(TOKENS), Box(range(6), range(1, 2), range(HEADS))]
+    assert pair.source.slices == [whole(TOKENS), KvSlice(range(6), range(1, 2), range(HEADS))]
     assert faults("bad_frame") == before + 1
 
 
 async def test_a_bad_commit_is_fetched_again_alone(pair: Pair) -> None:
     assert await pair.pull(first_stream(lambda f: [*f[:-1], flip(f[-1])])) == handoff(TOKENS)
-    assert pair.source.boxes[1].tokens == range(TOKENS, TOKENS)
+    assert pair.source.slices[1].tokens == range(TOKENS, TOKENS)
 
 
 async def test_a_frame_that_is_bad_again_ends_the_transfer(pair: Pair) -> None:
     before = faults("corrupt_frame")
     with pytest.raises(CorruptFrame, match="failed its checksum twice"):
         await pair.pull(lambda stream, f: [flip(f[0]), *f[1:]])
-    assert len(pair.source.boxes) == 2
+    assert len(pair.source.slices) == 2
     assert faults("corrupt_frame") == before + 1
 
 
@@ -209,7 +211,7 @@ async def test_frames_that_contradict_the_transfer_end_it(pair: Pair, lie: str) 
     with pytest.raises(error, match=complaint) as caught:
         await pair.pull(first_stream(change))
     assert type(caught.value) is error
-    assert len(pair.source.boxes) == 1
+    assert len(pair.source.slices) == 1
 
 
 async def test_a_write_that_fails_ends_the_transfer(pair: Pair) -> None:

@@ -11,10 +11,10 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from baton.errors import ConfigError, PermissionDenied
 from baton.pb import kv_pb2
-from baton.transfer.tickets import DOMAIN, LEEWAY_S, MAX_TICKET_BYTES, RequestedBox, TicketSigner, TicketVerifier
+from baton.transfer.tickets import DOMAIN, LEEWAY_S, MAX_TICKET_BYTES, RequestedSlice, TicketSigner, TicketVerifier
 from tests.clock import Clock
 
-ALL: RequestedBox = (0, 40, 0, 3, 0, 2)
+ALL: RequestedSlice = (0, 40, 0, 3, 0, 2)
 FOR = {"transfer_id": "t", "incarnation": "first", "consumer": "baton://decode/d"}
 
 
@@ -102,14 +102,14 @@ def test_a_signature_of_the_bare_ticket_is_not_one_of_a_ticket(router: TicketAut
         router.check(signed.SerializeToString())
 
 
-def test_each_box_and_retry_is_accepted_once(router: TicketAuthority) -> None:
+def test_each_slice_and_retry_is_accepted_once(router: TicketAuthority) -> None:
     ticket = router.check(router.ticket())
     uses = [(ALL, 0), (ALL, 1), ((0, 8, 0, 3, 0, 2), 0), ((5, 0, 0, 3, 0, 2), 0)]
     for use in uses:
         router.verifier.redeem(ticket, *use)
-    for box, retry in uses:
+    for kv_slice, retry in uses:
         with pytest.raises(PermissionDenied, match=f"was used before for retry {retry} of"):
-            router.verifier.redeem(router.check(router.ticket()), box, retry)
+            router.verifier.redeem(router.check(router.ticket()), kv_slice, retry)
 
 
 def test_uses_are_remembered_for_as_long_as_the_ticket_is_taken(router: TicketAuthority) -> None:

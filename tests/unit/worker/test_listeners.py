@@ -14,7 +14,7 @@ from baton.ledger import CacheTier, Ledger
 from baton.pb import worker_pb2, worker_pb2_grpc
 from baton.rpc.channel import control_channel
 from baton.worker import health as health_module
-from baton.worker.health import Progress
+from baton.worker.health import Watchdog
 from baton.worker.start import Service, serve_listeners
 from baton.worker.status import StatusHub, WorkerLoad, WorkerRole, new_identity, status_from_proto
 
@@ -60,9 +60,9 @@ async def test_watchers_learn_of_worker_and_drain_and_health_follows_progress(mo
     config = WorkerConfig(stall_s=0.05)
     hub = StatusHub(new_identity(config, WorkerRole.DECODE, SPEC, "digest"), WorkerLoad)
     now = 0.0
-    progress = Progress(lambda: now)
+    watchdog = Watchdog(lambda: now)
     async with (
-        serve_listeners(config, hub, progress, **REST) as addresses,
+        serve_listeners(config, hub, watchdog, **REST) as addresses,
         control_channel(addresses.control) as channel,
     ):
         watch = worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest())
@@ -74,14 +74,14 @@ async def test_watchers_learn_of_worker_and_drain_and_health_follows_progress(mo
         health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="x.Control"))
         while (await health.read()).status != SERVING:
             pass
-        progress.record()
+        watchdog.record()
         now = 1.0
         assert (await health.read()).status == NOT_SERVING
         assert await ops_status(addresses.ops, "/ready") == 503
         assert await ops_status(addresses.ops, "/live") == 200
         while not (await watch.read()).stalled:
             pass
-        progress.set_idle()
+        watchdog.set_idle()
         while (await watch.read()).stalled:
             pass
         assert (await health.read()).status == SERVING
@@ -91,16 +91,16 @@ async def test_watchers_learn_of_worker_and_drain_and_health_follows_progress(mo
             pass
         assert await ops_status(addresses.ops, "/ready") == 503
         health.cancel()
-    assert not [task for task in asyncio.all_tasks() if task.get_name() == "watch-progress"]
+    assert not [task for task in asyncio.all_tasks() if task.get_name() == "watch-engine"]
 
 
 async def test_a_worker_whose_engine_hangs_is_not_live_and_fails() -> None:
-    config, progress = WorkerConfig(stall_s=0.01), Progress()
+    config, watchdog = WorkerConfig(stall_s=0.01), Watchdog()
     hub = StatusHub(new_identity(config, WorkerRole.DECODE, SPEC, ""), WorkerLoad)
     failures: asyncio.Queue[Exception] = asyncio.Queue()
-    async with serve_listeners(config, hub, progress, **REST | {"fail": failures.put_nowait}) as addresses:
+    async with serve_listeners(config, hub, watchdog, **REST | {"fail": failures.put_nowait}) as addresses:
         assert await ops_status(addresses.ops, "/live") == 200
-        progress.record()
+        watchdog.record()
         error = await asyncio.wait_for(failures.get(), 60)
         assert str(error).endswith("it hangs (--stall-s)")
         while await ops_status(addresses.ops, "/live") != 503:
@@ -110,5 +110,5 @@ async def test_a_worker_whose_engine_hangs_is_not_live_and_fails() -> None:
 async def test_an_advertised_address_replaces_the_bound_one() -> None:
     config = WorkerConfig(kv_advertise="kv.example:7001")
     hub = StatusHub(new_identity(config, WorkerRole.DECODE, SPEC, ""), WorkerLoad)
-    async with serve_listeners(config, hub, Progress(), **REST):
+    async with serve_listeners(config, hub, Watchdog(), **REST):
         assert hub.identity.shards[0].kv_address == "kv.example:7001"

@@ -15,7 +15,7 @@ from baton.errors import InvalidRequest
 from baton.kv.format import KvFormat, KvPart, Shard
 from baton.model.checkpoint import tokenizer_digest
 from baton.process.executors import EngineThread
-from baton.worker.health import HANG_CHECKS, Progress, watch_progress
+from baton.worker.health import HANG_CHECKS, Watchdog, watch_engine
 from baton.worker.status import (
     StatusHub,
     WorkerLoad,
@@ -172,38 +172,38 @@ async def test_a_call_that_preempts_runs_within_another_or_after_it() -> None:
 
 def test_progress_stalls_only_while_there_is_work() -> None:
     now = 100.0
-    progress = Progress(lambda: now)
-    assert progress.stalled_s() == 0
-    progress.record()
+    watchdog = Watchdog(lambda: now)
+    assert watchdog.stalled_s() == 0
+    watchdog.record()
     now = 105.0
-    assert progress.stalled_s() == 5
-    progress.set_idle()
-    assert progress.stalled_s() == 0
+    assert watchdog.stalled_s() == 5
+    watchdog.set_idle()
+    assert watchdog.stalled_s() == 0
 
 
 def test_work_counted_within_a_layer_is_progress_and_its_end_is_a_stall() -> None:
     now, number = 0.0, 7
-    progress = Progress(lambda: now, lambda: number)
-    progress.record()
+    watchdog = Watchdog(lambda: now, lambda: number)
+    watchdog.record()
     for _ in range(3):
         now, number = now + 9, number + 1
-        assert progress.stalled_s() == 0
+        assert watchdog.stalled_s() == 0
     now += 9
-    assert progress.stalled_s() == 9
+    assert watchdog.stalled_s() == 9
     now = 40.0
-    progress.record()
+    watchdog.record()
     now = 42.0
-    assert progress.stalled_s() == 2
+    assert watchdog.stalled_s() == 2
 
 
 async def test_a_stall_is_reported_once_and_so_is_its_end() -> None:
     now, reports = 0.0, asyncio.Queue[bool]()
-    progress = Progress(lambda: now)
-    progress.record()
-    watching = asyncio.create_task(watch_progress(progress, 0.02, reports.put_nowait))
+    watchdog = Watchdog(lambda: now)
+    watchdog.record()
+    watching = asyncio.create_task(watch_engine(watchdog, 0.02, reports.put_nowait))
     now = 1.0
     assert await asyncio.wait_for(reports.get(), 60) is False
-    progress.record()
+    watchdog.record()
     assert await asyncio.wait_for(reports.get(), 60) is True
     watching.cancel()
     assert reports.empty()
@@ -211,15 +211,15 @@ async def test_a_stall_is_reported_once_and_so_is_its_end() -> None:
 
 async def test_an_engine_hangs_when_look_after_look_finds_no_progress_however_long_the_process_was_stopped() -> None:
     now, looks = 0.0, 0
-    progress = Progress(lambda: now)
+    watchdog = Watchdog(lambda: now)
 
-    class Watched(Progress):
+    class Watched(Watchdog):
         def stalled_s(self) -> float:
             nonlocal looks
             looks += 1
-            return progress.stalled_s()
+            return watchdog.stalled_s()
 
-    progress.record()
+    watchdog.record()
     reports: asyncio.Queue[bool] = asyncio.Queue()
 
     def report(healthy: bool) -> None:
@@ -228,9 +228,9 @@ async def test_an_engine_hangs_when_look_after_look_finds_no_progress_however_lo
         looks = 1
         if not healthy and reports.qsize() < 3:
             # As after an hour of SIGSTOP: one look finds a stall, and the next one finds progress.
-            progress.set_idle()
+            watchdog.set_idle()
 
-    watching = asyncio.create_task(watch_progress(Watched(), 0.02, report))
+    watching = asyncio.create_task(watch_engine(Watched(), 0.02, report))
     now = 3600.0
     async with asyncio.timeout(60):
         assert not await reports.get()
@@ -239,7 +239,7 @@ async def test_an_engine_hangs_when_look_after_look_finds_no_progress_however_lo
         # Now it hangs: `report` says so only once.
         reports.put_nowait(False)
         reports.put_nowait(False)
-        progress.record()
+        watchdog.record()
         now += 1
         await watching
     assert looks == HANG_CHECKS

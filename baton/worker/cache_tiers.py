@@ -206,9 +206,8 @@ class BlockCopier:
     ) -> int:
         """Save the `blocks` of the chain that are `wanted`, in slices of COPY_BYTES. All of them must be final.
 
-        Returns the number of the block before which all wanted blocks are stored: the end of `blocks`, unless the
-        store fails.
-        Returns or raises, also when cancelled, only after the last read has ended.
+        Returns the number of the block before which all wanted blocks are stored: the end of `blocks`, unless the store
+        fails. Returns or raises, also when cancelled, only after the last read has ended.
         """
         for run in _slices([block for block in blocks if wanted[block]], self._copy):
             if self._stopped:

@@ -13,7 +13,7 @@ import ctypes
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 
 
-def keep(size: int) -> None:
+def keep_freed(size: int) -> None:
     """Take blocks below 1 GiB from the heap, and keep its free end while that is shorter than `size` bytes.
 
     An older glibc takes only blocks below 32 MiB from the heap. A block that does not come from the heap goes back to
@@ -28,14 +28,14 @@ def keep(size: int) -> None:
         mallopt(_TRIM_THRESHOLD, min(size, (1 << 31) - 1))
 
 
-def share() -> None:
+def use_one_arena() -> None:
     """Let all threads that start from now on share one heap, so that they use memory that others have freed."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
 
 
-def prepare(size: int) -> None:
-    """Allocate and free `size` bytes, so that the process has them before it needs them; at most the size of `keep`."""
+def prefault(size: int) -> None:
+    """Allocate and free `size` bytes, at most the size of `keep_freed`: the process has them before it needs them."""
     block = bytearray(size)
     block[::4096] = bytes(len(range(0, size, 4096)))
 

@@ -9,11 +9,11 @@ BLOCK = 20 << 20
 FAULTS = f"""
 import resource
 import threading
-from baton.process import freed_memory
+from baton.process import allocator
 
-freed_memory.share()
-freed_memory.keep(2 * {BLOCK})
-freed_memory.prepare({BLOCK} + 4096)
+allocator.use_one_arena()
+allocator.keep_freed(2 * {BLOCK})
+allocator.prefault({BLOCK} + 4096)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(3):
     thread = threading.Thread(target=lambda: b"1" * {BLOCK})
