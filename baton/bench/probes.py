@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.bench.roofline import ModelShape
 from baton.native.packed import PackedWeight
+from baton.planner.shape import ModelShape
 
 BUFFER_BYTES = 1 << 29
 """Bytes that each probe of the bandwidth reads: more than the caches hold, which machines of a host may share."""

@@ -11,65 +11,8 @@ activations are assumed to stay in caches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from baton.model.config import ModelConfig
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """The sizes that the arithmetic depends on; `windows` has one entry a layer, None for full attention."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    windows: tuple[int | None, ...]
-
-    @classmethod
-    def of(cls, config: ModelConfig) -> ModelShape:
-        """The shape of a model."""
-        return cls(
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            vocab_size=config.vocab_size,
-            windows=config.windows,
-        )
-
-    @property
-    def num_layers(self) -> int:
-        """Number of layers."""
-        return len(self.windows)
-
-    @property
-    def layer_weights(self) -> int:
-        """Elements of one layer's matrices: q, k, v and o, gate, up and down."""
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        return attention + 3 * self.hidden_size * self.intermediate_size
-
-    @property
-    def kv_weights(self) -> int:
-        """Elements of one layer's k and v."""
-        return self.hidden_size * self.head_dim * 2 * self.num_kv_heads
-
-    @property
-    def head_weights(self) -> int:
-        """Elements of the output projection."""
-        return self.hidden_size * self.vocab_size
-
-    @property
-    def step_weights(self) -> int:
-        """Elements of all matrices that a decode step reads. `weight_bytes` below is this times the bytes of one."""
-        return self.num_layers * self.layer_weights + self.head_weights
-
-    def kv_token_bytes(self, element_bytes: int) -> int:
-        """Bytes of one token's K and V over all layers, as `KvFormat.token_bytes` has them."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * element_bytes
+from baton.planner.shape import ModelShape
 
 
 def prefill_flops(shape: ModelShape, tokens: int, past: int = 0, logits: int = 1) -> int:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from baton.bench.roofline import ModelShape, decode_bytes, decode_flops, prefill_flops
+from baton.bench.roofline import decode_bytes, decode_flops, prefill_flops
+from baton.planner.shape import ModelShape
 
 LLAMA_8B = ModelShape(4096, 14336, 32, 8, 128, 128256, (None,) * 32)
 SMALL = ModelShape(8, 16, 4, 2, 4, 100, (None, 3))
