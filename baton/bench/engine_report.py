@@ -18,12 +18,12 @@ import torch
 from baton.bench.engine import WARM_STEPS, EnginePlan, EngineRuns, engine_for
 from baton.bench.machine import Provenance, memory_bytes, process_age_s
 from baton.bench.probes import Probes
-from baton.bench.roofline import decode_bytes, decode_flops, prefill_flops
 from baton.engine.config import EngineConfig
 from baton.engine.factory import kernels_for
 from baton.kv.format import DTYPE_BYTES, KvFormat
 from baton.model.checkpoint import resolve
 from baton.model.config import ModelConfig
+from baton.planner.roofline import decode_bytes, decode_flops, prefill_flops
 from baton.planner.shape import ModelShape
 
 _FIRST_TOKENS = 16

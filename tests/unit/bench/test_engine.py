@@ -16,13 +16,13 @@ from click.testing import CliRunner
 from baton.bench import engine_report
 from baton.bench.engine import EnginePlan, EngineRuns, engine_for
 from baton.bench.probes import Probes
-from baton.bench.roofline import decode_bytes, prefill_flops
 from baton.cli.main import main
 from baton.engine.config import EngineConfig
 from baton.engine.contract import Engine
 from baton.errors import ConfigError
 from baton.model.config import ModelConfig
 from baton.native.packed import PackedWeight
+from baton.planner.roofline import decode_bytes, prefill_flops
 from baton.planner.shape import ModelShape
 from tests.checkpoints import make_checkpoint
 from tests.kernels import LIBRARY, needs_native

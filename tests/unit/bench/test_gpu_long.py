@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from baton.bench.roofline import prefill_flops
 from baton.model.config import ModelConfig
+from baton.planner.roofline import prefill_flops
 from baton.planner.shape import ModelShape
 from bench import gpu, gpu_long
 

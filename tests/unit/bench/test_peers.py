@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from baton.bench.roofline import prefill_flops
+from baton.planner.roofline import prefill_flops
 from baton.planner.shape import ModelShape
 from bench.children import ChildFailed
 from bench.peers import fleet, rates, report
