@@ -26,6 +26,8 @@ _ON_CUDA = 8
 """Factor for bytes and rows on a GPU, so that the time of a launch does not count."""
 _REPEATS = 2
 _COLUMNS = 4096
+_COLD_ROWS = 128
+"""Rows up to which a product may wait for its weights, so that they must come from memory."""
 
 
 class Probes:
@@ -47,6 +49,8 @@ class Probes:
         square: int = SQUARE,
     ) -> None:
         self._device = device
+        self._shape, self._dtype, self._library, self._buffer_bytes = shape, dtype, library, buffer_bytes
+        self._matrices: _Matrices | None = None
         scale = _ON_CUDA if device.type == "cuda" else 1
         self._reads = _reads(dtype, device, scale * buffer_bytes)
         widths = [
@@ -69,6 +73,29 @@ class Probes:
     def flops(self) -> float:
         """Floating-point operations a second: the best product of matrices in the engine's dtype."""
         return max(self._rate(each) for _, each in self._products)
+
+    def flops_256(self) -> float:
+        """Floating-point operations a second: the best product of 256 rows."""
+        return max(self._rate(each) for rows, each in self._products if rows == GEMM_ROWS[0])
+
+    def step_rates(self, rows: int) -> tuple[float, float]:
+        """Rates of the model's matrices as the engine multiplies them: operations/s with `rows`, bytes/s with one.
+
+        The matrices of several layers are multiplied in turn, so that they come from memory, as in a step. Both count
+        the output projection. Keeps the matrices from the first call on.
+        """
+        if self._matrices is None:
+            self._matrices = _Matrices(self._shape, self._dtype, self._device, self._library, self._buffer_bytes)
+        weights = self._shape.step_weights
+        flops = 2 * rows * weights / self._matrix_seconds(rows)
+        return flops, weights * self._dtype.itemsize / self._matrix_seconds(1)
+
+    def _matrix_seconds(self, rows: int) -> float:
+        assert self._matrices is not None
+        layers, head = self._matrices.layers, self._matrices.head
+        chosen = layers if rows <= _COLD_ROWS else layers[:1]
+        took = self._best(self._matrices.product([each for layer in chosen for each in layer], rows))
+        return took * self._shape.num_layers / len(chosen) + self._best(self._matrices.product([head], rows))
 
     def state(self) -> dict[str, float]:
         """The state of the machine now, in bytes and operations per second; each is the best of several tries.
@@ -101,6 +128,52 @@ class Probes:
             took.append(time.perf_counter() - began)
         return min(took)
 
+
+class _Matrices:
+    """Matrices of layers, with at least `buffer_bytes` in them if the model has so many layers, and of the head."""
+
+    def __init__(
+        self, shape: ModelShape, dtype: torch.dtype, device: torch.device, library: CDLL | None, buffer_bytes: int
+    ) -> None:
+        heads = shape.num_heads * shape.head_dim
+        up = (shape.hidden_size, shape.intermediate_size)
+        qkv = (shape.hidden_size, heads + 2 * shape.num_kv_heads * shape.head_dim)
+        widths = [qkv, (heads, shape.hidden_size), up, up, up[::-1]]
+        count = min(shape.num_layers, -(-buffer_bytes // (shape.layer_weights * dtype.itemsize)))
+        self._threads = torch.get_num_threads()
+        self._device = device
+
+        def matrix(columns: int, rows: int) -> _Matrix:
+            weight = torch.ones(rows, columns, dtype=dtype, device=device)
+            return columns, weight if library is None else PackedWeight.pack(library, weight, self._threads)
+
+        self.layers = [[matrix(*width) for width in widths] for _ in range(count)]
+        self.head = matrix(shape.hidden_size, shape.vocab_size)
+
+    def product(self, matrices: list[_Matrix], rows: int) -> Callable[[], None]:
+        """A function that multiplies each matrix with `rows` rows."""
+        inputs = {
+            columns: torch.ones(
+                rows,
+                columns,
+                dtype=weight.dtype if isinstance(weight, Tensor) else torch.float32,
+                device=self._device,
+            )
+            for columns, weight in matrices
+        }
+
+        def multiply() -> None:
+            for columns, weight in matrices:
+                if isinstance(weight, Tensor):
+                    F.linear(inputs[columns], weight)
+                else:
+                    weight.multiply(inputs[columns], threads=self._threads)
+
+        return multiply
+
+
+_Matrix = tuple[int, Tensor | PackedWeight]
+"""Number of columns, and the weight."""
 
 Timed = tuple[int, Callable[[], object]]
 """Bytes or operations of one call, and the call."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import click
 from rich.console import Console
 
 from baton.cli.options import INTERRUPTED, ReportFile, extra_installed, output, size, table
+from baton.cli.picture import Series, chart
 from baton.errors import BatonError, ConfigError
 from baton.native import KERNELS
 
@@ -64,6 +66,7 @@ class Counts(click.ParamType[tuple[int, ...]]):
     help="Largest number of tokens in a forward pass of prefill.",
 )
 @click.option("--json", "json_path", type=ReportFile(), help="Write the report to a file.")
+@click.option("--plot", type=ReportFile(), help="Write a picture of predicted and measured steps, SVG.")
 def engine(
     model: str,
     device: str,
@@ -72,12 +75,13 @@ def engine(
     threads: int,
     cpus: str,
     json_path: Path | None,
+    plot: Path | None,
     **plan: Any,
 ) -> None:
     """Measure prefill and decode of the checkpoint MODEL.
 
-    The machine's memory bandwidth and arithmetic are measured with each run; MFU and MBU are shares of these. After
-    Ctrl-C the report contains what is complete.
+    The machine's memory bandwidth and arithmetic are measured with each run; MFU and MBU are shares of these, and the
+    predictions of `baton plan roofline` follow from them. After Ctrl-C the report contains what is complete.
     """
     # Otherwise torch's profiler writes to standard error. It reads the variable when it is imported.
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")
@@ -106,6 +110,8 @@ def engine(
     # Shown even if it can't be written; otherwise a long measurement would be lost.
     _print(report)
     _write(report, json_path)
+    if plot is not None and report["decode"]:
+        _saved(plot, lambda file: file.write_text(_picture(report), encoding="utf-8"))
     if report["interrupted"]:
         click.echo("interrupted: the report contains what was complete by then", err=True)
         sys.exit(INTERRUPTED)
@@ -114,27 +120,45 @@ def engine(
 def _write(report: dict[str, Any], file: Path | None) -> None:
     from baton.bench.machine import write
 
+    if file is not None:
+        _saved(file, lambda path: write(path, report))
+
+
+def _saved(file: Path, write: Callable[[Path], object]) -> None:
     try:
-        if file is not None:
-            write(file, report)
+        write(file)
     except OSError as error:
         raise click.ClickException(f"{str(file)!r} can't be written: {error.strerror}") from None
 
 
+def _picture(report: dict[str, Any]) -> str:
+    """Predicted over measured times of a step, with rates at the rows of the run, and with those of 256 rows."""
+    rows = report["decode"]
+    labels = [f"{row['batch']} x {row['context']}" for row in rows]
+    series = [
+        Series(
+            "operations/s with the rows of the step", [(row["step_ms"], row["predicted_ms"]) for row in rows], labels
+        ),
+        Series("operations/s with 256 rows", [(row["step_ms"], row["predicted_256_ms"]) for row in rows], filled=False),
+    ]
+    title = f"Decode steps of {Path(report['engine']['model']).name}, batch x context; lines at 15%"
+    return chart(title, "measured, ms", "predicted, ms", series, band=0.15)
+
+
 def _print(report: dict[str, Any]) -> None:
     console = output()
-    prefill = table(
-        ("prompt", "tokens/s", "ms", "MFU", "peak GFLOP/s"), ("prompt", "tokens/s", "ms", "MFU", "peak GFLOP/s")
-    )
+    prefill_columns = ("prompt", "tokens/s", "ms", "predicted ms", "MFU", "peak GFLOP/s")
+    prefill = table(prefill_columns, prefill_columns)
     for row in report["prefill"]:
         prefill.add_row(
             str(row["tokens"]),
             f"{row['tokens_per_s']:.1f}",
             f"{1e3 * row['seconds']:.1f}",
+            f"{1e3 * row['predicted_s']:.1f}",
             f"{row['mfu']:.0%}",
             f"{row['peak_flops_per_s'] / 1e9:.0f}",
         )
-    columns = ("batch", "context", "tokens/s", "step ms", "MBU", "peak GB/s")
+    columns = ("batch", "context", "tokens/s", "step ms", "predicted ms", "MBU", "peak GB/s")
     decode = table(columns, columns)
     for row in report["decode"]:
         decode.add_row(
@@ -142,6 +166,7 @@ def _print(report: dict[str, Any]) -> None:
             str(row["context"]),
             f"{row['tokens_per_s']:.1f}",
             f"{row['step_ms']:.2f}",
+            f"{row['predicted_ms']:.2f}",
             f"{row['mbu']:.0%}",
             f"{row['peak_bytes_per_s'] / 1e9:.1f}",
         )
