@@ -32,6 +32,7 @@ PURE = (
     "baton.kv.prefix.tiered",
     "baton.ledger",
     "baton.lifecycle",
+    "baton.planner.memory",
     "baton.planner.shape",
     "baton.rates",
     "baton.request",
