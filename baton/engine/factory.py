@@ -129,12 +129,13 @@ def _source(config: EngineConfig, model: LoadedModel, kv: KvCache, spec: EngineS
 def _log_loaded(model: LoadedModel, spec: EngineSpec, seconds: float) -> None:
     memory = huge_pages.resident()
     _log.info(
-        "loaded %s on %s in %.1f s: %s, KV %s in %d pages of %d tokens (%d bytes)%s, "
+        "loaded %s on %s in %.1f s: %s, weights of %d bytes, KV %s in %d pages of %d tokens (%d bytes)%s, "
         "max_model_len %d, slots %d, threads %d, %d of %d MiB of memory in huge pages",
         model.path,
         model.device,
         seconds,
         dtype_name(model.dtype),
+        model.decoder.weight_bytes,
         spec.kv_format.parts[0].dtype,
         spec.pages,
         spec.page_size,

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from baton.errors import ConfigError
 from baton.planner.hardware import Hardware
+from baton.planner.memory import divided
 from baton.planner.shape import ModelShape
 
 HOP_SECONDS = 1e-6
@@ -36,21 +37,6 @@ class Degrees:
     def devices(self) -> int:
         """Number of devices of one copy."""
         return self.tensor * self.pipeline
-
-
-def check_degrees(shape: ModelShape, degrees: Degrees) -> None:
-    """Raise ConfigError with the option if heads, MLP or layers can't be divided so.
-
-    More tensor-parallel devices than KV heads are possible: each KV head is then on several of them.
-    """
-    tensor = degrees.tensor
-    for size, what in ((shape.num_heads, "heads"), (shape.intermediate_size, "rows of the MLP")):
-        if size % tensor:
-            raise ConfigError(f"tensor-parallel: {tensor} does not divide the model's {size} {what}")
-    if max(tensor, shape.num_kv_heads) % min(tensor, shape.num_kv_heads):
-        raise ConfigError(f"tensor-parallel: {tensor} and the model's {shape.num_kv_heads} KV heads do not divide")
-    if degrees.pipeline > shape.num_layers:
-        raise ConfigError(f"pipeline-parallel: {degrees.pipeline} stages, but the model has {shape.num_layers} layers")
 
 
 def activation_bytes(shape: ModelShape, tokens: int, element_bytes: int = 2) -> int:
@@ -159,13 +145,13 @@ def step_seconds(shape: ModelShape, tokens: int, degrees: Degrees, hardware: Har
 def least_degrees(shape: ModelShape, needed: int, hardware: Hardware) -> Degrees | None:
     """The fewest devices whose memory holds `needed` bytes: tensor-parallel within a group, pipeline across groups.
 
-    Degrees of tensor parallelism are powers of two that divide the heads. None if no number of stages is enough.
+    Degrees of tensor parallelism are powers of two that divide heads and MLP. None if no number of stages is enough.
     """
     best = 1
     tensor = 1
     while tensor <= hardware.group:
         try:
-            check_degrees(shape, Degrees(tensor))
+            divided(shape, tensor)
         except ConfigError:
             break
         best = tensor

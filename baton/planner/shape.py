@@ -94,18 +94,32 @@ class ModelShape:
         return self.num_layers * self.layer_weights + self.head_weights
 
     @property
+    def activated(self) -> int:
+        """Parameters that compute a token, as published for Qwen1.5: matrices with biases, and the output projection.
+
+        L * [(H + 1) * H + 2 * floor((H + 1) * H / g) + H^2 + 3 * H * I] + H * V, where g query heads share a KV head.
+        The embedding and norms are not counted.
+        """
+        return self.step_weights + self.num_layers * self.biases(self.active_experts)
+
+    @property
     def matrix_weights(self) -> int:
         """Elements of all matrices in memory: every layer with all experts, embedding and output projection."""
         layer = self.attention_weights + (self.experts or 1) * self.mlp_weights
         return self.num_layers * layer + (1 if self.tied else 2) * self.head_weights
 
     @property
-    def biases(self) -> int:
-        """Elements of the biases of one layer's attention and MLP that a token uses."""
+    def parameters(self) -> int:
+        """All parameters: every tensor of the checkpoint, with the embedding, norms, biases and all experts."""
+        layer = self.biases(self.experts) + self.layer_norms
+        return self.matrix_weights + self.num_layers * layer + self.hidden_size
+
+    def biases(self, experts: int = 0) -> int:
+        """Elements of the biases of one layer's attention, and of its MLP or of so many experts."""
         qkv = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.qkv_bias else 0
         o = self.hidden_size if self.o_bias else 0
         mlp = 2 * self.intermediate_size + self.hidden_size if self.mlp_bias else 0
-        return qkv + o + (self.active_experts or 1) * mlp
+        return qkv + o + (experts or 1) * mlp
 
     @property
     def layer_norms(self) -> int:

@@ -34,6 +34,7 @@ PURE = (
     "baton.lifecycle",
     "baton.planner.communication",
     "baton.planner.hardware",
+    "baton.planner.memory",
     "baton.planner.roofline",
     "baton.planner.shape",
     "baton.rates",

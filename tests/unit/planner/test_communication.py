@@ -5,14 +5,12 @@ from itertools import pairwise
 
 import pytest
 
-from baton.errors import ConfigError
 from baton.planner import communication
 from baton.planner.communication import Degrees
 from baton.planner.hardware import HARDWARE
-from baton.planner.shape import SHAPES, ModelShape
+from baton.planner.shape import SHAPES
 
 LLAMA_70B = SHAPES["llama-3-70b"]
-SMALL = ModelShape(8, 12, 4, 2, 4, 100, (None, None))
 GIB = 1 << 30
 
 
@@ -92,23 +90,6 @@ def test_stages_beyond_a_group_are_joined_by_the_slow_link() -> None:
     reduces = 80 * communication.layer_seconds(LLAMA_70B, 1024, 4, h100)
     assert within == pytest.approx(reduces + 1e-6 + size / 450e9)
     assert beyond == pytest.approx(80 * communication.layer_seconds(LLAMA_70B, 1024, 8, h100) + 1e-6 + size / 1e9)
-
-
-@pytest.mark.parametrize(
-    ("degrees", "message"),
-    [
-        (Degrees(3), "tensor-parallel: 3 does not divide the model's 4 heads"),
-        (Degrees(8), "tensor-parallel: 8 does not divide the model's 4 heads"),
-        (Degrees(1, 3), "pipeline-parallel: 3 stages, but the model has 2 layers"),
-    ],
-)
-def test_degrees_that_do_not_divide_are_refused(degrees: Degrees, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        communication.check_degrees(SMALL, degrees)
-
-
-def test_more_devices_than_kv_heads_share_them() -> None:
-    communication.check_degrees(SMALL, Degrees(4))
 
 
 @pytest.mark.parametrize(
