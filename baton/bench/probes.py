@@ -6,6 +6,8 @@ after it. Each probe tries several methods and returns the best, so that it is n
 
 from __future__ import annotations
 
+import functools
+import os
 import time
 from collections.abc import Callable
 from ctypes import CDLL
@@ -14,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.engine.factory import kernels_for, measure_rates
 from baton.native.packed import PackedWeight
+from baton.planner.hardware import Hardware
 from baton.planner.shape import ModelShape
 
 BUFFER_BYTES = 1 << 29
@@ -174,6 +178,27 @@ class _Matrices:
 
 _Matrix = tuple[int, Tensor | PackedWeight]
 """Number of columns, and the weight."""
+
+
+def this_machine(shape: ModelShape, dtype: torch.dtype) -> Callable[[int], Hardware]:
+    """Rates of the first CUDA device, or of the CPU: as hardware with the rates of a step with so many rows.
+
+    A call measures, once for each number of rows. The device is planned for alone, without links to others.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    probes = Probes(shape, dtype, device, library=kernels_for("auto", device).library)
+    host = device.type == "cpu"
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if host else torch.cuda.mem_get_info()[1]
+    link = 0.0 if host else measure_rates(device, dtype)[1]
+
+    @functools.cache
+    def at(rows: int) -> Hardware:
+        flops, bandwidth = probes.step_rates(rows)
+        source = f"measured with {rows} rows of the model's matrices, {dtype} on {device}"
+        return Hardware("this", (flops, None, None), bandwidth, memory, link, 0.0, 0, 1, source)
+
+    return at
+
 
 Timed = tuple[int, Callable[[], object]]
 """Bytes or operations of one call, and the call."""

@@ -12,18 +12,21 @@ chapters Sharding and Inference with its appendices B and C; Pope et al., "Effic
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
 
 from baton.errors import ConfigError
+from baton.planner import memory
 from baton.planner.hardware import Hardware
-from baton.planner.memory import divided
 from baton.planner.shape import ModelShape
 
 HOP_SECONDS = 1e-6
 """Fixed time of one hop of a collective (appendix C)."""
 ALL_REDUCES = 2
 """All-reduces of a tensor-parallel layer."""
+SLOW_LINK = 25e9
+"""Bytes a second between groups of devices: the network of a host (chapter TPUs, "DCN")."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,11 @@ def activation_bytes(shape: ModelShape, tokens: int, element_bytes: int = 2) -> 
     return tokens * shape.hidden_size * element_bytes
 
 
+def link(devices: int, hardware: Hardware) -> float:
+    """Bytes a second between devices: the fast link if they are all in one group, else at most the network."""
+    return hardware.device_link if devices <= hardware.group else min(hardware.device_link, SLOW_LINK)
+
+
 def all_reduce_bytes(size: int, devices: int) -> float:
     """Bytes that each device sends for an all-reduce of `size` bytes: a reduce-scatter and an all-gather, 2 (N-1)/N."""
     return 2 * size * (devices - 1) / devices
@@ -55,7 +63,7 @@ def is_latency_bound(size: int, devices: int, bytes_per_s: float) -> bool:
 
 
 def all_reduce_seconds(size: int, devices: int, hardware: Hardware) -> float:
-    """Seconds of an all-reduce of `size` bytes over devices of one group: the longer of hops and bytes.
+    """Seconds of an all-reduce of `size` bytes over devices that `link` joins: the longer of hops and bytes.
 
     An all-gather takes max(hops * 1 us, bytes / W), an all-reduce twice that. A ring that sends both ways has N/2 hops,
     a switch has one (appendix C). Only one axis of a torus is counted.
@@ -63,7 +71,7 @@ def all_reduce_seconds(size: int, devices: int, hardware: Hardware) -> float:
     if devices == 1:
         return 0.0
     hops = math.ceil(devices / 2) if hardware.axes else 1
-    return max(2 * hops * HOP_SECONDS, all_reduce_bytes(size, devices) / hardware.device_link)
+    return max(2 * hops * HOP_SECONDS, all_reduce_bytes(size, devices) / link(devices, hardware))
 
 
 def bandwidth_ratio(hardware: Hardware) -> float:
@@ -125,52 +133,69 @@ def pipeline_utilisation(micro_batches: int, stages: int) -> float:
     return micro_batches / (micro_batches + stages - 1)
 
 
+def torus_axes(hardware: Hardware) -> tuple[tuple[int, int], int]:
+    """Axes for X and Y of two-dimensional sharding, and those for one dimension; 1 each behind a switch."""
+    return (1, max(1, hardware.axes - 1)), max(1, hardware.axes)
+
+
 def layer_seconds(shape: ModelShape, tokens: int, tensor: int, hardware: Hardware) -> float:
     """Seconds of a layer's two all-reduces."""
     return ALL_REDUCES * all_reduce_seconds(activation_bytes(shape, tokens), tensor, hardware)
 
 
-def step_seconds(shape: ModelShape, tokens: int, degrees: Degrees, hardware: Hardware, slow_link: float) -> float:
-    """Seconds of communication of one step: all layers' all-reduces, and a transfer between each two stages.
-
-    Stages are joined by `slow_link` bytes a second if all devices do not fit in one group.
-    """
-    fits = degrees.devices <= hardware.group
-    link = hardware.device_link if fits else slow_link
-    transfer = HOP_SECONDS + activation_bytes(shape, tokens) / link
+def step_seconds(shape: ModelShape, tokens: int, degrees: Degrees, hardware: Hardware) -> float:
+    """Seconds of communication of one step: all layers' all-reduces, and a transfer between each two stages."""
+    transfer = HOP_SECONDS + activation_bytes(shape, tokens) / link(degrees.devices, hardware)
     reduces = shape.num_layers * layer_seconds(shape, tokens, degrees.tensor, hardware)
     return reduces + (degrees.pipeline - 1) * transfer
 
 
-def least_degrees(shape: ModelShape, needed: int, hardware: Hardware) -> Degrees | None:
-    """The fewest devices whose memory holds `needed` bytes: tensor-parallel within a group, pipeline across groups.
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Tokens of KV that a copy of a model holds in `sequences` sequences, and bits of elements of weights and KV."""
 
-    Degrees of tensor parallelism are powers of two that divide heads and MLP. None if no number of stages is enough.
+    sequences: int
+    tokens: int
+    weight_bits: int = 16
+    kv_bits: int = 16
+
+
+def rank_bytes(shape: ModelShape, degrees: Degrees, load: Load) -> int:
+    """Bytes of weights and KV of the largest rank. Raises ConfigError if the degrees do not divide the model."""
+    tensor = degrees.tensor
+    return max(
+        memory.weights(shape, load.weight_bits, tensor=tensor, stage=stage).total
+        + load.tokens * memory.kv_token_bytes(shape, load.kv_bits, tensor=tensor, layers=stage.layers)
+        for stage in memory.stages(shape, degrees.pipeline)
+    )
+
+
+def least_degrees(shape: ModelShape, load: Load, hardware: Hardware) -> Degrees | None:
+    """The fewest devices whose memory holds weights and KV: tensor-parallel within a group, pipeline across groups.
+
+    Degrees of tensor parallelism are powers of two that divide heads, KV heads and MLP. None if no number of stages is
+    enough.
     """
-    best = 1
     tensor = 1
-    while tensor <= hardware.group:
-        try:
-            divided(shape, tensor)
-        except ConfigError:
-            break
-        best = tensor
-        if needed <= tensor * hardware.memory:
-            return Degrees(tensor)
-        tensor *= 2
-    stages = math.ceil(needed / (best * hardware.memory))
-    return Degrees(best, stages) if stages <= shape.num_layers else None
+    with contextlib.suppress(ConfigError):
+        while rank_bytes(shape, Degrees(tensor), load) > hardware.memory and 2 * tensor <= hardware.group:
+            memory.divided(shape, 2 * tensor)
+            tensor *= 2
+    for stages in range(1, shape.num_layers + 1):
+        if rank_bytes(shape, Degrees(tensor, stages), load) <= hardware.memory:
+            return Degrees(tensor, stages)
+    return None
 
 
-def advice(shape: ModelShape, needed: int, tokens: int, hardware: Hardware) -> str:
-    """One line: how to share the model between devices. `needed`: bytes of weights and KV for `tokens` sequences."""
-    degrees = least_degrees(shape, needed, hardware)
+def advice(shape: ModelShape, load: Load, hardware: Hardware) -> str:
+    """One line: how to share the model between devices."""
+    degrees = least_degrees(shape, load, hardware)
     if degrees is None:
         return "no number of pipeline stages holds this; use fewer sequences, a shorter context or fewer bits"
     if degrees.devices == 1:
         return "replicas: one device holds all; more devices serve more requests as copies of it"
-    bound = sharding_bound(shape.intermediate_size, tokens, bandwidth_ratio(hardware))
-    limit = f"communication costs less than weights below {bound:.0f}"
+    bound = sharding_bound(shape.intermediate_size, load.sequences, bandwidth_ratio(hardware))
+    limit = f"its communication takes longer than reading weights from {bound:.0f} on"
     if degrees.pipeline == 1:
         return f"tensor parallel {degrees.tensor} within the fast link ({limit}), then replicas of that"
     within = f"tensor parallel {degrees.tensor} within a group ({limit}), " if degrees.tensor > 1 else ""

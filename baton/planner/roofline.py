@@ -15,9 +15,12 @@ of parameters, C operations a second and W bytes a second.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
+from baton.errors import ConfigError
+from baton.planner import memory
+from baton.planner.communication import layer_seconds
 from baton.planner.hardware import Hardware
 from baton.planner.shape import ModelShape
 
@@ -185,6 +188,95 @@ def pareto(points: Sequence[tuple[float, float]]) -> list[bool]:
         not any(other[0] <= seconds and other[1] >= rate and other != (seconds, rate) for other in points)
         for seconds, rate in points
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A tensor-parallel degree and a batch, with the step's seconds and tokens a second of each device."""
+
+    tensor: int
+    batch: int
+    seconds: float
+    tokens_per_s: float
+
+
+def choices(
+    shape: ModelShape,
+    rates: Callable[[int], Hardware],
+    batches: Sequence[int],
+    context: int,
+    *,
+    weight_bits: int = 16,
+    kv_bits: int = 16,
+) -> list[Choice]:
+    """All choices whose weights and KV fit, with degrees of 1, 2, 4 and so on within a group of devices.
+
+    `rates` gives the hardware with its rates at a batch. A step is that of `decode_time` and its all-reduces.
+    """
+    found, tensor = [], 1
+    while tensor <= rates(1).group:
+        try:
+            weights = memory.weights(shape, weight_bits, tensor=tensor).total
+        except ConfigError:
+            break
+        token = memory.kv_token_bytes(shape, kv_bits, tensor=tensor)
+        for batch in batches:
+            hardware = rates(batch)
+            if weights + batch * context * token <= hardware.memory:
+                step = decode_time(
+                    shape, hardware, batch, context, weight_bits=weight_bits, kv_bits=kv_bits, devices=tensor
+                )
+                seconds = step.seconds + shape.num_layers * layer_seconds(shape, batch, tensor, hardware)
+                found.append(Choice(tensor, batch, seconds, batch / seconds / tensor))
+        tensor *= 2
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of model or engine, with the seconds of a step and its tokens a second."""
+
+    name: str
+    seconds: float
+    tokens_per_s: float
+
+
+ACCEPTANCE, DRAFTS = 0.8, 4
+"""Speculation of `changes`: the probability that a draft is accepted, and drafts of a step."""
+
+
+def changes(
+    shape: ModelShape, hardware: Hardware, batch: int, context: int, *, weight_bits: int = 16, kv_bits: int = 16
+) -> list[Change]:
+    """Steps as they are, and with one change each: KV heads, bits, speculation, experts, tensor parallelism."""
+
+    def step(shape: ModelShape = shape, weights: int = weight_bits, kv: int = kv_bits, devices: int = 1) -> StepTime:
+        return decode_time(shape, hardware, batch, context, weight_bits=weights, kv_bits=kv, devices=devices)
+
+    def change(name: str, seconds: float, tokens: float = 1) -> Change:
+        return Change(name, seconds, batch * tokens / seconds)
+
+    found = [change("as it is", step().seconds)]
+    grouped = shape.num_kv_heads < shape.num_heads
+    heads = shape.num_heads if grouped else max(1, shape.num_heads // 8)
+    name = (
+        "each query head had its own K and V" if grouped else f"{shape.num_heads // heads} query heads shared K and V"
+    )
+    found.append(change(name, step(replace(shape, num_kv_heads=heads)).seconds))
+    found += [change(f"weights had {bits} bits", step(weights=bits).seconds) for bits in (8, 4) if bits < weight_bits]
+    if kv_bits > 8:
+        found.append(change("KV had 8 bits", step(kv=8).seconds))
+    drafted, tokens = speculative_time(step(), DRAFTS), speculative_tokens(ACCEPTANCE, DRAFTS)
+    name = f"a step checked {DRAFTS} free drafts, each right with {ACCEPTANCE:.0%}"
+    found.append(change(name, drafted.seconds, tokens))
+    if not shape.experts:
+        mixture = replace(shape, experts=16, active_experts=2)
+        found.append(change("each MLP were 16 experts, 2 of them a token", step(mixture).seconds))
+    for tensor in (2, 4, 8):
+        if tensor <= hardware.group:
+            reduces = shape.num_layers * layer_seconds(shape, batch, tensor, hardware)
+            found.append(change(f"{tensor} devices shared each layer", step(devices=tensor).seconds + reduces))
+    return found
 
 
 def _pair_flops(shape: ModelShape) -> int:

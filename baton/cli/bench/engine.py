@@ -11,24 +11,10 @@ from typing import Any
 import click
 from rich.console import Console
 
-from baton.cli.options import INTERRUPTED, ReportFile, extra_installed, output, size, table
+from baton.cli.options import INTERRUPTED, Counts, ReportFile, extra_installed, output, size, table
 from baton.cli.picture import Series, chart
 from baton.errors import BatonError, ConfigError
 from baton.native import KERNELS
-
-
-class Counts(click.ParamType[tuple[int, ...]]):
-    """Positive integers, separated by commas; none for an empty value."""
-
-    name = "N[,N...]"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """The numbers."""
-        texts = [text.strip() for text in str(value).split(",") if text.strip()]
-        for text in texts:
-            if not text.isdecimal() or int(text) < 1:
-                self.fail(f"must be integers of at least 1, got {text!r}", param, ctx)
-        return tuple(int(text) for text in texts)
 
 
 @click.command()

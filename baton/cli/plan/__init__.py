@@ -5,6 +5,8 @@ from __future__ import annotations
 import click
 
 from baton.cli.plan.memory import memory
+from baton.cli.plan.parallel import parallel
+from baton.cli.plan.roofline import roofline
 
 
 @click.group()
@@ -12,5 +14,5 @@ def plan() -> None:
     """Compute what a model needs, and what a machine can reach."""
 
 
-for _command in (memory,):
+for _command in (memory, roofline, parallel):
     plan.add_command(_command)

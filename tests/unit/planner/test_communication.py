@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from baton.planner import communication
-from baton.planner.communication import Degrees
+from baton.planner.communication import Degrees, Load
 from baton.planner.hardware import HARDWARE
 from baton.planner.shape import SHAPES
 
@@ -85,37 +85,63 @@ def test_pipelines_wait_less_with_more_micro_batches() -> None:
 
 def test_stages_beyond_a_group_are_joined_by_the_slow_link() -> None:
     h100, size = HARDWARE["h100"], communication.activation_bytes(LLAMA_70B, 1024)
-    within = communication.step_seconds(LLAMA_70B, 1024, Degrees(4, 2), h100, 1e9)
-    beyond = communication.step_seconds(LLAMA_70B, 1024, Degrees(8, 2), h100, 1e9)
+    within = communication.step_seconds(LLAMA_70B, 1024, Degrees(4, 2), h100)
+    beyond = communication.step_seconds(LLAMA_70B, 1024, Degrees(8, 2), h100)
     reduces = 80 * communication.layer_seconds(LLAMA_70B, 1024, 4, h100)
     assert within == pytest.approx(reduces + 1e-6 + size / 450e9)
-    assert beyond == pytest.approx(80 * communication.layer_seconds(LLAMA_70B, 1024, 8, h100) + 1e-6 + size / 1e9)
+    assert beyond == pytest.approx(80 * communication.layer_seconds(LLAMA_70B, 1024, 8, h100) + 1e-6 + size / 25e9)
+
+
+def load(gib: float) -> Load:
+    """KV of so many GiB in 20 sequences, and weights of 16 bits, which have 131.5 GiB."""
+    return Load(20, int(gib * GIB) // LLAMA_70B.kv_token_bytes(2))
 
 
 @pytest.mark.parametrize(
-    ("hardware", "gib", "degrees"),
+    ("model", "hardware", "gib", "degrees"),
     [
-        ("h100", 79, Degrees(1)),
-        ("h100", 81, Degrees(2)),
-        ("h100", 640, Degrees(8)),
-        ("h100", 641, Degrees(8, 2)),
-        ("4090", 25, Degrees(1, 2)),
-        ("4090", 24 * 81, None),
+        ("llama-3-8b", "h100", 0, Degrees(1)),
+        ("llama-3-70b", "h100", 0, Degrees(2)),
+        ("llama-3-70b", "h100", 160 - 132, Degrees(2)),
+        ("llama-3-70b", "h100", 160 - 131, Degrees(4)),
+        ("llama-3-70b", "h100", 640 - 132, Degrees(8)),
+        ("llama-3-70b", "h100", 640 - 131, Degrees(8, 2)),
+        ("llama-3-8b", "4090", 0, Degrees(1)),
+        ("llama-3-70b", "4090", 0, Degrees(1, 7)),
+        ("llama-3-70b", "4090", 24 * 81, None),
     ],
 )
-def test_degrees_grow_within_a_group_first(hardware: str, gib: int, degrees: Degrees | None) -> None:
-    assert communication.least_degrees(LLAMA_70B, gib * GIB, HARDWARE[hardware]) == degrees
+def test_degrees_grow_within_a_group_first(model: str, hardware: str, gib: int, degrees: Degrees | None) -> None:
+    assert communication.least_degrees(SHAPES[model], load(gib), HARDWARE[hardware]) == degrees
+
+
+def test_tensor_parallelism_ends_where_kv_heads_do_not_divide() -> None:
+    assert communication.least_degrees(SHAPES["llama-3.1-405b"], load(0), HARDWARE["v5e"]).tensor == 8
+
+
+def test_every_stage_fits_the_least_degrees() -> None:
+    """Six cards hold the sum of 131.5 GiB, but the first of six stages has 14 of the 80 layers, and the embedding."""
+    card = HARDWARE["4090"]
+    found = communication.least_degrees(LLAMA_70B, load(0), card)
+    assert communication.rank_bytes(LLAMA_70B, found, load(0)) <= card.memory
+    assert communication.rank_bytes(LLAMA_70B, Degrees(1, found.pipeline - 1), load(0)) > card.memory
 
 
 @pytest.mark.parametrize(
-    ("hardware", "gib", "said"),
+    ("model", "hardware", "gib", "said"),
     [
-        ("h100", 20, "replicas"),
-        ("h100", 150, "tensor parallel 2 within the fast link"),
-        ("h100", 700, "tensor parallel 8 within a group .*, pipeline parallel 2 across slow links"),
-        ("4090", 150, "^pipeline parallel 7 across slow links"),
-        ("4090", 10_000, "no number of pipeline stages"),
+        ("llama-3-8b", "h100", 0, "^replicas"),
+        ("llama-3-70b", "h100", 20, "^tensor parallel 2 within the fast link"),
+        ("llama-3-70b", "h100", 600, "^tensor parallel 8 within a group .*, pipeline parallel 2 across slow links"),
+        ("llama-3-70b", "4090", 0, "^pipeline parallel 7 across slow links"),
+        ("llama-3-70b", "4090", 10_000, "^no number of pipeline stages"),
     ],
 )
-def test_advice(hardware: str, gib: int, said: str) -> None:
-    assert re.search(said, communication.advice(LLAMA_70B, gib * GIB, 20, HARDWARE[hardware]))
+def test_advice(model: str, hardware: str, gib: int, said: str) -> None:
+    assert re.search(said, communication.advice(SHAPES[model], load(gib), HARDWARE[hardware]))
+
+
+def test_beyond_a_group_the_network_is_the_link() -> None:
+    assert communication.link(8, HARDWARE["h100"]) == 450e9
+    assert communication.link(9, HARDWARE["h100"]) == 25e9
+    assert communication.link(2, HARDWARE["4090"]) == 25e9
