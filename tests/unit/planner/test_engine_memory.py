@@ -103,6 +103,18 @@ def test_the_workspace_is_that_of_a_pass(
     engine.close()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_masks_of_long_prompts_count(dtype: str, tmp_path: Path) -> None:
+    """With torch's attention, pairs of tokens have the peak."""
+    engine, shape = engine_of("qwen3", tmp_path, dtype, "torch", max_position_embeddings=4096)
+    with Peak() as counted:
+        EngineRuns(engine, 1500).prefill(1500)
+    planned = torch_workspace(shape, 1500, 4 if dtype == "float32" else 2, context=1500)
+    assert planned.peak == "attention"
+    assert planned.total == pytest.approx(counted.peak, rel=0.05)
+    engine.close()
+
+
 @pytest.mark.skipif(LIBRARY is None, reason="the native library is not built")
 def test_the_workspace_of_long_contexts_has_a_result_for_each_split(tmp_path: Path, allocated: Allocated) -> None:
     """A sampled token attends to each 1,024 tokens apart."""
