@@ -15,6 +15,8 @@ from baton.engine.load import LoadedModel
 from baton.model.attention import KvCache
 from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
+from baton.model.layers import TensorParallel
+from baton.model.linear import TensorOptions
 from baton.native.decoder import NativeDecoder
 from baton.native.library import isa
 from baton.planner.memory import Pool, kv_token_bytes, native_workspace, torch_workspace, weights
@@ -77,6 +79,17 @@ def test_weights_and_pool_are_those_of_the_engine_to_the_byte(
     assert room.pages == engine.spec.pages
     assert room.bytes == sum(part.untyped_storage().nbytes() for part in pool.parts.values())
     engine.close()
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_a_rank_of_a_70b_has_the_bytes_of_the_decoder(architecture: str) -> None:
+    """Four tensor-parallel ranks, on the meta device, which allocates nothing."""
+    raw = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    others = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 8192}
+    config = ModelConfig.from_dict({"architectures": [architecture], **raw, **others})
+    options = TensorOptions(torch.bfloat16, torch.device("meta"))
+    planned = weights(ModelShape.of(config), 16, tensor=4).total
+    assert planned == Decoder(config, options, TensorParallel(0, 4)).weight_bytes
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
