@@ -112,6 +112,7 @@ def divided(shape: ModelShape, tensor: int) -> tuple[int, int]:
 def kv_token_bytes(shape: ModelShape, bits: int, *, tensor: int = 1, layers: int | None = None) -> int:
     """Bytes of one token's K and V on a rank: 2 * layers * KV heads * head dim * bits / 8.
 
+    Source: "How to Scale Your Model", chapter Inference.
     Layers with a sliding window count whole, because the pool has pages for every token in all layers.
     """
     layers = shape.num_layers if layers is None else layers

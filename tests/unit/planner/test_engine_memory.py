@@ -15,6 +15,8 @@ from baton.engine.load import LoadedModel
 from baton.model.attention import KvCache
 from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
+from baton.model.layers import TensorParallel
+from baton.model.linear import TensorOptions
 from baton.native.decoder import NativeDecoder
 from baton.native.library import isa
 from baton.planner.memory import Pool, kv_token_bytes, native_workspace, torch_workspace, weights
@@ -79,6 +81,17 @@ def test_weights_and_pool_are_those_of_the_engine_to_the_byte(
     engine.close()
 
 
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_a_rank_of_a_70b_has_the_bytes_of_the_decoder(architecture: str) -> None:
+    """Four tensor-parallel ranks, on the meta device, which allocates nothing."""
+    raw = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    others = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 8192}
+    config = ModelConfig.from_dict({"architectures": [architecture], **raw, **others})
+    options = TensorOptions(torch.bfloat16, torch.device("meta"))
+    planned = weights(ModelShape.of(config), 16, tensor=4).total
+    assert planned == Decoder(config, options, TensorParallel(0, 4)).weight_bytes
+
+
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", MODELS)
@@ -100,6 +113,18 @@ def test_the_workspace_is_that_of_a_pass(
     else:
         planned = torch_workspace(shape, TOKENS, bits // 8, context=TOKENS)
         assert planned.total == pytest.approx(counted.peak, rel=0.05)
+    engine.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_masks_of_long_prompts_count(dtype: str, tmp_path: Path) -> None:
+    """With torch's attention, pairs of tokens have the peak."""
+    engine, shape = engine_of("qwen3", tmp_path, dtype, "torch", max_position_embeddings=4096)
+    with Peak() as counted:
+        EngineRuns(engine, 1500).prefill(1500)
+    planned = torch_workspace(shape, 1500, 4 if dtype == "float32" else 2, context=1500)
+    assert planned.peak == "attention"
+    assert planned.total == pytest.approx(counted.peak, rel=0.05)
     engine.close()
 
 
