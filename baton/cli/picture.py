@@ -97,7 +97,7 @@ def _series(series: Series, colour: str, index: int, x: _Axis, y: _Axis) -> Iter
     for one, other in places:
         yield f'<circle cx="{one:.1f}" cy="{other:.1f}" r="4" fill="{fill}" stroke="{colour}" stroke-width="1.5"/>'
     for (one, other), label in zip(places, series.labels, strict=False):
-        yield _text(one + 7, other + 14, label, f'font-size="10" fill="{colour}"')
+        yield _text(one, other - 9, label, f'font-size="10" text-anchor="middle" fill="{colour}"')
     left, top = _LEFT + 10, _TOP + 14 + 18 * index
     yield f'<circle cx="{left}" cy="{top - 4}" r="4" fill="{fill}" stroke="{colour}" stroke-width="1.5"/>'
     yield _text(left + 10, top, series.name, "")

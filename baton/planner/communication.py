@@ -22,7 +22,7 @@ from baton.planner.hardware import Hardware
 from baton.planner.shape import ModelShape
 
 HOP_SECONDS = 1e-6
-"""Fixed time of one hop of a collective (appendix C)."""
+"""Fixed time of one hop of a collective between TPUs (appendix C); a GPU that starts a kernel for it takes longer."""
 ALL_REDUCES = 2
 """All-reduces of a tensor-parallel layer."""
 SLOW_LINK = 25e9

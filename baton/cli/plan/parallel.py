@@ -145,7 +145,7 @@ def _step(plan: _Plan) -> list[Figure]:
 def _utilisation(stages: int) -> list[Figure]:
     return [
         Figure(
-            f"{count} micro-batches",
+            f"{count} micro-batch{'es' * (count > 1)}",
             links.pipeline_utilisation(count, stages),
             "",
             f"{count} / ({count} + {stages} - 1)",
@@ -187,4 +187,8 @@ def _advice(plan: _Plan) -> list[Figure]:
     kv = plan.batch * plan.context * memory.kv_token_bytes(plan.model, plan.kv_bits)
     said = links.advice(plan.model, plan.load, plan.hardware)
     formula = f"weights {whole:,} B + KV {kv:,} B, on devices of {plan.hardware.memory:,} B"
-    return [Figure(f"{plan.batch} sequences of {plan.context:,}", said, "", formula, "baton/planner/communication.py")]
+    return [
+        Figure(
+            f"batch {plan.batch} at a context of {plan.context:,}", said, "", formula, "baton/planner/communication.py"
+        )
+    ]

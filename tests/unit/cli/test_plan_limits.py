@@ -133,7 +133,7 @@ def test_stages_and_advice() -> None:
     found = figures("parallel", "llama-3-70b", "--hardware=4090", "--pipeline-parallel=8", "--batch=1")
     assert found["share of the time in which a stage works"]["8 micro-batches"] == 8 / 15
     assert found["a step"]["sent between two stages"] == 16384
-    assert found["advice"]["1 sequences of 8,192"].startswith("pipeline parallel 7 across slow links")
+    assert found["advice"]["batch 1 at a context of 8,192"].startswith("pipeline parallel 7 across slow links")
 
 
 @pytest.mark.parametrize(
