@@ -92,6 +92,17 @@ def test_probes_measure_something(checkpoint: Path, dtype: torch.dtype) -> None:
     assert min(probes.step_rates(256)) > 0
 
 
+def test_a_few_layers_stand_for_all_in_the_rates_of_a_step(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every product takes a second. Of 3 layers the buffer holds one, so the model takes 3 for them, 1 for the head."""
+    shape = ModelShape.of(ModelConfig.from_pretrained(checkpoint))
+    monkeypatch.setattr(Probes, "_best", lambda self, run: 1.0)
+    sizes = {"buffer_bytes": 4 * shape.layer_weights, "square": 64}
+    probes = Probes(shape, torch.float32, torch.device("cpu"), **sizes)
+    flops, bandwidth = probes.step_rates(2)
+    assert flops == pytest.approx(4 * shape.step_weights / 4)
+    assert bandwidth == pytest.approx(4 * shape.step_weights / 4)
+
+
 @needs_native
 def test_native_kernels_multiply_in_probes_too(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     multiplied, multiply = [], PackedWeight.multiply

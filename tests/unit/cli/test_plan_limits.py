@@ -55,6 +55,10 @@ def test_a_batch_that_the_memory_does_not_hold_is_marked() -> None:
         "batch 16, more than fits the memory: step, limited by KV",
         "batch 16, more than fits the memory: throughput",
     ]
+    # Two devices have 28 GiB for KV beside the weights, and 10 sequences of 2.5 GiB.
+    shared = figures("roofline", "llama-3-70b", "--hardware=h100", "--batch=10,12", "--tensor-parallel=2")
+    at = shared["decode at a context of 8,192"]
+    assert {name.split(":")[0] for name in at} == {"batch 10", "batch 12, more than fits the memory"}
 
 
 def test_changes_move_what_limits_a_step() -> None:

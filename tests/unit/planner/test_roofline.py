@@ -8,6 +8,7 @@ from baton.planner.hardware import HARDWARE
 from baton.planner.roofline import (
     StepTime,
     attention_intensity,
+    choices,
     critical_batch,
     decode_bytes,
     decode_flops,
@@ -206,6 +207,16 @@ def test_short_prompts_wait_for_weights_and_long_ones_for_arithmetic() -> None:
     card = HARDWARE["h100"]
     assert prefill_time(LLAMA_8B, card, 1) == pytest.approx(2 * LLAMA_8B.step_weights / 3.35e12)
     assert prefill_time(LLAMA_8B, card, 8192) == pytest.approx(prefill_flops(LLAMA_8B, 8192) / 989.4e12)
+
+
+def test_choices_fit_and_count_all_reduces_and_devices() -> None:
+    """Step of `decode_time` and two all-reduces of 2 us a layer; the throughput is that of one of the devices."""
+    card = HARDWARE["h100"]
+    found = choices(SHAPES["llama-3-70b"], lambda rows: card, (1, 64), 8192)
+    assert [(each.tensor, each.batch) for each in found] == [(2, 1), (4, 1), (4, 64), (8, 1), (8, 64)]
+    step = decode_time(SHAPES["llama-3-70b"], card, 1, 8192, devices=4).seconds + 80 * 4e-6
+    assert found[1].seconds == pytest.approx(step)
+    assert found[1].tokens_per_s == pytest.approx(1 / step / 4)
 
 
 def test_the_pareto_front_leaves_out_what_is_slower_and_serves_less() -> None:
