@@ -31,7 +31,7 @@ _ON_CUDA = 8
 _REPEATS = 2
 _COLUMNS = 4096
 _COLD_ROWS = 128
-"""Rows up to which a product may wait for its weights, so that they must come from memory."""
+"""Rows up to which a product is measured as in a step: it may wait for its weights, which must come from memory."""
 
 
 class Probes:
@@ -85,21 +85,22 @@ class Probes:
     def step_rates(self, rows: int) -> tuple[float, float]:
         """Rates of the model's matrices as the engine multiplies them: operations/s with `rows`, bytes/s with one.
 
-        The matrices of several layers are multiplied in turn, so that they come from memory, as in a step. Both count
-        the output projection. Keeps the matrices from the first call on.
+        The matrices of several layers are multiplied in turn, so that they come from memory, as in a step. More rows
+        than a step has are multiplied with one layer, without the output projection, as in a prompt; and no more than
+        2,048, from where the rate is the same. Keeps the matrices from the first call on.
         """
         if self._matrices is None:
             self._matrices = _Matrices(self._shape, self._dtype, self._device, self._library, self._buffer_bytes)
-        weights = self._shape.step_weights
-        flops = 2 * rows * weights / self._matrix_seconds(rows)
-        return flops, weights * self._dtype.itemsize / self._matrix_seconds(1)
+        shape, matrices, rows = self._shape, self._matrices, min(rows, NATIVE_ROWS[-1])
 
-    def _matrix_seconds(self, rows: int) -> float:
-        assert self._matrices is not None
-        layers, head = self._matrices.layers, self._matrices.head
-        chosen = layers if rows <= _COLD_ROWS else layers[:1]
-        took = self._best(self._matrices.product([each for layer in chosen for each in layer], rows))
-        return took * self._shape.num_layers / len(chosen) + self._best(self._matrices.product([head], rows))
+        def seconds(rows: int) -> float:
+            layer = self._best(matrices.product(matrices.layers, rows)) / len(matrices.layers)
+            return shape.num_layers * layer + self._best(matrices.product([matrices.head], rows))
+
+        bandwidth = shape.step_weights * self._dtype.itemsize / seconds(1)
+        if rows <= _COLD_ROWS:
+            return 2 * rows * shape.step_weights / seconds(rows), bandwidth
+        return 2 * rows * shape.layer_weights / self._best(matrices.product(matrices.layers[:1], rows)), bandwidth
 
     def state(self) -> dict[str, float]:
         """The state of the machine now, in bytes and operations per second; each is the best of several tries.
@@ -152,19 +153,14 @@ class _Matrices:
             return columns, weight if library is None else PackedWeight.pack(library, weight, self._threads)
 
         self.layers = [[matrix(*width) for width in widths] for _ in range(count)]
-        self.head = matrix(shape.hidden_size, shape.vocab_size)
+        self.head = [matrix(shape.hidden_size, shape.vocab_size)]
+        self._input_dtype = dtype if library is None else torch.float32
 
-    def product(self, matrices: list[_Matrix], rows: int) -> Callable[[], None]:
+    def product(self, groups: list[list[_Matrix]], rows: int) -> Callable[[], None]:
         """A function that multiplies each matrix with `rows` rows."""
-        inputs = {
-            columns: torch.ones(
-                rows,
-                columns,
-                dtype=weight.dtype if isinstance(weight, Tensor) else torch.float32,
-                device=self._device,
-            )
-            for columns, weight in matrices
-        }
+        matrices = [each for group in groups for each in group]
+        widths = {columns for columns, _ in matrices}
+        inputs = {width: torch.ones(rows, width, dtype=self._input_dtype, device=self._device) for width in widths}
 
         def multiply() -> None:
             for columns, weight in matrices:

@@ -16,6 +16,9 @@ from baton.cli.picture import Series, chart
 from baton.errors import BatonError, ConfigError
 from baton.native import KERNELS
 
+_BAND = 0.15
+"""Error of a prediction, as a part of the measured time, up to which it counts as right."""
+
 
 @click.command()
 @click.argument("model")
@@ -127,8 +130,8 @@ def _picture(report: dict[str, Any]) -> str:
         ),
         Series("operations/s with 256 rows", [(row["step_ms"], row["predicted_256_ms"]) for row in rows], filled=False),
     ]
-    title = f"Decode steps of {Path(report['engine']['model']).name}, batch x context; lines at 15%"
-    return chart(title, "measured, ms", "predicted, ms", series, band=0.15)
+    title = f"Decode steps of {Path(report['engine']['model']).name}, batch x context; lines at {_BAND:.0%}"
+    return chart(title, "measured, ms", "predicted, ms", series, band=_BAND)
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -170,4 +173,7 @@ def _facts(report: dict[str, Any]) -> str:
     memory = report["memory"]
     if memory["peak_bytes"] is not None:
         facts.append(f"memory: {size(memory['steady_bytes'])} steady, {size(memory['peak_bytes'])} peak")
+    if errors := [abs(row["predicted_over_measured"] - 1) for row in report["decode"]]:
+        near = sum(error <= _BAND for error in errors)
+        facts.append(f"steps predicted within {_BAND:.0%}: {near} of {len(errors)}")
     return "\n".join(facts)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from functools import partial
@@ -101,6 +102,9 @@ def test_a_few_layers_stand_for_all_in_the_rates_of_a_step(checkpoint: Path, mon
     flops, bandwidth = probes.step_rates(2)
     assert flops == pytest.approx(4 * shape.step_weights / 4)
     assert bandwidth == pytest.approx(4 * shape.step_weights / 4)
+    # Prompts leave out the head, and have at most 2,048 rows a pass.
+    assert probes.step_rates(200)[0] == pytest.approx(2 * 200 * shape.layer_weights)
+    assert probes.step_rates(9999)[0] == pytest.approx(2 * 2048 * shape.layer_weights)
 
 
 @needs_native
@@ -174,6 +178,7 @@ def test_the_command_reports_all_rows(checkpoint: Path, tmp_path: Path, monkeypa
     files = [f"--json={tmp_path / 'report.json'}", f"--plot={tmp_path / 'picture.svg'}"]
     result = CliRunner().invoke(main, ["bench", "engine", str(checkpoint), *sizes, *files])
     assert result.exit_code == 0, result.output
+    assert re.search(r"steps predicted within 15%: [0-2] of 2", result.output)
     report = json.loads((tmp_path / "report.json").read_text())
     assert not report["interrupted"]
     assert [row["tokens"] for row in report["prefill"]] == [16, 40]
