@@ -97,9 +97,11 @@ class Probes:
             layer = self._best(matrices.product(matrices.layers, rows)) / len(matrices.layers)
             return shape.num_layers * layer + self._best(matrices.product([matrices.head], rows))
 
-        bandwidth = shape.step_weights * self._dtype.itemsize / seconds(1)
+        one = seconds(1)
+        bandwidth = shape.step_weights * self._dtype.itemsize / one
         if rows <= _COLD_ROWS:
-            return 2 * rows * shape.step_weights / seconds(rows), bandwidth
+            # The longer of two measurements of one row would be too long.
+            return 2 * rows * shape.step_weights / (one if rows == 1 else seconds(rows)), bandwidth
         return 2 * rows * shape.layer_weights / self._best(matrices.product(matrices.layers[:1], rows)), bandwidth
 
     def state(self) -> dict[str, float]:

@@ -96,12 +96,16 @@ def test_probes_measure_something(checkpoint: Path, dtype: torch.dtype) -> None:
 def test_a_few_layers_stand_for_all_in_the_rates_of_a_step(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every product takes a second. Of 3 layers the buffer holds one, so the model takes 3 for them, 1 for the head."""
     shape = ModelShape.of(ModelConfig.from_pretrained(checkpoint))
-    monkeypatch.setattr(Probes, "_best", lambda self, run: 1.0)
+    timed: list[object] = []
+    monkeypatch.setattr(Probes, "_best", lambda self, run: timed.append(run) or 1.0)
     sizes = {"buffer_bytes": 4 * shape.layer_weights, "square": 64}
     probes = Probes(shape, torch.float32, torch.device("cpu"), **sizes)
     flops, bandwidth = probes.step_rates(2)
     assert flops == pytest.approx(4 * shape.step_weights / 4)
     assert bandwidth == pytest.approx(4 * shape.step_weights / 4)
+    timed.clear()
+    probes.step_rates(1)
+    assert len(timed) == 2, "one row is measured once, for layers and head"
     # Prompts leave out the head, and have at most 2,048 rows a pass.
     assert probes.step_rates(200)[0] == pytest.approx(2 * 200 * shape.layer_weights)
     assert probes.step_rates(9999)[0] == pytest.approx(2 * 2048 * shape.layer_weights)
