@@ -56,7 +56,10 @@ _H100 = "NVIDIA H100 SXM data sheet, without sparsity: nvidia.com/en-us/data-cen
 _H200 = "NVIDIA H200 SXM data sheet, without sparsity: nvidia.com/en-us/data-center/h200"
 _B200 = "NVIDIA HGX B200 data sheet, a GPU, without sparsity: nvidia.com/en-us/data-center/hgx"
 _ADA = "NVIDIA Ada GPU architecture white paper, appendix A, without sparsity"
-_EPYC = "AMD EPYC 9654 data sheet: 96 cores of 2.4 GHz, 12 channels of DDR5-4800; 64 bf16 and 128 int8 a core and cycle"
+_EPYC = (
+    "AMD EPYC 9654 data sheet: 96 cores, 2.4 GHz, 12 channels of DDR5-4800, here with 64 GiB each; computed with 64 "
+    "bf16 and 128 int8 operations a core and cycle (two paths of 256 bits)"
+)
 _GIB = 1 << 30
 
 _ROWS = (
@@ -68,7 +71,7 @@ _ROWS = (
     Hardware("b200", (2.25e15, 4.5e15, 9e15), 8e12, 180 * _GIB, 55e9, 900e9, 0, 8, _B200),
     Hardware("4090", (165.2e12, 660.6e12, 1321.2e12), 1.008e12, 24 * _GIB, 25e9, 25e9, 0, 1, _ADA),
     Hardware("4090-no-tensor", (82.6e12, None, None), 1.008e12, 24 * _GIB, 25e9, 25e9, 0, 1, _ADA),
-    Hardware("epyc-9654", (14.7e12, 29.5e12, None), 460.8e9, 768 * _GIB, 0.0, 25e9, 0, 1, _EPYC),
+    Hardware("epyc-9654", (14.7456e12, 29.4912e12, None), 460.8e9, 768 * _GIB, 0.0, 25e9, 0, 1, _EPYC),
 )
 HARDWARE: Mapping[str, Hardware] = MappingProxyType({row.name: row for row in _ROWS})
 """Known hardware by name. Host links are those of pinned copies over PCIe 4 (25e9) and 5 (55e9), or the book's."""

@@ -25,6 +25,13 @@ def test_every_row_has_a_source_and_sane_rates() -> None:
         assert row.group >= 1
 
 
+def test_rates_of_a_cpu_follow_from_its_cores_and_channels() -> None:
+    """Cores * Hz * operations a cycle; channels * transfers a second * 8 bytes."""
+    row = HARDWARE["epyc-9654"]
+    assert row.flops[:2] == (96 * 2.4e9 * 64, 96 * 2.4e9 * 128)
+    assert row.bytes_per_s == 12 * 4800e6 * 8
+
+
 def test_bits_without_instructions_take_the_next_wider_ones() -> None:
     assert HARDWARE["b200"].flops_per_s(4) == 9e15
     assert HARDWARE["h100"].flops_per_s(4) == 1978.9e12
