@@ -29,7 +29,6 @@ import torch
 from baton.bench.engine import WARM_STEPS, EnginePlan, EngineRuns
 from baton.bench.engine_report import Rates
 from baton.bench.probes import Probes
-from baton.bench.roofline import ModelShape
 from baton.engine.config import EngineConfig
 from baton.engine.core import EngineCore
 from baton.engine.factory import assemble
@@ -38,6 +37,7 @@ from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
 from baton.model.layers import TensorParallel
 from baton.model.linear import TensorOptions
+from baton.planner.shape import ModelShape
 from bench.common import save
 
 LLAMA_8B: dict[str, Any] = {

@@ -35,7 +35,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.bench.roofline import ModelShape, prefill_flops
 from baton.engine.config import default_page_size, default_segment_tokens
 from baton.engine.contract import PromptChunk, compute_chunk
 from baton.engine.core import EngineCore
@@ -44,6 +43,8 @@ from baton.engine.load import LoadedModel
 from baton.model.attention import select
 from baton.model.attention.segmented import merge
 from baton.model.config import ModelConfig
+from baton.planner.roofline import prefill_flops
+from baton.planner.shape import ModelShape
 from baton.request import SamplingParams, SequenceState
 from bench.common import save
 from bench.gpu import NO_CUDA, SHAPES, engine_of, gpu, random_model

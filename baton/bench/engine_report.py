@@ -3,6 +3,11 @@
 The GEMM probe runs between the prefills, and the bandwidth probe between the decodes. MFU is the causal operations
 per second of a prefill, divided by the mean of the probes before and after it. MBU is the bytes per second of a
 step, divided by the mean of the bandwidths before and after it. The report has the medians of all rounds.
+
+Each row also has the time that the planner predicts (`baton.planner.roofline`), from two rates measured between the
+same runs: operations per second of the model's matrices with as many rows as the pass has, and bytes per second with
+which one row reads them. A second prediction of a step takes the operations per second of 256 rows instead, as a
+planner has to that knows only the machine's peak.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ from __future__ import annotations
 import gc
 import itertools
 import statistics
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +23,20 @@ import torch
 from baton.bench.engine import WARM_STEPS, EnginePlan, EngineRuns, engine_for
 from baton.bench.machine import Provenance, memory_bytes, process_age_s
 from baton.bench.probes import Probes
-from baton.bench.roofline import ModelShape, decode_bytes, decode_flops, prefill_flops
 from baton.engine.config import EngineConfig
 from baton.engine.factory import kernels_for
 from baton.kv.format import DTYPE_BYTES, KvFormat
 from baton.model.checkpoint import resolve
 from baton.model.config import ModelConfig
+from baton.planner.roofline import (
+    decode_bytes,
+    decode_flops,
+    kv_read_bytes,
+    prefill_flops,
+    prefill_seconds,
+    step_time,
+)
+from baton.planner.shape import ModelShape
 
 _FIRST_TOKENS = 16
 
@@ -104,16 +117,25 @@ class Rates:
         self._tell(f"prefill of {tokens} tokens")
         # Work at a shape's first use does not belong to the rate.
         self._runs.prefill(min(tokens, self._plan.chunk_size))
-        took, peaks = _interleaved(self._plan.rounds, lambda: self._runs.prefill(tokens), self._probes.flops)
-        flops, seconds = prefill_flops(self._shape, tokens), statistics.median(took)
+        rows = min(tokens, self._plan.chunk_size)
+        took, probed = _interleaved(
+            self._plan.rounds,
+            lambda: self._runs.prefill(tokens),
+            lambda: (self._probes.flops(), *self._probes.step_rates(rows)),
+        )
+        flops, moved, seconds = prefill_flops(self._shape, tokens), self._prefill_bytes(tokens), statistics.median(took)
+        predicted = [prefill_seconds(flops, moved, at_rows, bandwidth) for _, at_rows, bandwidth in probed]
         return {
             "tokens": tokens,
             "seconds": seconds,
             "tokens_per_s": tokens / seconds,
             "flops": flops,
-            "bytes": self._prefill_bytes(tokens),
-            "peak_flops_per_s": statistics.median(peaks),
-            "mfu": statistics.median(flops / each / peak for each, peak in zip(took, peaks, strict=True)),
+            "bytes": moved,
+            "peak_flops_per_s": statistics.median(peak for peak, *_ in probed),
+            "mfu": statistics.median(flops / each / peak for each, (peak, *_) in zip(took, probed, strict=True)),
+            "flops_at_rows_per_s": statistics.median(at_rows for _, at_rows, _ in probed),
+            "predicted_s": statistics.median(predicted),
+            "predicted_over_measured": _ratio(predicted, took),
         }
 
     def _prefill_bytes(self, tokens: int) -> int:
@@ -128,12 +150,22 @@ class Rates:
     def _decode(self, batch: int, context: int) -> dict[str, Any]:
         self._tell(f"decode of {batch} at {context} tokens")
         count = self._plan.steps
-        took, peaks = _interleaved(
-            self._plan.rounds, lambda: self._runs.decode(batch, context, count), self._probes.bandwidth
+        took, probed = _interleaved(
+            self._plan.rounds,
+            lambda: self._runs.decode(batch, context, count),
+            lambda: (self._probes.bandwidth(), *self._probes.step_rates(batch), self._probes.flops_256()),
         )
         at = context + WARM_STEPS + (count + 1) // 2
-        moved = decode_bytes(self._shape, batch, at, self._shape.step_weights * self._element, self._token)
+        weights = self._shape.step_weights * self._element
+        moved = decode_bytes(self._shape, batch, at, weights, self._token)
         steps = [each / count for each in took]
+        kv = kv_read_bytes(self._shape, at, 8 * self._element)
+
+        def predict(flops_per_s: float, bytes_per_s: float) -> float:
+            return step_time(batch, self._shape.step_weights, weights, kv, flops_per_s, bytes_per_s).seconds
+
+        predicted = [predict(at_rows, bandwidth) for _, at_rows, bandwidth, _ in probed]
+        at_256 = [predict(flops, bandwidth) for _, _, bandwidth, flops in probed]
         return {
             "batch": batch,
             "context": context,
@@ -141,18 +173,34 @@ class Rates:
             "tokens_per_s": batch / statistics.median(steps),
             "flops": decode_flops(self._shape, batch, at),
             "bytes": moved,
-            "peak_bytes_per_s": statistics.median(peaks),
-            "mbu": statistics.median(moved / each / peak for each, peak in zip(steps, peaks, strict=True)),
+            "peak_bytes_per_s": statistics.median(peak for peak, *_ in probed),
+            "mbu": statistics.median(moved / each / peak for each, (peak, *_) in zip(steps, probed, strict=True)),
+            "flops_at_rows_per_s": statistics.median(at_rows for _, at_rows, *_ in probed),
+            "weights_bytes_per_s": statistics.median(bandwidth for _, _, bandwidth, _ in probed),
+            "flops_256_per_s": statistics.median(flops for *_, flops in probed),
+            "predicted_ms": 1e3 * statistics.median(predicted),
+            "predicted_over_measured": _ratio(predicted, steps),
+            "predicted_256_ms": 1e3 * statistics.median(at_256),
+            "predicted_256_over_measured": _ratio(at_256, steps),
         }
 
 
-def _interleaved(rounds: int, run: Callable[[], float], probe: Callable[[], float]) -> tuple[list[float], list[float]]:
-    """The duration of each run, and the mean of the probes before and after it."""
-    took, peaks = [], [probe()]
+def _interleaved(
+    rounds: int, run: Callable[[], float], probe: Callable[[], tuple[float, ...]]
+) -> tuple[list[float], list[tuple[float, ...]]]:
+    """The duration of each run, and the means of the probes before and after it."""
+    took, probed = [], [probe()]
     for _ in range(rounds):
         took.append(run())
-        peaks.append(probe())
-    return took, [(before + after) / 2 for before, after in itertools.pairwise(peaks)]
+        probed.append(probe())
+    return took, [
+        tuple(map(statistics.fmean, zip(before, after, strict=True))) for before, after in itertools.pairwise(probed)
+    ]
+
+
+def _ratio(predicted: Sequence[float], measured: Sequence[float]) -> float:
+    """The median of predicted over measured; each pair is of one round."""
+    return statistics.median(one / other for one, other in zip(predicted, measured, strict=True))
 
 
 def _device(name: str) -> torch.device:

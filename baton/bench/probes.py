@@ -6,6 +6,8 @@ after it. Each probe tries several methods and returns the best, so that it is n
 
 from __future__ import annotations
 
+import functools
+import os
 import time
 from collections.abc import Callable
 from ctypes import CDLL
@@ -14,8 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.bench.roofline import ModelShape
+from baton.engine.factory import kernels_for, measure_rates
 from baton.native.packed import PackedWeight
+from baton.planner.hardware import Hardware
+from baton.planner.shape import ModelShape
 
 BUFFER_BYTES = 1 << 29
 """Bytes that each probe of the bandwidth reads: more than the caches hold, which machines of a host may share."""
@@ -26,6 +30,8 @@ _ON_CUDA = 8
 """Factor for bytes and rows on a GPU, so that the time of a launch does not count."""
 _REPEATS = 2
 _COLUMNS = 4096
+_COLD_ROWS = 128
+"""Rows up to which a product is measured as in a step: it may wait for its weights, which must come from memory."""
 
 
 class Probes:
@@ -47,6 +53,8 @@ class Probes:
         square: int = SQUARE,
     ) -> None:
         self._device = device
+        self._shape, self._dtype, self._library, self._buffer_bytes = shape, dtype, library, buffer_bytes
+        self._matrices: _Matrices | None = None
         scale = _ON_CUDA if device.type == "cuda" else 1
         self._reads = _reads(dtype, device, scale * buffer_bytes)
         widths = [
@@ -69,6 +77,32 @@ class Probes:
     def flops(self) -> float:
         """Floating-point operations a second: the best product of matrices in the engine's dtype."""
         return max(self._rate(each) for _, each in self._products)
+
+    def flops_256(self) -> float:
+        """Floating-point operations a second: the best product of 256 rows."""
+        return max(self._rate(each) for rows, each in self._products if rows == GEMM_ROWS[0])
+
+    def step_rates(self, rows: int) -> tuple[float, float]:
+        """Rates of the model's matrices as the engine multiplies them: operations/s with `rows`, bytes/s with one.
+
+        The matrices of several layers are multiplied in turn, so that they come from memory, as in a step. More rows
+        than a step has are multiplied with one layer, without the output projection, as in a prompt; and no more than
+        2,048, from where the rate is the same. Keeps the matrices from the first call on.
+        """
+        if self._matrices is None:
+            self._matrices = _Matrices(self._shape, self._dtype, self._device, self._library, self._buffer_bytes)
+        shape, matrices, rows = self._shape, self._matrices, min(rows, NATIVE_ROWS[-1])
+
+        def seconds(rows: int) -> float:
+            layer = self._best(matrices.product(matrices.layers, rows)) / len(matrices.layers)
+            return shape.num_layers * layer + self._best(matrices.product([matrices.head], rows))
+
+        one = seconds(1)
+        bandwidth = shape.step_weights * self._dtype.itemsize / one
+        if rows <= _COLD_ROWS:
+            # The longer of two measurements of one row would be too long.
+            return 2 * rows * shape.step_weights / (one if rows == 1 else seconds(rows)), bandwidth
+        return 2 * rows * shape.layer_weights / self._best(matrices.product(matrices.layers[:1], rows)), bandwidth
 
     def state(self) -> dict[str, float]:
         """The state of the machine now, in bytes and operations per second; each is the best of several tries.
@@ -100,6 +134,68 @@ class Probes:
                 torch.cuda.synchronize(self._device)
             took.append(time.perf_counter() - began)
         return min(took)
+
+
+class _Matrices:
+    """Matrices of layers, with at least `buffer_bytes` in them if the model has so many layers, and of the head."""
+
+    def __init__(
+        self, shape: ModelShape, dtype: torch.dtype, device: torch.device, library: CDLL | None, buffer_bytes: int
+    ) -> None:
+        heads = shape.num_heads * shape.head_dim
+        up = (shape.hidden_size, shape.intermediate_size)
+        qkv = (shape.hidden_size, heads + 2 * shape.num_kv_heads * shape.head_dim)
+        widths = [qkv, (heads, shape.hidden_size), up, up, up[::-1]]
+        count = min(shape.num_layers, -(-buffer_bytes // (shape.layer_weights * dtype.itemsize)))
+        self._threads = torch.get_num_threads()
+        self._device = device
+
+        def matrix(columns: int, rows: int) -> _Matrix:
+            weight = torch.ones(rows, columns, dtype=dtype, device=device)
+            return columns, weight if library is None else PackedWeight.pack(library, weight, self._threads)
+
+        self.layers = [[matrix(*width) for width in widths] for _ in range(count)]
+        self.head = [matrix(shape.hidden_size, shape.vocab_size)]
+        self._input_dtype = dtype if library is None else torch.float32
+
+    def product(self, groups: list[list[_Matrix]], rows: int) -> Callable[[], None]:
+        """A function that multiplies each matrix with `rows` rows."""
+        matrices = [each for group in groups for each in group]
+        widths = {columns for columns, _ in matrices}
+        inputs = {width: torch.ones(rows, width, dtype=self._input_dtype, device=self._device) for width in widths}
+
+        def multiply() -> None:
+            for columns, weight in matrices:
+                if isinstance(weight, Tensor):
+                    F.linear(inputs[columns], weight)
+                else:
+                    weight.multiply(inputs[columns], threads=self._threads)
+
+        return multiply
+
+
+_Matrix = tuple[int, Tensor | PackedWeight]
+"""Number of columns, and the weight."""
+
+
+def this_machine(shape: ModelShape, dtype: torch.dtype) -> Callable[[int], Hardware]:
+    """Rates of the first CUDA device, or of the CPU: as hardware with the rates of a step with so many rows.
+
+    A call measures, once for each number of rows. The device is planned for alone, without links to others.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    probes = Probes(shape, dtype, device, library=kernels_for("auto", device).library)
+    host = device.type == "cpu"
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if host else torch.cuda.mem_get_info()[1]
+    link = 0.0 if host else measure_rates(device, dtype)[1]
+
+    @functools.cache
+    def at(rows: int) -> Hardware:
+        flops, bandwidth = probes.step_rates(rows)
+        source = f"measured with {rows} rows of the model's matrices, {dtype} on {device}"
+        return Hardware("this", (flops, None, None), bandwidth, memory, link, 0.0, 0, 1, source)
+
+    return at
 
 
 Timed = tuple[int, Callable[[], object]]

@@ -20,6 +20,7 @@ try:
     from baton.cli.generate import generate
     from baton.cli.key import key
     from baton.cli.ledger import ledger
+    from baton.cli.plan import plan
     from baton.cli.up import up
     from baton.config.options import STYLE
 except KeyboardInterrupt:
@@ -50,5 +51,5 @@ def main() -> None:
     """Serve large language models with prefill and decode on separate machines."""
 
 
-for _command in (up, generate, demo, doctor, ledger, cache, certs, key, bench):
+for _command in (up, generate, demo, doctor, ledger, cache, certs, key, plan, bench):
     main.add_command(_command)

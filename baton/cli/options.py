@@ -67,6 +67,20 @@ class AddressList(click.ParamType[list[str]]):
         return [one.convert(text.strip(), param, ctx) for text in str(value).split(",")]
 
 
+class Counts(click.ParamType[tuple[int, ...]]):
+    """Positive integers, separated by commas; none for an empty value."""
+
+    name = "N[,N...]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """The numbers."""
+        texts = [text.strip() for text in str(value).split(",") if text.strip()]
+        for text in texts:
+            if not text.isdecimal() or int(text) < 1:
+                self.fail(f"must be integers of at least 1, got {text!r}", param, ctx)
+        return tuple(int(text) for text in texts)
+
+
 class Seconds(click.ParamType[float]):
     """A time in seconds."""
 

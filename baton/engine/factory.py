@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable
 
@@ -25,6 +24,7 @@ from baton.model.tensors import DTYPES, dtype_name
 from baton.model.zeros import RegistrationError
 from baton.native.decoder import NativeDecoder, unsupported
 from baton.native.library import Kernels, select_kernels
+from baton.planner.roofline import min_overlap_chunk
 from baton.process import allocator
 
 _log = logging.getLogger(__name__)
@@ -129,12 +129,13 @@ def _source(config: EngineConfig, model: LoadedModel, kv: KvCache, spec: EngineS
 def _log_loaded(model: LoadedModel, spec: EngineSpec, seconds: float) -> None:
     memory = huge_pages.resident()
     _log.info(
-        "loaded %s on %s in %.1f s: %s, KV %s in %d pages of %d tokens (%d bytes)%s, "
+        "loaded %s on %s in %.1f s: %s, weights of %d bytes, KV %s in %d pages of %d tokens (%d bytes)%s, "
         "max_model_len %d, slots %d, threads %d, %d of %d MiB of memory in huge pages",
         model.path,
         model.device,
         seconds,
         dtype_name(model.dtype),
+        model.decoder.weight_bytes,
         spec.kv_format.parts[0].dtype,
         spec.pages,
         spec.page_size,
@@ -257,16 +258,6 @@ def _min_overlap_chunk(model: LoadedModel, device: torch.device) -> int:
     # The pool, which is allocated next, can't use memory that torch keeps of the measurement.
     torch.cuda.empty_cache()
     return min_overlap_chunk(*rates, group, model.dtype.itemsize)
-
-
-def min_overlap_chunk(flops_per_s: float, bytes_per_s: float, group: int, dtype_bytes: int) -> int:
-    """Number of tokens of the shortest chunk whose attention takes as long as the copy of the KV that it reads.
-
-    A key and a value of one KV head and `d` elements are `2 d dtype_bytes` bytes to copy. For each token of the chunk
-    they cost 4 d operations (two products) for each of the `group` query heads that share the KV head. So d and the
-    length of the context cancel: chunk = (flops_per_s / bytes_per_s) / (2 group / dtype_bytes).
-    """
-    return math.ceil(flops_per_s / bytes_per_s / (2 * group / dtype_bytes))
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:

@@ -78,12 +78,12 @@ class ModelConfig:
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> ModelConfig:
-        """Read `config.json` (and `generation_config.json`, if there) from a checkpoint directory.
+        """Read `config.json`, or the file of a checkpoint directory (and `generation_config.json` beside it, if there).
 
         Raises ModelError with the file, or with the field and its value.
         """
-        directory = Path(path)
-        raw = _read_json(directory / "config.json")
+        file = Path(path) if Path(path).is_file() else Path(path) / "config.json"
+        directory, raw = file.parent, _read_json(file)
         generation_path = directory / "generation_config.json"
         generation = _read_json(generation_path) if generation_path.is_file() else {}
         return cls.from_dict(raw, generation)

@@ -293,6 +293,11 @@ class Decoder(nn.Module):
         logits: Tensor = self.head(self.norm(hidden))
         return logits
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights of this rank, and of the rotary frequencies; a tied projection counts once."""
+        return sum(weight.nbytes for weight in self.parameters()) + self.rotary.frequencies.nbytes
+
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
         """All tensors to load, in the order of computation, except the output projection (`head_tensor`)."""
         yield from _tensors(self.embedding, self._names.embed)

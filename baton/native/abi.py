@@ -70,6 +70,7 @@ def declare(library: ctypes.CDLL) -> None:
     signatures: dict[str, tuple[Any, tuple[Any, ...]]] = {
         "workspace_new": (c_void_p, ()),
         "workspace_free": (None, (c_void_p,)),
+        "workspace_size": (c_int64, (c_void_p,)),
         "forward": (c_int, (POINTER(BatonModel), POINTER(BatonKv), POINTER(BatonBatch), POINTER(BatonCall), c_void_p)),
         "attend": (
             c_int,

@@ -151,6 +151,16 @@ class NativeDecoder:
             call.sampled = None
             self._check(self._library.baton_native_head(byref(self._model), rows, byref(call), self._workspace))
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, packed, which workers of this host may share."""
+        return self._weights.nbytes
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of the memory for intermediate results, which grows with the largest call."""
+        return int(self._library.baton_native_workspace_size(self._workspace))
+
     def work_counter(self) -> int:
         """Number of tasks that the compute threads of this process have taken."""
         return int(self._library.baton_native_tasks())

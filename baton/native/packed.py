@@ -64,10 +64,14 @@ class LoadedWeight:
 
 @dataclass(frozen=True, eq=False)
 class PackedWeights:
-    """The packed weights of a model: the address of each weight by name, and the object that owns their memory."""
+    """The packed weights of a model: the address of each weight by name, and the object that owns their memory.
+
+    `nbytes` counts the weights alone, without the gaps between them.
+    """
 
     addresses: Mapping[str, int]
     memory: object
+    nbytes: int
 
     @classmethod
     def private(cls, weights: Iterable[LoadedWeight]) -> PackedWeights:
@@ -76,7 +80,8 @@ class PackedWeights:
         for weight in weights:
             memory[weight.name] = torch.empty(weight.elements, dtype=weight.dtype)
             weight.write(memory[weight.name])
-        return cls({name: tensor.data_ptr() for name, tensor in memory.items()}, memory)
+        addresses = {name: tensor.data_ptr() for name, tensor in memory.items()}
+        return cls(addresses, memory, sum(tensor.nbytes for tensor in memory.values()))
 
 
 def weights_of(decoder: Decoder, library: ctypes.CDLL, threads: int) -> list[LoadedWeight]:

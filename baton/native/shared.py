@@ -226,7 +226,8 @@ def _map(fd: int, index: _Index) -> PackedWeights:
     first = _address(memory)
     with contextlib.suppress(OSError):
         populate(first, index.size, write=False)
-    return PackedWeights({name: first + start for name, (start, _) in index.tensors.items()}, memory)
+    addresses = {name: first + start for name, (start, _) in index.tensors.items()}
+    return PackedWeights(addresses, memory, sum(count for _, count in index.tensors.values()))
 
 
 def _address(memory: mmap.mmap) -> int:

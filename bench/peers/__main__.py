@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from baton.bench.roofline import ModelShape
 from baton.model.config import ModelConfig
+from baton.planner.shape import ModelShape
 from bench.children import ChildFailed, pinned
 from bench.common import RESULTS, save
 from bench.peers import fleet, interference, rates, report

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from baton.bench.machine import stolen_s
-from baton.bench.roofline import ModelShape, decode_bytes, prefill_flops
+from baton.planner.roofline import decode_bytes, prefill_flops
+from baton.planner.shape import ModelShape
 from bench.pairing import Entry, attempt, failures, median, ratio, spread, turned
 
 PEERS = ("baton", "vllm", "llama", "transformers")

@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 
-from baton.cli.options import INTERRUPTED, ReportFile, extra_installed, output, size, table
+from baton.cli.options import INTERRUPTED, Counts, ReportFile, extra_installed, output, size, table
+from baton.cli.picture import Series, chart
 from baton.errors import BatonError, ConfigError
 from baton.native import KERNELS
 
-
-class Counts(click.ParamType[tuple[int, ...]]):
-    """Positive integers, separated by commas; none for an empty value."""
-
-    name = "N[,N...]"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """The numbers."""
-        texts = [text.strip() for text in str(value).split(",") if text.strip()]
-        for text in texts:
-            if not text.isdecimal() or int(text) < 1:
-                self.fail(f"must be integers of at least 1, got {text!r}", param, ctx)
-        return tuple(int(text) for text in texts)
+_BAND = 0.15
+"""Error of a prediction, as a part of the measured time, up to which it counts as right."""
 
 
 @click.command()
@@ -64,6 +55,7 @@ class Counts(click.ParamType[tuple[int, ...]]):
     help="Largest number of tokens in a forward pass of prefill.",
 )
 @click.option("--json", "json_path", type=ReportFile(), help="Write the report to a file.")
+@click.option("--plot", type=ReportFile(), help="Write a picture of predicted and measured steps, SVG.")
 def engine(
     model: str,
     device: str,
@@ -72,12 +64,13 @@ def engine(
     threads: int,
     cpus: str,
     json_path: Path | None,
+    plot: Path | None,
     **plan: Any,
 ) -> None:
     """Measure prefill and decode of the checkpoint MODEL.
 
-    The machine's memory bandwidth and arithmetic are measured with each run; MFU and MBU are shares of these. After
-    Ctrl-C the report contains what is complete.
+    The machine's memory bandwidth and arithmetic are measured with each run; MFU and MBU are shares of these, and the
+    predictions of `baton plan roofline` follow from them. After Ctrl-C the report contains what is complete.
     """
     # Otherwise torch's profiler writes to standard error. It reads the variable when it is imported.
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")
@@ -106,6 +99,8 @@ def engine(
     # Shown even if it can't be written; otherwise a long measurement would be lost.
     _print(report)
     _write(report, json_path)
+    if plot is not None and report["decode"]:
+        _saved(plot, lambda file: file.write_text(_picture(report), encoding="utf-8"))
     if report["interrupted"]:
         click.echo("interrupted: the report contains what was complete by then", err=True)
         sys.exit(INTERRUPTED)
@@ -114,27 +109,45 @@ def engine(
 def _write(report: dict[str, Any], file: Path | None) -> None:
     from baton.bench.machine import write
 
+    if file is not None:
+        _saved(file, lambda path: write(path, report))
+
+
+def _saved(file: Path, write: Callable[[Path], object]) -> None:
     try:
-        if file is not None:
-            write(file, report)
+        write(file)
     except OSError as error:
         raise click.ClickException(f"{str(file)!r} can't be written: {error.strerror}") from None
 
 
+def _picture(report: dict[str, Any]) -> str:
+    """Predicted over measured times of a step, with rates at the rows of the run, and with those of 256 rows."""
+    rows = report["decode"]
+    labels = [f"{row['batch']} x {row['context']}" for row in rows]
+    series = [
+        Series(
+            "operations/s with the rows of the step", [(row["step_ms"], row["predicted_ms"]) for row in rows], labels
+        ),
+        Series("operations/s with 256 rows", [(row["step_ms"], row["predicted_256_ms"]) for row in rows], filled=False),
+    ]
+    title = f"Decode steps of {Path(report['engine']['model']).name}, batch x context; lines at {_BAND:.0%}"
+    return chart(title, "measured, ms", "predicted, ms", series, band=_BAND)
+
+
 def _print(report: dict[str, Any]) -> None:
     console = output()
-    prefill = table(
-        ("prompt", "tokens/s", "ms", "MFU", "peak GFLOP/s"), ("prompt", "tokens/s", "ms", "MFU", "peak GFLOP/s")
-    )
+    prefill_columns = ("prompt", "tokens/s", "ms", "predicted ms", "MFU", "peak GFLOP/s")
+    prefill = table(prefill_columns, prefill_columns)
     for row in report["prefill"]:
         prefill.add_row(
             str(row["tokens"]),
             f"{row['tokens_per_s']:.1f}",
             f"{1e3 * row['seconds']:.1f}",
+            f"{1e3 * row['predicted_s']:.1f}",
             f"{row['mfu']:.0%}",
             f"{row['peak_flops_per_s'] / 1e9:.0f}",
         )
-    columns = ("batch", "context", "tokens/s", "step ms", "MBU", "peak GB/s")
+    columns = ("batch", "context", "tokens/s", "step ms", "predicted ms", "MBU", "peak GB/s")
     decode = table(columns, columns)
     for row in report["decode"]:
         decode.add_row(
@@ -142,6 +155,7 @@ def _print(report: dict[str, Any]) -> None:
             str(row["context"]),
             f"{row['tokens_per_s']:.1f}",
             f"{row['step_ms']:.2f}",
+            f"{row['predicted_ms']:.2f}",
             f"{row['mbu']:.0%}",
             f"{row['peak_bytes_per_s'] / 1e9:.1f}",
         )
@@ -159,4 +173,7 @@ def _facts(report: dict[str, Any]) -> str:
     memory = report["memory"]
     if memory["peak_bytes"] is not None:
         facts.append(f"memory: {size(memory['steady_bytes'])} steady, {size(memory['peak_bytes'])} peak")
+    if errors := [abs(row["predicted_over_measured"] - 1) for row in report["decode"]]:
+        near = sum(error <= _BAND for error in errors)
+        facts.append(f"steps predicted within {_BAND:.0%}: {near} of {len(errors)}")
     return "\n".join(facts)

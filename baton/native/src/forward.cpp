@@ -53,6 +53,8 @@ BatonWorkspace* baton_native_workspace_new() { return new (std::nothrow) BatonWo
 
 void baton_native_workspace_free(BatonWorkspace* workspace) { delete workspace; }
 
+int64_t baton_native_workspace_size(const BatonWorkspace* workspace) { return workspace->size(); }
+
 int baton_native_forward(const BatonModel* model, const BatonKv* kv, const BatonBatch* batch, const BatonCall* call,
                          BatonWorkspace* workspace) {
   if (!check_model(*model)) return 1;

@@ -62,6 +62,9 @@ struct BatonWorkspace;
 BATON_API BatonWorkspace* baton_native_workspace_new();
 BATON_API void baton_native_workspace_free(BatonWorkspace* workspace);
 
+// Bytes that it has now.
+BATON_API int64_t baton_native_workspace_size(const BatonWorkspace* workspace);
+
 // 0, or an error that `baton_native_error` describes; then nothing was read or written.
 BATON_API int baton_native_forward(const BatonModel* model, const BatonKv* kv, const BatonBatch* batch,
                                    const BatonCall* call, BatonWorkspace* workspace);

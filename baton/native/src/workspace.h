@@ -48,6 +48,7 @@ class Buffer {
     }
     return reserve_of<T>(count);
   }
+  int64_t size() const { return size_; }
 
  private:
   static constexpr int64_t kKept = 16 << 20, kIdleCalls = 256;
@@ -90,4 +91,11 @@ struct BatonWorkspace {
   baton::Buffer threads;  // scratch of each
   baton::Queries all, sampled;
   std::vector<int32_t> angles_of;  // query and context lengths that `angles` are for
+
+  int64_t size() const {
+    int64_t bytes = 0;
+    for (const baton::Buffer* each : {&normed, &qkv, &attended, &inner, &angles, &partials, &maxima, &threads})
+      bytes += each->size();
+    return bytes;
+  }
 };

@@ -22,10 +22,10 @@ def load(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Comma
 
     from baton.bench.engine import EnginePlan, EngineRuns, engine_for
     from baton.bench.probes import Probes
-    from baton.bench.roofline import ModelShape
     from baton.engine.config import EngineConfig
     from baton.engine.factory import kernels_for
     from baton.model.config import ModelConfig
+    from baton.planner.shape import ModelShape
 
     plan = (
         EnginePlan((64,), (1, 2), (16,), steps=4)

@@ -3,11 +3,13 @@
 import itertools
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -16,13 +18,14 @@ from click.testing import CliRunner
 from baton.bench import engine_report
 from baton.bench.engine import EnginePlan, EngineRuns, engine_for
 from baton.bench.probes import Probes
-from baton.bench.roofline import ModelShape, decode_bytes, prefill_flops
 from baton.cli.main import main
 from baton.engine.config import EngineConfig
 from baton.engine.contract import Engine
 from baton.errors import ConfigError
 from baton.model.config import ModelConfig
 from baton.native.packed import PackedWeight
+from baton.planner.roofline import decode_bytes, prefill_flops
+from baton.planner.shape import ModelShape
 from tests.checkpoints import make_checkpoint
 from tests.kernels import LIBRARY, needs_native
 
@@ -86,6 +89,26 @@ def test_probes_measure_something(checkpoint: Path, dtype: torch.dtype) -> None:
     probes = Probes(shape, dtype, torch.device("cpu"), **SMALL)
     assert probes.bandwidth() > 0
     assert probes.flops() > 0
+    assert min(probes.step_rates(4)) > 0
+    assert min(probes.step_rates(256)) > 0
+
+
+def test_a_few_layers_stand_for_all_in_the_rates_of_a_step(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every product takes a second. Of 3 layers the buffer holds one, so the model takes 3 for them, 1 for the head."""
+    shape = ModelShape.of(ModelConfig.from_pretrained(checkpoint))
+    timed: list[object] = []
+    monkeypatch.setattr(Probes, "_best", lambda self, run: timed.append(run) or 1.0)
+    sizes = {"buffer_bytes": 4 * shape.layer_weights, "square": 64}
+    probes = Probes(shape, torch.float32, torch.device("cpu"), **sizes)
+    flops, bandwidth = probes.step_rates(2)
+    assert flops == pytest.approx(4 * shape.step_weights / 4)
+    assert bandwidth == pytest.approx(4 * shape.step_weights / 4)
+    timed.clear()
+    probes.step_rates(1)
+    assert len(timed) == 2, "one row is measured once, for layers and head"
+    # Prompts leave out the head, and have at most 2,048 rows a pass.
+    assert probes.step_rates(200)[0] == pytest.approx(2 * 200 * shape.layer_weights)
+    assert probes.step_rates(9999)[0] == pytest.approx(2 * 2048 * shape.layer_weights)
 
 
 @needs_native
@@ -102,8 +125,8 @@ def test_native_kernels_multiply_in_probes_too(checkpoint: Path, monkeypatch: py
 
 def test_shares_are_of_the_probes_around_each_run() -> None:
     clock = itertools.count(1.0)
-    took, means = engine_report._interleaved(2, lambda: next(clock), lambda: next(clock) ** 2)
-    assert (took, means) == ([2.0, 4.0], [(1 + 9) / 2, (9 + 25) / 2])
+    took, means = engine_report._interleaved(2, lambda: next(clock), lambda: (next(clock) ** 2, 7.0))
+    assert (took, means) == ([2.0, 4.0], [((1 + 9) / 2, 7.0), ((9 + 25) / 2, 7.0)])
 
 
 class Paced:
@@ -121,6 +144,12 @@ class Paced:
     def flops(self) -> float:
         return 1e6
 
+    def flops_256(self) -> float:
+        return 4e6
+
+    def step_rates(self, rows: int) -> tuple[float, float]:
+        return 1e5 * rows, 2e6
+
 
 def test_rates_are_by_token_and_step(engine: Engine) -> None:
     paced: Any = Paced()
@@ -131,6 +160,14 @@ def test_rates_are_by_token_and_step(engine: Engine) -> None:
     assert (decode["step_ms"], decode["tokens_per_s"]) == (1000.0, 4.0)
     assert decode["bytes"] == decode_bytes(shape, 4, 24, 4 * shape.step_weights, kv_format.token_bytes)
     assert decode["mbu"] == decode["bytes"] / 1e6
+    # Four rows make 4e5 operations a second, 256 make 4e6; the step takes a second.
+    weights, kv = shape.step_weights, 24 * kv_format.token_bytes
+    assert decode["predicted_ms"] == pytest.approx(1e3 * (4 * kv / 2e6 + 8 * weights / 4e5))
+    assert decode["predicted_256_over_measured"] == pytest.approx(
+        4 * kv / 2e6 + max(8 * weights / 4e6, 4 * weights / 2e6)
+    )
+    # A chunk has 16 rows.
+    assert prefill["predicted_over_measured"] == pytest.approx(prefill_flops(shape, 40) / 1.6e6)
     assert (prefill["tokens_per_s"], prefill["mfu"]) == (40.0, prefill_flops(shape, 40) / 1e6)
     # Chunks of 16, 16 and 8 tokens read the layers three times, and 0, 16 and 32 tokens of KV.
     weights = 3 * shape.num_layers * shape.layer_weights + shape.head_weights
@@ -142,10 +179,10 @@ def test_the_command_reports_all_rows(checkpoint: Path, tmp_path: Path, monkeypa
     monkeypatch.setenv("KINETO_LOG_LEVEL", "5")
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
     sizes = ["--prefill=16,40", "--batch=1,4", "--context=20", "--steps=3", "--rounds=1", "--chunk-size=16"]
-    result = CliRunner().invoke(
-        main, ["bench", "engine", str(checkpoint), *sizes, f"--json={tmp_path / 'report.json'}"]
-    )
+    files = [f"--json={tmp_path / 'report.json'}", f"--plot={tmp_path / 'picture.svg'}"]
+    result = CliRunner().invoke(main, ["bench", "engine", str(checkpoint), *sizes, *files])
     assert result.exit_code == 0, result.output
+    assert re.search(r"steps predicted within 15%: [0-2] of 2", result.output)
     report = json.loads((tmp_path / "report.json").read_text())
     assert not report["interrupted"]
     assert [row["tokens"] for row in report["prefill"]] == [16, 40]
@@ -158,6 +195,11 @@ def test_the_command_reports_all_rows(checkpoint: Path, tmp_path: Path, monkeypa
         assert row["mfu"] == pytest.approx(row["flops"] / row["seconds"] / row["peak_flops_per_s"])
     for row in report["decode"]:
         assert row["mbu"] == pytest.approx(1e3 * row["bytes"] / row["step_ms"] / row["peak_bytes_per_s"])
+        # A round's prediction over its step, and the median of either, are of the one round.
+        assert row["predicted_over_measured"] == pytest.approx(row["predicted_ms"] / row["step_ms"])
+    picture = ElementTree.parse(tmp_path / "picture.svg").getroot()
+    labels = [each.text for each in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"1 x 20", "4 x 20"} <= set(labels)
 
 
 def test_ctrl_c_keeps_what_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@ import torch
 
 from baton.bench.engine import EnginePlan
 from baton.bench.probes import Probes
-from baton.bench.roofline import ModelShape
 from baton.model.config import ModelConfig
+from baton.planner.shape import ModelShape
 from bench import gpu
 
 PLAN = EnginePlan(prefill=(24,), batches=(1, 3), contexts=(20,), steps=3, rounds=1, chunk_size=16)

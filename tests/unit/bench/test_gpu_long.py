@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from baton.bench.roofline import ModelShape, prefill_flops
 from baton.model.config import ModelConfig
+from baton.planner.roofline import prefill_flops
+from baton.planner.shape import ModelShape
 from bench import gpu, gpu_long
 
 TOKEN_BYTES = 2 * 64 * 2

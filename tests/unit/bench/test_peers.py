@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from baton.bench.roofline import ModelShape, prefill_flops
+from baton.planner.roofline import prefill_flops
+from baton.planner.shape import ModelShape
 from bench.children import ChildFailed
 from bench.peers import fleet, rates, report
 from bench.peers.processes import Absent

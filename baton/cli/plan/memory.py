@@ -1,0 +1,245 @@
+"""`baton plan memory`: bytes of weights, KV and workspace, and the tokens and sequences that fit beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from baton.cli.plan.figures import BOOK, Figure, Model, output_options, show
+from baton.config.options import Size, usage_errors
+from baton.config.values import format_bytes
+from baton.engine.config import default_page_size, default_segment_tokens
+from baton.errors import ConfigError
+from baton.native.library import ISAS
+from baton.planner import memory as sizes
+from baton.planner.memory import Pool, Stage, Workspace
+from baton.planner.shape import ModelShape
+
+_COUNT = click.IntRange(min=1)
+_BITS = click.IntRange(1, 32)
+_ENGINE, _STREAMING = "baton/engine/factory.py", "docs/long-prompts.md"
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """The options of the command, which explain each field."""
+
+    shape: ModelShape
+    memory: tuple[int, ...]
+    weight_bits: int
+    kv_bits: int
+    tensor_parallel: int
+    pipeline_parallel: int
+    kv_on: str
+    host_memory: int | None
+    length: int | None
+    sequences: int
+    chunk_size: int
+    device: str
+    isa: str
+    threads: int
+    page_size: int
+    runtime: int | None
+
+    def __post_init__(self) -> None:
+        if self.host_memory is not None and not self.streams:
+            raise ConfigError("host_memory: is for --device cuda with --kv-on host")
+
+    @property
+    def streams(self) -> bool:
+        """Whether KV comes to the device segment by segment."""
+        return self.kv_on == "host" and self.device == "cuda"
+
+    @property
+    def page_tokens(self) -> int:
+        return self.page_size or default_page_size(self.device, self.length or self.shape.max_positions or 1)
+
+    @property
+    def element(self) -> int:
+        """Bytes of an element of activations: quantized weights are multiplied by elements of 16 bits."""
+        return 4 if self.weight_bits > 16 else 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """One rank of a stage: figures that do not depend on the number of tokens, their sum, and bytes of a token's KV."""
+
+    figures: list[Figure]
+    fixed: int
+    token: int
+
+
+@click.command()
+@click.argument("model", type=Model())
+@click.option("--memory", type=Size(), multiple=True, help="Memory of a device, such as 80GiB; may be repeated.")
+@click.option("--weight-bits", type=_BITS, default=16, show_default=True, help="Bits of an element of the weights.")
+@click.option("--kv-bits", type=_BITS, default=16, show_default=True, help="Bits of an element of KV.")
+@click.option("--tensor-parallel", type=_COUNT, default=1, show_default=True, help="Ranks that share each layer.")
+@click.option("--pipeline-parallel", type=_COUNT, default=1, show_default=True, help="Stages that share the layers.")
+@click.option("--kv-on", type=click.Choice(["device", "host"]), default="device", show_default=True, help="Home of KV.")
+@click.option("--host-memory", type=Size(), help="Host memory for the KV of all ranks, with --kv-on host.")
+@click.option("--length", type=_COUNT, help="Tokens of a sequence: prompt and output.")
+@click.option("--sequences", type=_COUNT, default=1, show_default=True, help="Sequences at the same time.")
+@click.option("--chunk-size", type=_COUNT, default=2048, show_default=True, help="Tokens of a pass of prefill.")
+@click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True, help="Kind of device.")
+@click.option("--isa", type=click.Choice(ISAS), default="amx", show_default=True, help="Instructions of a CPU.")
+@click.option("--threads", type=_COUNT, default=1, show_default=True, help="Threads on a CPU.")
+@click.option("--page-size", type=_COUNT, help="Tokens in a page.  [default: the engine's]")
+@click.option(
+    "--runtime", type=Size(), help="Memory of the process without a model.  [default: 250MiB on a CPU, else 0]"
+)
+@output_options
+def memory(model: ModelShape, as_json: bool, explain: bool, page_size: int | None, **options: Any) -> None:
+    """Compute the memory that MODEL needs, and what fits into a device.
+
+    MODEL is a folder, a config.json, or a name such as llama-3.1-8b. Sizes are those that the engine allocates.
+    """
+    with usage_errors():
+        given = _Options(shape=model, page_size=page_size or 0, **options)
+        stages = sizes.stages(model, given.pipeline_parallel)
+        ranks = [_rank(given, stage) for stage in stages]
+    largest = max(ranks, key=lambda rank: rank.fixed)
+    count = given.tensor_parallel * given.pipeline_parallel
+    engine = "engine" if count == 1 else f"engine: the largest of {count} ranks"
+    groups = {"model": _model(model), engine: largest.figures + _needed(given, ranks)}
+    if given.streams and given.length:
+        groups["other ways to stream a prompt"] = _streaming(given, given.length)
+    for size in given.memory:
+        groups[f"memory of {format_bytes(size)}"] = _left(given, ranks, size)
+    if given.host_memory is not None:
+        token = sizes.kv_token_bytes(model, given.kv_bits)
+        groups[f"host memory of {format_bytes(given.host_memory)}"] = _pool(given, given.host_memory, token)
+    show(groups, as_json=as_json, explain=explain)
+
+
+def _model(shape: ModelShape) -> list[Figure]:
+    rest = shape.parameters - shape.matrix_weights
+    every = f"{shape.matrix_weights:,} of matrices and embeddings + {rest:,} of biases and norms"
+    layers = f"{shape.num_layers} layers * {shape.layer_weights + shape.biases(shape.active_experts):,}"
+    used = f"{layers} + {shape.head_weights:,} of the output projection; without embedding and norms"
+    return [
+        Figure("parameters", shape.parameters, "", every, "tensors of the checkpoint"),
+        Figure("activated parameters", shape.activated, "", used, "published counts of Qwen1.5"),
+    ]
+
+
+def _rank(given: _Options, stage: Stage) -> _Rank:
+    shape, tensor = given.shape, given.tensor_parallel
+    cpu = given.device == "cpu"
+    part = sizes.weights(shape, given.weight_bits, packed=cpu, tensor=tensor, stage=stage)
+    kinds = f"matrices {part.matrices:,} + embeddings {part.embeddings:,} + biases {part.biases:,}"
+    rest = f"norms (float32) {part.norms:,} + rotary frequencies {part.frequencies:,}"
+    token = sizes.kv_token_bytes(shape, given.kv_bits, tensor=tensor, layers=stage.layers)
+    heads = f"{shape.num_kv_heads // tensor} KV heads * head dim {shape.head_dim}"
+    experts = f" * {shape.active_experts}" if shape.active_experts else ""
+    space, passed = _workspace(given, stage)
+    fixed = [
+        Figure("weights", part.total, "B", f"{kinds} + {rest}", "baton/model/layers.py, arXiv:1909.08053"),
+        Figure("workspace", space.total, "B", passed, "baton/planner/memory.py"),
+    ]
+    if cpu or given.runtime is not None:
+        runtime = sizes.CPU_RUNTIME if given.runtime is None else given.runtime
+        fixed.append(Figure("runtime", runtime, "B", "measured", "docs/planning.md"))
+    if not cpu:
+        page = given.page_tokens * token
+        fixed.append(Figure("spare page", page, "B", f"{given.page_tokens} tokens, of CUDA graphs", _ENGINE))
+    if given.streams:
+        each, length = token // stage.layers, default_segment_tokens("cuda")
+        ring = sizes.BUFFERS * length * each
+        fixed.append(Figure("ring", ring, "B", f"{sizes.BUFFERS} buffers * {length:,} tokens * {each:,}", _STREAMING))
+    columns = f"2 * {shape.intermediate_size // tensor}{experts} columns of the MLP * {given.element}"
+    inner = sizes.mlp_token_bytes(shape, given.element) // tensor
+    each_token = [
+        Figure(
+            "KV of a token",
+            token,
+            "B",
+            f"2 * {stage.layers} layers * {heads} * {given.kv_bits} / 8",
+            f"{BOOK}, Inference",
+        ),
+        Figure("gate and up of a token", inner, "B", columns, "arXiv:2002.05202"),
+    ]
+    return _Rank(each_token + fixed, sum(int(each.value) for each in fixed), token)
+
+
+def _workspace(given: _Options, stage: Stage) -> tuple[Workspace, str]:
+    """Workspace of the larger pass: a chunk of prefill, or a step of all sequences."""
+    length = max(given.length or 1, given.chunk_size)
+    found = []
+    for queries in ([given.chunk_size], [1] * given.sequences):
+        tokens, samples = sum(queries), len(queries)
+        if given.device == "cpu":
+            contexts = [(query, length) for query in queries]
+            size = sizes.native_workspace(
+                given.shape, contexts, threads=given.threads, bits=given.weight_bits, isa=given.isa, logits=True
+            )
+        else:
+            size = sizes.torch_workspace(
+                given.shape, tokens, given.element, samples=samples, tensor=given.tensor_parallel, head=stage.last
+            )
+        found.append((size, f"a pass of {tokens:,} tokens, {samples:,} of them sampled; most for {size.peak}"))
+    return max(found, key=lambda each: each[0].total)
+
+
+def _needed(given: _Options, ranks: Sequence[_Rank]) -> list[Figure]:
+    """Bytes for the sequences that are asked for, at the rank that needs most."""
+    if given.length is None:
+        return []
+    pages = given.sequences * -(-given.length // given.page_tokens)
+    text = f"{pages:,} pages of {given.page_tokens} tokens * KV of a token"
+    if given.streams:
+        kv = pages * given.page_tokens * sizes.kv_token_bytes(given.shape, given.kv_bits)
+        need, home = max(rank.fixed for rank in ranks), "host memory needed"
+        total = "of the device: weights, workspace and what follows"
+    else:
+        need, kv = max((rank.fixed + (own := pages * given.page_tokens * rank.token), own) for rank in ranks)
+        home, total = f"KV of {given.sequences} * {given.length:,} tokens", f"{need - kv:,} + {kv:,}"
+    return [Figure(home, kv, "B", text, _ENGINE), Figure("memory needed", need, "B", total, "")]
+
+
+def _streaming(given: _Options, length: int) -> list[Figure]:
+    chunk, layers = given.chunk_size, given.shape.num_layers
+    found = sizes.streaming(given.shape, length, chunk, given.kv_bits)
+    token, chunks = found.layer // length, -(-length // chunk)
+    copied = f"{layers} layers * {chunks} * {chunks - 1} / 2 * {chunk:,} tokens * {token:,}"
+    return [
+        Figure("with one layer's KV whole", found.layer, "B", f"{length:,} tokens * {token:,}", _STREAMING),
+        Figure("and new KV joined by cat", found.joined, "B", "the old and the new tensor", _STREAMING),
+        Figure("copies to the device, any way", found.copied, "B", copied, _STREAMING),
+    ]
+
+
+def _left(given: _Options, ranks: Sequence[_Rank], size: int) -> list[Figure]:
+    """Figures of a memory, at the rank that has room for the fewest tokens."""
+    rank = min(ranks, key=lambda each: (size - each.fixed) // each.token)
+    room = size - rank.fixed
+    if room < 0:
+        return [Figure("fits", "no", "", f"{rank.fixed:,} bytes are needed before any KV, {-room:,} too many", "")]
+    left = Figure("left for KV", room, "B", f"{size:,} - {rank.fixed:,}", "")
+    return [left] if given.streams else [left, *_pool(given, room, rank.token)]
+
+
+def _pool(given: _Options, room: int, token: int) -> list[Figure]:
+    pool, most = Pool.within(room, given.page_tokens, token), given.shape.max_positions
+    text = f"floor({room:,} / {pool.page_bytes:,} of a page) = {pool.pages:,} pages"
+    longest = min(pool.tokens, most or pool.tokens)
+    found = [
+        Figure("KV pool (--kv-memory)", pool.bytes, "B", text, _ENGINE),
+        Figure("tokens", pool.tokens, "", f"{pool.pages:,} pages * {pool.page_size}", _ENGINE),
+        Figure(
+            "longest prompt", longest, "", f"the lower of {pool.tokens:,} and the model's {most or 'unknown limit'}", ""
+        ),
+    ]
+    if given.length is not None:
+        count, each = pool.sequences(given.length), -(-given.length // pool.page_size)
+        name = f"sequences of {given.length:,} tokens"
+        found.append(Figure(name, count, "", f"floor({pool.pages:,} / {each:,} pages)", _ENGINE))
+        text = f"{given.sequences} sequences, room for {count}"
+        fits = "yes" if count >= given.sequences else "no"
+        if most is not None and given.length > most:
+            fits = f"{fits}, but the model has {most:,} positions"
+        found.append(Figure("fits", fits, "", text, ""))
+    return found

@@ -1,0 +1,194 @@
+"""`baton plan parallel`: how devices share a model, and what their communication costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import click
+
+from baton.cli.plan.figures import BOOK, Figure, Model, output_options, show
+from baton.config.options import usage_errors
+from baton.planner import communication as links
+from baton.planner import memory
+from baton.planner.communication import Degrees, Load
+from baton.planner.hardware import Hardware, hardware_named
+from baton.planner.roofline import decode_time
+from baton.planner.shape import ModelShape
+
+_COUNT = click.IntRange(min=1)
+_BITS = click.IntRange(1, 32)
+_SHARDING, _LATENCY = f"{BOOK}, Inference, Sharding", f"{BOOK}, Inference, appendix C"
+_MEGATRON, _GPIPE = "Shoeybi et al. 2019, arXiv:1909.08053", "Huang et al. 2018, arXiv:1811.06965"
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The options of the command, which explain each field."""
+
+    model: ModelShape
+    hardware: Hardware
+    degrees: Degrees
+    batch: int
+    context: int
+    weight_bits: int
+    kv_bits: int
+
+    @property
+    def load(self) -> Load:
+        """Tokens and bits that a copy of the model holds."""
+        return Load(self.batch, self.batch * self.context, self.weight_bits, self.kv_bits)
+
+    @property
+    def array(self) -> int:
+        """Bytes of the activations of one step."""
+        return links.activation_bytes(self.model, self.batch)
+
+
+@click.command()
+@click.argument("model", type=Model())
+@click.option("--hardware", required=True, help="A name, such as h100.")
+@click.option("--tensor-parallel", type=_COUNT, default=1, show_default=True, help="Devices that share each layer.")
+@click.option("--pipeline-parallel", type=_COUNT, default=1, show_default=True, help="Stages that share the layers.")
+@click.option("--batch", type=_COUNT, default=32, show_default=True, help="Sequences of a step.")
+@click.option("--context", type=_COUNT, default=8192, show_default=True, help="Tokens of each sequence.")
+@click.option("--weight-bits", type=_BITS, default=16, show_default=True, help="Bits of an element of the weights.")
+@click.option("--kv-bits", type=_BITS, default=16, show_default=True, help="Bits of an element of KV.")
+@output_options
+def parallel(
+    model: ModelShape,
+    hardware: str,
+    tensor_parallel: int,
+    pipeline_parallel: int,
+    batch: int,
+    context: int,
+    weight_bits: int,
+    kv_bits: int,
+    as_json: bool,
+    explain: bool,
+) -> None:
+    """Compute how devices share MODEL, and what their communication costs in a decode step.
+
+    MODEL is a folder, a config.json, or a name such as llama-3.1-8b. Activations have 16 bits.
+    """
+    degrees = Degrees(tensor_parallel, pipeline_parallel)
+    with usage_errors():
+        row = hardware_named(hardware)
+        memory.divided(model, tensor_parallel)
+        memory.stages(model, pipeline_parallel)
+    plan = _Plan(model, row, degrees, batch, context, weight_bits, kv_bits)
+    groups = {"pairs of matrices on each device": _pairs(plan), "a layer": _layer(plan), "a step": _step(plan)}
+    if pipeline_parallel > 1:
+        groups["share of the time in which a stage works"] = _utilisation(pipeline_parallel)
+    groups |= {"limits": _limits(plan), "advice": _advice(plan)}
+    show(groups, as_json=as_json, explain=explain)
+
+
+def _pairs(plan: _Plan) -> list[Figure]:
+    model, tensor = plan.model, plan.degrees.tensor
+    heads, kv_heads = memory.divided(model, tensor)
+    hidden, inner = model.hidden_size, model.intermediate_size // tensor
+    largest = links.rank_bytes(model, plan.degrees, replace(plan.load, tokens=0))
+    layers = memory.stages(model, plan.degrees.pipeline)[0].layers
+    token = memory.kv_token_bytes(model, plan.kv_bits, tensor=tensor, layers=layers)
+    experts = f" of each of {model.experts} experts" if model.experts else ""
+    share = f"/ {tensor} devices"
+    return [
+        _matrix("q, k, v, by columns", hidden, (heads + 2 * kv_heads) * model.head_dim, f"heads {share}"),
+        _matrix("o, by rows", heads * model.head_dim, hidden, f"heads {share}, then an all-reduce"),
+        _matrix(f"gate and up, by columns{experts}", hidden, 2 * inner, f"MLP {share}"),
+        _matrix(f"down, by rows{experts}", inner, hidden, f"MLP {share}, then an all-reduce"),
+        Figure("weights of the largest rank", largest, "B", "as in `baton plan memory`", "baton/planner/memory.py"),
+        Figure("KV of a token", token, "B", f"2 * {layers} layers * {kv_heads} KV heads * {model.head_dim}", _MEGATRON),
+    ]
+
+
+def _matrix(name: str, inputs: int, outputs: int, formula: str) -> Figure:
+    return Figure(name, f"{inputs:,} x {outputs:,}", "", formula, _MEGATRON)
+
+
+def _layer(plan: _Plan) -> list[Figure]:
+    tensor, array = plan.degrees.tensor, plan.array
+    link = links.link(tensor, plan.hardware)
+    if tensor == 1:
+        return [Figure("communication", 0.0, "us", "one device", _MEGATRON)]
+    seconds = links.layer_seconds(plan.model, plan.batch, tensor, plan.hardware)
+    sent = int(links.ALL_REDUCES * links.all_reduce_bytes(array, tensor))
+    bound = "yes" if links.is_latency_bound(array, tensor, link) else "no"
+    each = f"{array:,} B / {tensor} / {link:.4g} B/s"
+    return [
+        Figure("array of an all-reduce", array, "B", f"{plan.batch} * {plan.model.hidden_size} * 2 B", _MEGATRON),
+        Figure("sent by each device", sent, "B", f"2 * 2 * {array:,} B * {tensor - 1} / {tensor}", _MEGATRON),
+        Figure("time", 1e6 * seconds, "us", f"2 * max(2 * hops * 1 us, bytes / {link:.4g} B/s)", _LATENCY),
+        Figure("bound by latency", bound, "", f"{each} = {1e6 * array / tensor / link:.3g} us, against 1 us", _LATENCY),
+    ]
+
+
+def _step(plan: _Plan) -> list[Figure]:
+    model, degrees, row = plan.model, plan.degrees, plan.hardware
+    bits = {"weight_bits": plan.weight_bits, "kv_bits": plan.kv_bits}
+    work = decode_time(model, row, plan.batch, plan.context, devices=degrees.tensor, **bits).seconds
+    talk = links.step_seconds(model, plan.batch, degrees, row)
+    reduces = f"{model.num_layers} layers * {1e6 * links.layer_seconds(model, plan.batch, degrees.tensor, row):.4g} us"
+    link = links.link(degrees.devices, row)
+    transfers = f" + {degrees.pipeline - 1} * (1 us + {plan.array:,} B / {link:.4g} B/s)"
+    formula = reduces + (transfers if degrees.pipeline > 1 else "")
+    figures = [
+        Figure("reading and computing", 1e3 * work, "ms", "as in `baton plan roofline`", f"{BOOK}, Inference"),
+        Figure("communication", 1e3 * talk, "ms", formula, _LATENCY),
+        Figure("step", 1e3 * (work + talk), "ms", "the sum: nothing overlaps", ""),
+    ]
+    if degrees.pipeline > 1:
+        figures.append(Figure("sent between two stages", plan.array, "B", "the array of an all-reduce", _GPIPE))
+    return figures
+
+
+def _utilisation(stages: int) -> list[Figure]:
+    return [
+        Figure(
+            f"{count} micro-batch{'es' * (count > 1)}",
+            links.pipeline_utilisation(count, stages),
+            "",
+            f"{count} / ({count} + {stages} - 1)",
+            _GPIPE,
+        )
+        for count in (1, stages, 4 * stages)
+    ]
+
+
+def _limits(plan: _Plan) -> list[Figure]:
+    model, row = plan.model, plan.hardware
+    hidden, inner = model.hidden_size, model.intermediate_size
+    beta = links.bandwidth_ratio(row)
+    bound = links.sharding_bound(inner, plan.batch, beta)
+    axes, total = links.torus_axes(row)
+    crossing = links.weight_stationary_crossing(hidden, inner, axes, total)
+    derived = f"4 * {total}^2 * {inner} / ({axes[0]} * {axes[1]} * {hidden})"
+    return [
+        Figure("memory over link bandwidth", beta, "", f"{row.bytes_per_s:.4g} / {row.device_link:.4g} B/s", _SHARDING),
+        Figure(
+            "tensor parallel until communication is longer",
+            bound,
+            "devices",
+            f"{inner} / ({plan.batch} * {beta:.4g})",
+            _SHARDING,
+        ),
+        Figure(
+            "2D weight-stationary is better from",
+            crossing,
+            "devices",
+            derived,
+            "derived in baton/planner/communication.py",
+        ),
+    ]
+
+
+def _advice(plan: _Plan) -> list[Figure]:
+    whole = memory.weights(plan.model, plan.weight_bits).total
+    kv = plan.batch * plan.context * memory.kv_token_bytes(plan.model, plan.kv_bits)
+    said = links.advice(plan.model, plan.load, plan.hardware)
+    formula = f"weights {whole:,} B + KV {kv:,} B, on devices of {plan.hardware.memory:,} B"
+    return [
+        Figure(
+            f"batch {plan.batch} at a context of {plan.context:,}", said, "", formula, "baton/planner/communication.py"
+        )
+    ]

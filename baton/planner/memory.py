@@ -1,0 +1,278 @@
+"""Bytes that a model needs: weights, KV, workspace; and the tokens and sequences for which a memory has room.
+
+Weights are those that Baton's engine has in memory. Norms are float32, whatever the dtype. For native kernels (CPUs)
+matrices are padded to panels, and biases are float32. With `tensor` ranks each has a share of heads, MLP and
+vocabulary, and all norms (`baton.model.layers`; Shoeybi et al. 2019, arXiv:1909.08053). With `pipeline` stages each has
+some layers; the first has the embedding, and the last the final norm and the output projection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.errors import ConfigError
+from baton.planner.shape import ModelShape
+
+PANEL = 32
+"""Rows and columns of weights for native kernels are padded to a multiple of this (kPanel and kInputs, kernels.h)."""
+
+MASK_PAIRS = 1 << 22
+"""Queries times keys that torch's attention computes together (`torch_backend`)."""
+
+BUFFERS = 3
+"""Default number of device buffers for segments (--num-kv-buffers)."""
+
+CPU_RUNTIME = 250 << 20
+"""Memory of an engine's process on a CPU without weights, KV and workspace, with libraries: 233 MiB with native kernels
+and 249 MiB with torch's were measured (resident, torch 2, Linux on x86)."""
+
+BFLOAT16_ROWS = ("avx512_bf16", "amx")
+"""Instruction sets whose products read rows of bfloat16 if weights are bfloat16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The layers of a pipeline stage, and whether it is the first and the last one."""
+
+    layers: int
+    first: bool = True
+    last: bool = True
+
+
+def stages(shape: ModelShape, pipeline: int) -> tuple[Stage, ...]:
+    """The stages of a pipeline; the first of them have one layer more if it does not divide the layers."""
+    if pipeline > shape.num_layers:
+        raise ConfigError(f"pipeline_parallel: {pipeline} stages for {shape.num_layers} layers")
+    each, more = divmod(shape.num_layers, pipeline)
+    return tuple(Stage(each + (index < more), index == 0, index == pipeline - 1) for index in range(pipeline))
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Bytes of the weights of one rank of one stage, by kind."""
+
+    matrices: int
+    embeddings: int
+    biases: int
+    norms: int
+    frequencies: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.matrices + self.embeddings + self.biases + self.norms + self.frequencies
+
+
+def weights(
+    shape: ModelShape, bits: int, *, packed: bool = False, tensor: int = 1, stage: Stage | None = None
+) -> Weights:
+    """Weights of a rank, the first one, which also has the biases that are added once.
+
+    `bits` of an element of the matrices. Norms are float32 and rotary frequencies float64. Biases are float32 if
+    `packed` for native kernels, else they have `bits`, or 16 if that is more. Scales of quantized weights are not
+    counted, because they depend on the method. Raises ConfigError if the ranks do not divide heads and MLP.
+    """
+    stage = stage or Stage(shape.num_layers)
+    heads, kv_heads = divided(shape, tensor)
+    inner, hidden, dim = shape.intermediate_size // tensor, shape.hidden_size, shape.head_dim
+    experts = shape.experts or 1
+
+    def matrix(rows: int, columns: int) -> int:
+        return _padded(rows, PANEL) * _padded(columns, PANEL) if packed else rows * columns
+
+    layer = matrix((heads + 2 * kv_heads) * dim, hidden) + matrix(hidden, heads * dim)
+    layer += experts * (2 * matrix(inner, hidden) + matrix(hidden, inner))
+    # A tied projection has a copy of its own only if the embedding is on another stage.
+    tables = int(stage.first) + int(stage.last and not (shape.tied and stage.first))
+    biases = (heads + 2 * kv_heads) * dim * shape.qkv_bias + hidden * shape.o_bias
+    biases += experts * (2 * inner + hidden) * shape.mlp_bias
+    norms = stage.layers * shape.layer_norms + hidden * stage.last
+    return Weights(
+        matrices=_bytes(stage.layers * layer, bits),
+        embeddings=_bytes(tables * matrix(-(-shape.vocab_size // tensor), hidden), bits),
+        biases=_bytes(stage.layers * biases, 32 if packed else max(bits, 16)),
+        norms=4 * norms,
+        frequencies=8 * (dim // 2),
+    )
+
+
+def divided(shape: ModelShape, tensor: int) -> tuple[int, int]:
+    """Heads and KV heads of a rank. Raises ConfigError if the ranks do not divide heads and MLP."""
+    for what, total in (
+        ("heads", shape.num_heads),
+        ("KV heads", shape.num_kv_heads),
+        ("columns of the MLP", shape.intermediate_size),
+    ):
+        if total % tensor:
+            raise ConfigError(f"tensor_parallel: {tensor} ranks do not divide {total} {what}")
+    return shape.num_heads // tensor, shape.num_kv_heads // tensor
+
+
+def kv_token_bytes(shape: ModelShape, bits: int, *, tensor: int = 1, layers: int | None = None) -> int:
+    """Bytes of one token's K and V on a rank: 2 * layers * KV heads * head dim * bits / 8.
+
+    Source: "How to Scale Your Model", chapter Inference.
+    Layers with a sliding window count whole, because the pool has pages for every token in all layers.
+    """
+    layers = shape.num_layers if layers is None else layers
+    return _bytes(2 * layers * (shape.num_kv_heads // tensor) * shape.head_dim, bits)
+
+
+def mlp_token_bytes(shape: ModelShape, element_bytes: int) -> int:
+    """Bytes of one token's gate and up of one layer: 2 * MLP * bytes of an element."""
+    return 2 * shape.intermediate_size * (shape.active_experts or 1) * element_bytes
+
+
+def kv_tokens(memory: int, used: int, token_bytes: int) -> int:
+    """Tokens of KV beside `used` bytes: floor((memory - used) / bytes of a token); 0 if those do not fit."""
+    return max(0, memory - used) // token_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Pages of KV: their number, tokens and bytes of each."""
+
+    pages: int
+    page_size: int
+    page_bytes: int
+
+    @classmethod
+    def within(cls, room: int, page_size: int, token_bytes: int) -> Pool:
+        """The most pages that `room` bytes hold."""
+        return cls(max(0, room) // (page_size * token_bytes), page_size, page_size * token_bytes)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens for which there are pages: the longest prompt, if it is alone."""
+        return self.pages * self.page_size
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all pages."""
+        return self.pages * self.page_bytes
+
+    def sequences(self, length: int) -> int:
+        """Number of sequences of `length` tokens that fit at once; each has whole pages."""
+        return self.pages // -(-length // self.page_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Bytes of the tensors of a pass beside weights and KV, and the part of a layer, or the buffer, that has most."""
+
+    total: int
+    peak: str
+
+
+def torch_workspace(
+    shape: ModelShape,
+    tokens: int,
+    element_bytes: int,
+    *,
+    context: int = 0,
+    samples: int = 1,
+    tensor: int = 1,
+    head: bool = True,
+) -> Workspace:
+    """Tensors of a pass of `tokens` tokens with torch's operators, in the order of a layer (`baton.model.decoder`).
+
+    Each phase has the embedded tokens and the layer's input, `[tokens, hidden]`, and the angles, float32, two of
+    `[tokens, head dim]`. Beside these:
+    rotation    normalised input; Q, K and V; Q and K in float32, times cosines, rolled, and the sum of both
+    attention   Q and K, and if `context` is given, for torch's attention: K and V of `context` tokens; distances
+                (int64) and three masks of 4 Mi pairs at a time, later one mask and the result with its copy. Kernels
+                such as flash-attn have no such tensors
+    MLP         Q and K; the MLP's input, normalised; gate, up and their product
+    head        logits of `samples` tokens, also in float32, on a stage that has the `head`
+    """
+    heads, kv_heads = divided(shape, tensor)
+    hidden, dim = shape.hidden_size * element_bytes, shape.head_dim
+    inner = shape.intermediate_size // tensor * (shape.active_experts or 1) * element_bytes
+    qk, wide = (heads + kv_heads) * dim * element_bytes, (heads + kv_heads) * dim * 4
+    kv = kv_heads * dim * element_bytes
+    pairs = min(tokens, max(1, MASK_PAIRS // context)) * context if context else 0
+    phases = {
+        "rotation": tokens * (hidden + qk + kv + qk * shape.qk_norm + wide * (element_bytes < 4) + 3 * wide),
+        "attention": tokens * qk + 2 * context * kv + max(11 * pairs, 9 * pairs + 2 * tokens * (qk - kv)),
+        "MLP": tokens * (2 * hidden + qk + 3 * inner),
+        "head": samples * shape.vocab_size * (element_bytes + 4) if head else 0,
+    }
+    peak = max(phases, key=phases.__getitem__)
+    return Workspace(tokens * (2 * hidden + 2 * dim * 4) + phases[peak], peak)
+
+
+def native_workspace(
+    shape: ModelShape,
+    contexts: Sequence[tuple[int, int]],
+    *,
+    threads: int,
+    bits: int,
+    isa: str = "amx",
+    logits: bool = False,
+) -> Workspace:
+    """Tensors of a pass with native kernels, after `Forward::reserve` of baton/native/src/forward.h.
+
+    `contexts` has the new tokens and the length of each sequence; one token of each is sampled. `bits` of an element
+    of the weights and `isa`, the instruction set, decide whether products read rows of bfloat16 or float32. Buffers
+    are whole pages of 4 KiB.
+    """
+    bfloat16 = bits <= 16 and isa in BFLOAT16_ROWS
+    element_bytes, query_rows = 2 if bfloat16 else 4, 192 if bfloat16 and isa == "amx" else 96
+    tokens, samples = sum(new for new, _ in contexts), len(contexts)
+    group, heads = shape.num_heads // shape.num_kv_heads, shape.num_heads
+    tile, split_keys, keys, row_block = 16, 1024, 64, 256
+    rows, width = tokens + tile, _padded(shape.head_dim, PANEL)
+    task_rows = _padded(max(group, query_rows), tile)
+    scratch = 2 * row_block * PANEL + (task_rows + 2 * keys) * width + task_rows * keys + 2 * task_rows * (width + 2)
+    splits = sum(-(-length // split_keys) for _, length in contexts if length > split_keys)
+    buffers = {
+        "normed": rows * _padded(shape.hidden_size, PANEL) * element_bytes,
+        "attended": rows * _padded(heads * shape.head_dim, PANEL) * element_bytes,
+        "inner": rows * _padded(shape.intermediate_size, PANEL) * element_bytes,
+        "qkv": tokens * (heads + 2 * shape.num_kv_heads) * shape.head_dim * 4,
+        "angles": tokens * shape.head_dim * 4,
+        "partials": splits * shape.num_kv_heads * _padded(group, tile) * (width + 2) * 4,
+        "maxima": samples * threads * 16,
+        "threads": _padded(scratch, 1024) * threads * 4,
+    }
+    outputs = tokens * shape.hidden_size * 4 + samples * (8 + 4 * shape.vocab_size * logits)
+    total = sum(_padded(each, 4096) for each in buffers.values()) + outputs
+    return Workspace(total, max(buffers, key=buffers.__getitem__))
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """Bytes on the device beside weights and workspace for a prompt whose KV is in host memory, one layer at a time.
+
+    `layer`: the KV of one whole layer. `joined`: the same after the KV of a new chunk was appended with `cat`, which
+    has old and new tensors at once. `ring`: Baton's buffers for segments. `copied`: bytes that go to the device for the
+    whole prompt.
+    """
+
+    layer: int
+    joined: int
+    ring: int
+    copied: int
+
+
+def streaming(
+    shape: ModelShape, tokens: int, chunk: int, bits: int, *, segment: int = 16384, buffers: int = BUFFERS
+) -> Streaming:
+    """Sizes of a streaming prefill of `tokens` tokens in chunks of `chunk` (docs/long-prompts.md).
+
+    A layer has `tokens` times its bytes of a token; ring: `buffers` times `segment` such tokens. Chunk i of n reads the
+    KV of the i chunks before it in each layer, so `copied` = layers * n * (n - 1) / 2 * chunk * bytes of a token.
+    """
+    token = kv_token_bytes(shape, bits, layers=1)
+    chunks = -(-tokens // chunk)
+    copied = shape.num_layers * chunks * (chunks - 1) // 2 * chunk * token
+    return Streaming(tokens * token, 2 * tokens * token, buffers * segment * token, copied)
+
+
+def _bytes(elements: int, bits: int) -> int:
+    return -(-elements * bits // 8)
+
+
+def _padded(size: int, unit: int) -> int:
+    return -(-size // unit) * unit

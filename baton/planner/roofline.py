@@ -1,0 +1,301 @@
+"""Operations and bytes of forward passes, and the least time that a device needs for them.
+
+The counts are the least that a pass needs; MFU and MBU follow from them. A multiplication and an addition are two
+operations. Attention counts only the scores that the causal mask and a sliding window leave. The output projection
+counts only the requested rows. For all other tokens the last layer counts only their K and V. Norms, rotary embeddings,
+activations and sampling are left out: they are below one percent, and leaving them out makes both ratios smaller. A
+decode step reads each weight once (the embedding table only where it is the output projection too) and each sequence's
+KV once, and writes the KV of its new token; activations are assumed to stay in caches.
+
+The times assume that the device reads memory and computes at the same time, each at its peak. Sources: "How to Scale
+Your Model" (jax-ml.github.io/scaling-book), chapters Roofline and Inference. In formulas B is the batch, P the number
+of parameters, C operations a second and W bytes a second.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from baton.errors import ConfigError
+from baton.planner import memory
+from baton.planner.communication import layer_seconds
+from baton.planner.hardware import Hardware
+from baton.planner.shape import ModelShape
+
+
+def prefill_flops(shape: ModelShape, tokens: int, past: int = 0, logits: int = 1) -> int:
+    """Operations of `tokens` new tokens of one sequence after `past` others, and `logits` rows of the projection."""
+    *others, last = shape.windows
+    weights = len(others) * shape.layer_weights * tokens
+    weights += shape.kv_weights * tokens + (shape.layer_weights - shape.kv_weights + shape.head_weights) * logits
+    pairs = sum(_pairs(tokens, past, window) for window in others) + _pairs(logits, past + tokens - logits, last)
+    return 2 * weights + _pair_flops(shape) * pairs
+
+
+def decode_flops(shape: ModelShape, batch: int, contexts: int | Sequence[int]) -> int:
+    """Operations of one step over `batch` sequences; `contexts` count the new token, one for all or one for each."""
+    seen = sum(_pairs(1, context - 1, window) for context in _each(batch, contexts) for window in shape.windows)
+    return 2 * shape.step_weights * batch + _pair_flops(shape) * seen
+
+
+def decode_bytes(
+    shape: ModelShape, batch: int, contexts: int | Sequence[int], weight_bytes: int, kv_token_bytes: int
+) -> int:
+    """Bytes that one step over `batch` sequences moves.
+
+    `contexts` as in `decode_flops`. `weight_bytes`: bytes of all weights that a step reads (`step_weights` times the
+    bytes of an element). `kv_token_bytes`: bytes of one token's KV over all layers.
+    """
+    seen = sum(_pairs(1, context - 1, window) for context in _each(batch, contexts) for window in shape.windows)
+    return weight_bytes + kv_token_bytes * seen // shape.num_layers + kv_token_bytes * batch
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Least seconds of the parts of a decode step: reading KV, computing with weights, reading weights."""
+
+    kv: float
+    compute: float
+    weights: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step: KV plus the longer of the two others, which overlap."""
+        return self.kv + max(self.compute, self.weights)
+
+    @property
+    def bound(self) -> str:
+        """The part that takes longest: "KV", "compute" or "weights"."""
+        parts = {"KV": self.kv, "compute": self.compute, "weights": self.weights}
+        return max(parts, key=lambda name: parts[name])
+
+
+def step_time(
+    batch: int, parameters: float, weight_bytes: float, kv_bytes: float, flops_per_s: float, bytes_per_s: float
+) -> StepTime:
+    """Least time of a step: B KV / W + max(2 B P / C, weight bytes / W) (chapter Inference, "Theoretical estimates").
+
+    `parameters` are those that one token uses, `weight_bytes` those of all weights that the step reads, `kv_bytes`
+    those of the KV of one sequence. Attention counts as reading alone: its operations for each byte are few.
+    """
+    return StepTime(batch * kv_bytes / bytes_per_s, 2 * batch * parameters / flops_per_s, weight_bytes / bytes_per_s)
+
+
+def experts_read(experts: int, active: int, tokens: int) -> float:
+    """Mean number of a layer's experts that `tokens` tokens use: E (1 - (1 - k/E)^B), if all are equally likely."""
+    return experts * (1 - (1 - active / experts) ** tokens)
+
+
+def weights_read(shape: ModelShape, tokens: int) -> float:
+    """Mean number of elements of the matrices that a pass over `tokens` tokens reads, with the output projection."""
+    if not shape.experts:
+        return shape.step_weights
+    mlps = experts_read(shape.experts, shape.active_experts, tokens) * shape.mlp_weights
+    return shape.num_layers * (shape.attention_weights + mlps) + shape.head_weights
+
+
+def kv_read_bytes(shape: ModelShape, context: int, kv_bits: float) -> float:
+    """Bytes of the KV of one sequence of `context` tokens that a step reads; windows leave out the older tokens."""
+    tokens = sum(context if window is None else min(context, window) for window in shape.windows)
+    return shape.kv_token_elements / shape.num_layers * tokens * kv_bits / 8
+
+
+def decode_time(
+    shape: ModelShape,
+    hardware: Hardware,
+    batch: int,
+    context: int,
+    *,
+    weight_bits: float = 16,
+    kv_bits: float = 16,
+    devices: int = 1,
+) -> StepTime:
+    """Least time of a step of `batch` sequences, in 16-bit arithmetic, on devices that share all work equally.
+
+    Communication between them is not counted.
+    """
+    return step_time(
+        batch,
+        shape.step_weights,
+        weights_read(shape, batch) * weight_bits / 8,
+        kv_read_bytes(shape, context, kv_bits),
+        devices * hardware.flops_per_s(16),
+        devices * hardware.bytes_per_s,
+    )
+
+
+def prefill_seconds(flops: float, moved_bytes: float, flops_per_s: float, bytes_per_s: float) -> float:
+    """Least seconds of a prefill: max(operations / C, bytes / W) (chapter Roofline)."""
+    return max(flops / flops_per_s, moved_bytes / bytes_per_s)
+
+
+def prefill_time(
+    shape: ModelShape, hardware: Hardware, tokens: int, *, weight_bits: float = 16, devices: int = 1
+) -> float:
+    """Least seconds of the prefill of one prompt in one chunk, in 16-bit arithmetic; `devices` as in `decode_time`."""
+    moved = weights_read(shape, tokens) * weight_bits / 8
+    rates = devices * hardware.flops_per_s(16), devices * hardware.bytes_per_s
+    return prefill_seconds(prefill_flops(shape, tokens), moved, *rates)
+
+
+def critical_batch(flops_per_s: float, bytes_per_s: float, weight_bits: float, sparsity: float = 1) -> float:
+    """The batch from which multiplying with weights takes longer than reading them: C / W * weight bytes / 2 * E/k.
+
+    From 2 B P / C > P bits / 8 / W. `sparsity` is E/k, experts over those that a token uses: a mixture reads E/k as
+    many weights as it computes with (chapter Inference, questions 4 and 5).
+    """
+    return flops_per_s / bytes_per_s * weight_bits / 16 * sparsity
+
+
+def attention_intensity(shape: ModelShape, kv_bits: float, tokens: int = 1) -> float:
+    """Operations of attention for each byte of KV: 2 T N / (K bytes of an element), for T query tokens a sequence.
+
+    A key and a value of one KV head and d elements are 2 d elements to read, and cost 4 d operations for each query of
+    the N/K heads that share them (chapter Transformers, question 4). The context cancels, so no batch raises this.
+    """
+    return 2 * tokens * shape.num_heads / shape.num_kv_heads / (kv_bits / 8)
+
+
+def speculative_tokens(acceptance: float, drafts: int) -> float:
+    """Mean number of tokens of a step that checks k drafts, each accepted with probability a: (1-a^(k+1)) / (1-a).
+
+    Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (arXiv 2211.17192), equation 1.
+    """
+    return drafts + 1 if acceptance == 1 else (1 - acceptance ** (drafts + 1)) / (1 - acceptance)
+
+
+def speculative_time(step: StepTime, drafts: int) -> StepTime:
+    """The step that checks k drafts of each sequence: k + 1 times the arithmetic, the same bytes. Drafts are free."""
+    return StepTime(step.kv, (drafts + 1) * step.compute, step.weights)
+
+
+def min_overlap_chunk(flops_per_s: float, bytes_per_s: float, group: int, dtype_bytes: int) -> int:
+    """Number of tokens of the shortest chunk whose attention takes as long as the copy of the KV that it reads.
+
+    `bytes_per_s` is that of the copy. A key and a value of one KV head and `d` elements are `2 d dtype_bytes` bytes to
+    copy. For each token of the chunk they cost 4 d operations (two products) for each of the `group` query heads that
+    share the KV head. So d and the length of the context cancel: chunk = (flops_per_s / bytes_per_s) / (2 group /
+    dtype_bytes).
+    """
+    return math.ceil(flops_per_s / bytes_per_s / (2 * group / dtype_bytes))
+
+
+def pareto(points: Sequence[tuple[float, float]]) -> list[bool]:
+    """For each (seconds, tokens a second): whether no other point is at least as good in both and better in one."""
+    return [
+        not any(other[0] <= seconds and other[1] >= rate and other != (seconds, rate) for other in points)
+        for seconds, rate in points
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A tensor-parallel degree and a batch, with the step's seconds and tokens a second of each device."""
+
+    tensor: int
+    batch: int
+    seconds: float
+    tokens_per_s: float
+
+
+def choices(
+    shape: ModelShape,
+    rates: Callable[[int], Hardware],
+    batches: Sequence[int],
+    context: int,
+    *,
+    weight_bits: int = 16,
+    kv_bits: int = 16,
+) -> list[Choice]:
+    """All choices whose weights and KV fit, with degrees of 1, 2, 4 and so on within a group of devices.
+
+    `rates` gives the hardware with its rates at a batch. A step is that of `decode_time` and its all-reduces.
+    """
+    found, tensor = [], 1
+    while tensor <= rates(1).group:
+        try:
+            weights = memory.weights(shape, weight_bits, tensor=tensor).total
+        except ConfigError:
+            break
+        token = memory.kv_token_bytes(shape, kv_bits, tensor=tensor)
+        for batch in batches:
+            hardware = rates(batch)
+            if weights + batch * context * token <= hardware.memory:
+                step = decode_time(
+                    shape, hardware, batch, context, weight_bits=weight_bits, kv_bits=kv_bits, devices=tensor
+                )
+                seconds = step.seconds + shape.num_layers * layer_seconds(shape, batch, tensor, hardware)
+                found.append(Choice(tensor, batch, seconds, batch / seconds / tensor))
+        tensor *= 2
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of model or engine, with the seconds of a step and its tokens a second."""
+
+    name: str
+    seconds: float
+    tokens_per_s: float
+
+
+ACCEPTANCE, DRAFTS = 0.8, 4
+"""Speculation of `changes`: the probability that a draft is accepted, and drafts of a step."""
+
+
+def changes(
+    shape: ModelShape, hardware: Hardware, batch: int, context: int, *, weight_bits: int = 16, kv_bits: int = 16
+) -> list[Change]:
+    """Steps as they are, and with one change each: KV heads, bits, speculation, experts, tensor parallelism."""
+
+    def step(shape: ModelShape = shape, weights: int = weight_bits, kv: int = kv_bits, devices: int = 1) -> StepTime:
+        return decode_time(shape, hardware, batch, context, weight_bits=weights, kv_bits=kv, devices=devices)
+
+    def change(name: str, seconds: float, tokens: float = 1) -> Change:
+        return Change(name, seconds, batch * tokens / seconds)
+
+    found = [change("as it is", step().seconds)]
+    grouped = shape.num_kv_heads < shape.num_heads
+    heads = shape.num_heads if grouped else max(1, shape.num_heads // 8)
+    name = (
+        "each query head had its own K and V" if grouped else f"{shape.num_heads // heads} query heads shared K and V"
+    )
+    found.append(change(name, step(replace(shape, num_kv_heads=heads)).seconds))
+    found += [change(f"weights had {bits} bits", step(weights=bits).seconds) for bits in (8, 4) if bits < weight_bits]
+    if kv_bits > 8:
+        found.append(change("KV had 8 bits", step(kv=8).seconds))
+    drafted, tokens = speculative_time(step(), DRAFTS), speculative_tokens(ACCEPTANCE, DRAFTS)
+    name = f"a step checked {DRAFTS} free drafts, each right with {ACCEPTANCE:.0%}"
+    found.append(change(name, drafted.seconds, tokens))
+    if not shape.experts:
+        mixture = replace(shape, experts=16, active_experts=2)
+        found.append(change("each MLP were 16 experts, 2 of them a token", step(mixture).seconds))
+    for tensor in (2, 4, 8):
+        if tensor <= hardware.group:
+            reduces = shape.num_layers * layer_seconds(shape, batch, tensor, hardware)
+            found.append(change(f"{tensor} devices shared each layer", step(devices=tensor).seconds + reduces))
+    return found
+
+
+def _pair_flops(shape: ModelShape) -> int:
+    """Operations of one query and one key token in one layer: the score and its share of the weighted sum."""
+    return 4 * shape.num_heads * shape.head_dim
+
+
+def _pairs(tokens: int, past: int, window: int | None) -> int:
+    """Number of (query, key) pairs that the causal mask and the window leave, for `tokens` queries after `past`."""
+    if window is None:
+        return tokens * past + tokens * (tokens + 1) // 2
+    # Queries that see fewer keys than the window holds come first.
+    growing = min(tokens, max(0, window - past))
+    return growing * past + growing * (growing + 1) // 2 + (tokens - growing) * window
+
+
+def _each(batch: int, contexts: int | Sequence[int]) -> Sequence[int]:
+    if isinstance(contexts, int):
+        return [contexts] * batch
+    if len(contexts) != batch:
+        raise ValueError(f"{len(contexts)} contexts for a batch of {batch}")
+    return contexts

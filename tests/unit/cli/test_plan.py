@@ -1,0 +1,103 @@
+"""`baton plan`: arithmetic from a config.json or a name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from baton.cli.main import main
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+
+
+def memory(*arguments: str) -> dict[str, dict[str, Any]]:
+    """Values of the figures by group and name."""
+    done = CliRunner().invoke(main, ["plan", "memory", *arguments, "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return {group: {each["name"]: each["value"] for each in own} for group, own in json.loads(done.output).items()}
+
+
+def refused(*arguments: str) -> str:
+    done = CliRunner().invoke(main, ["plan", "memory", *arguments])
+    assert done.exit_code == 2
+    return done.output
+
+
+@pytest.mark.parametrize("form", ["folder", "file", "name"])
+def test_a_model_is_a_folder_a_config_or_a_name(form: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    model = {"folder": str(tmp_path), "file": str(tmp_path / "config.json"), "name": "llama-3.1-8b"}[form]
+    found = memory(model)
+    assert found["model"]["parameters"] == 8_030_261_248
+    assert found["engine"]["KV of a token"] == 131_072
+    assert found["engine"]["gate and up of a token"] == 57_344
+
+
+def test_sequences_fit_until_their_pages_are_more_than_the_room() -> None:
+    sizes = ("llama-3.1-8b", "--memory=80GiB", "--length=32768")
+    found = memory(*sizes, "--sequences=16")
+    left = found["memory of 80GiB"]
+    assert (left["sequences of 32,768 tokens"], left["fits"]) == (16, "yes")
+    engine = found["engine"]
+    parts = ("weights", "workspace", "spare page", "KV of 16 * 32,768 tokens")
+    assert engine["memory needed"] == sum(engine[name] for name in parts)
+    assert left["left for KV"] == (80 << 30) - sum(engine[name] for name in parts[:3])
+    assert memory(*sizes, "--sequences=17")["memory of 80GiB"]["fits"] == "no"
+    assert memory("llama-3-70b", "--memory=80GiB")["memory of 80GiB"] == {"fits": "no"}
+
+
+def test_ranks_have_shares() -> None:
+    found = memory("llama-3-70b", "--tensor-parallel=4")["engine: the largest of 4 ranks"]
+    # Matrices and embeddings are 35.276 GB; norms are whole, and in float32.
+    assert found["weights"] == 35_276_193_792 + 4 * 161 * 8192 + 64 * 8
+    assert found["KV of a token"] == 81_920
+    stages = memory("llama-3-70b", "--tensor-parallel=4", "--pipeline-parallel=2")
+    assert stages["engine: the largest of 8 ranks"]["KV of a token"] == 40_960
+
+
+def test_kv_in_host_memory_leaves_the_ring_on_the_device() -> None:
+    found = memory("llama-3.1-8b", "--kv-on=host", "--host-memory=128GiB", "--length=1048576", "--chunk-size=4096")
+    assert found["engine"]["ring"] == 192 << 20
+    assert found["host memory of 128GiB"]["tokens"] == 1 << 20
+    assert found["other ways to stream a prompt"] == {
+        "with one layer's KV whole": 4 << 30,
+        "and new KV joined by cat": 8 << 30,
+        "copies to the device, any way": 16320 << 30,
+    }
+
+
+def test_a_cpu_has_packed_weights_and_a_runtime() -> None:
+    found = memory("qwen1.5-0.5b", "--device=cpu", "--weight-bits=32", "--kv-bits=32")["engine"]
+    # All sizes are whole panels; 64 / 2 rotary frequencies.
+    assert found["weights"] == 4 * (463_937_536 + 151_936 * 1024 + 49 * 1024) + 8 * 32
+    assert found["runtime"] == 250 << 20
+
+
+def test_formulas_have_their_numbers_put_in() -> None:
+    done = CliRunner().invoke(main, ["plan", "memory", "llama-3.1-8b", "--explain"])
+    assert (
+        "KV of a token: 131,072 B\n    = 2 * 32 layers * 8 KV heads * head dim 128 * 16 / 8\n    source: "
+        in done.output
+    )
+    table = CliRunner().invoke(main, ["plan", "memory", "llama-3.1-8b"]).output
+    assert "16,061,055,488 B  16.061 GB, 14.958 GiB" in table
+
+
+def test_bad_values_are_named(tmp_path: Path) -> None:
+    assert "'MODEL': 'gpt-9' is no folder, no config.json, and none of llama-2-7b, " in refused("gpt-9")
+    assert "'MODEL': cannot read " in refused(str(tmp_path))
+    assert "'--memory': must be a size such as 512MiB or 4GB, got 'much'" in refused("qwen3-8b", "--memory=much")
+    assert "'--tensor-parallel': 3 ranks do not divide 32 heads" in refused("qwen3-8b", "--tensor-parallel=3")
+    assert "'--pipeline-parallel': 40 stages for 36 layers" in refused("qwen3-8b", "--pipeline-parallel=40")
+    assert "'--host-memory': is for --device cuda with --kv-on host" in refused("qwen3-8b", "--host-memory=1GiB")
