@@ -115,7 +115,7 @@ async def test_new_blocks_are_wanted_and_hits_only_for_others(cache: PrefixCache
     assert await cache.select_writes(DIGESTS, 4) == [shared] * 4 + [True] * 6
 
 
-async def test_what_is_wanted_may_be_put_in_part(cache: PrefixCache) -> None:
+async def test_a_part_of_the_wanted_blocks_may_be_put(cache: PrefixCache) -> None:
     for upto in (4, 4, 10):
         wanted = await cache.select_writes(DIGESTS)
         await fill(cache, [i for i in range(upto) if wanted[i]])
@@ -123,7 +123,9 @@ async def test_what_is_wanted_may_be_put_in_part(cache: PrefixCache) -> None:
         assert await fetched(cache, DIGESTS) == BLOCKS[:upto]
 
 
-async def test_what_is_saved_is_found_by_others_at_once_until_it_is_removed(cache: PrefixCache, shared: bool) -> None:
+async def test_saved_blocks_are_found_by_others_at_once_until_they_are_removed(
+    cache: PrefixCache, shared: bool
+) -> None:
     if isinstance(cache, HostPrefixCache):
         assert await cache.select_saves(DIGESTS) == []
         assert await cache.save(DIGESTS, BLOCKS) == 0

@@ -201,7 +201,7 @@ async def test_ctrl_c_reports_what_was_measured(tmp_path: Path) -> None:
     assert "4 finished, 2 interrupted" in out
 
 
-async def test_what_the_server_is_sent_can_be_changed(tmp_path: Path) -> None:
+async def test_the_body_sent_to_the_server_can_be_changed(tmp_path: Path) -> None:
     body = '{"ignore_eos": null, "min_tokens": 4}'
     flags = ["--concurrency=1", "--requests=2", f"--body={body}", f"--tokenizer={bundled_path()}", "--api-key=sesame"]
     async with openai_server(FIRST) as server:

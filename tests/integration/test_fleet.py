@@ -240,7 +240,7 @@ async def test_a_follow_up_turn_is_fetched_from_decode(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("converts", [True, False])
-async def test_what_a_converting_worker_decodes_is_left_to_nobody(converts: bool, tmp_path: Path) -> None:
+async def test_blocks_decoded_by_a_converting_worker_are_left_to_nobody(converts: bool, tmp_path: Path) -> None:
     """Its blocks would have the names of KV that was computed from a context in its own element type."""
     with redis("valkey", tmp_path) as server:
         async with Fleet(make_checkpoint("llama", tmp_path), dtype="float32", fleet_secret=SECRET) as fleet:

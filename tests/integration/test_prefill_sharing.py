@@ -166,7 +166,7 @@ async def test_a_fault_of_the_engine_leaves_nothing_cached() -> None:
         assert (await client.done()).cached_tokens == 0
 
 
-async def test_what_a_prompt_left_before_its_fault_is_not_given_to_those_who_waited_for_it() -> None:
+async def test_pages_of_a_prompt_that_failed_are_not_given_to_those_who_waited_for_them() -> None:
     gate = Gate()
     engine = Faulty(chunk_time=1.0, delay=gate)
     engine.at = 40
@@ -224,7 +224,7 @@ async def test_a_short_prompt_waits_for_a_long_one_only_while_that_is_at_it(begu
 
 
 @pytest.mark.parametrize(("length", "common", "cached"), [(60, 50, {}), (90, 48, {"pool": 48})])
-async def test_who_begins_alike_waits_until_a_page_is_whole_unless_none_will_be(
+async def test_a_prompt_that_begins_alike_waits_until_a_page_is_whole_unless_none_will_be(
     length: int, common: int, cached: dict[str, int]
 ) -> None:
     gate = Gate()

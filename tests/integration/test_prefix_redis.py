@@ -81,7 +81,9 @@ async def test_eviction_between_look_up_and_fetch_shortens_the_hit(server: Serve
     assert faults("evicted") == before + 1
 
 
-async def test_who_only_writes_notices_that_the_server_is_back(server: Server, cache: RedisPrefixCache) -> None:
+async def test_a_worker_that_only_writes_notices_that_the_server_is_back(
+    server: Server, cache: RedisPrefixCache
+) -> None:
     server.kill()
     await cache.check()
     server.start()

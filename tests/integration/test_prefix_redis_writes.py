@@ -132,7 +132,7 @@ async def test_a_write_that_failed_is_made_with_the_next_sighting(valkey: Server
     await cache.close()
 
 
-async def test_what_was_queued_at_a_server_that_went_away_is_not_taken_for_stored(valkey: Server) -> None:
+async def test_blocks_queued_at_a_server_that_went_away_are_not_taken_for_stored(valkey: Server) -> None:
     cache = open_prefix_cache(valkey.url, FORMAT, "secret", limits=WRITE_LIMITS)
     valkey.kill()
     await request(cache, 0)
@@ -148,7 +148,9 @@ async def test_what_was_queued_at_a_server_that_went_away_is_not_taken_for_store
 
 
 @pytest.mark.parametrize("memory", [0, 1 << 20])
-async def test_what_the_server_lost_is_rewritten(valkey: Server, memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_blocks_that_the_server_lost_are_rewritten(
+    valkey: Server, memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("baton.kv.prefix.tiered.random.random", lambda: 0.0)
     cache = open_prefix_cache(valkey.url, FORMAT, "secret", cache_memory=memory, limits=WRITE_LIMITS)
     await request(cache, 0)

@@ -296,7 +296,7 @@ async def test_heartbeats_list_what_lives_and_nothing_else(tmp_path: Path) -> No
         assert list(down.ups[-1].live) == []
 
 
-async def test_what_decode_does_not_list_once_may_have_ended_by_its_first_token(tmp_path: Path) -> None:
+async def test_a_request_that_decode_does_not_list_once_may_have_ended_by_its_first_token(tmp_path: Path) -> None:
     async with router_rig(tmp_path, decode=2, max_attempts=1) as b:
         call, first, other = await running(b, max_tokens=4)
         down, key = first.sessions[-1], first.starts[0].key

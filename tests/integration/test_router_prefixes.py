@@ -69,7 +69,7 @@ async def test_a_prompt_goes_where_it_went_before_and_others_elsewhere(tmp_path:
         assert {bytes(request.cache_salt) for stub in b.prefill for request in stub.requests} == {b""}
 
 
-async def test_what_workers_tell_overrides_the_routers_memory(tmp_path: Path) -> None:
+async def test_reports_of_workers_override_the_routers_memory(tmp_path: Path) -> None:
     async with router_rig(tmp_path, prefill=2, change=longer) as b:
         await ask(b, PROMPT)
         first = served(b.prefill).index(1)
@@ -100,7 +100,7 @@ async def test_what_workers_tell_overrides_the_routers_memory(tmp_path: Path) ->
         {"sampling": {"prompt_logprobs": 0}},
     ],
 )
-async def test_who_may_not_read_the_cache_is_drawn_nowhere(tmp_path: Path, fields: dict[str, Any]) -> None:
+async def test_a_request_that_may_not_read_the_cache_is_drawn_nowhere(tmp_path: Path, fields: dict[str, Any]) -> None:
     async with router_rig(tmp_path, prefill=2, change=longer) as b:
         await hold(b, b.prefill[0], PROMPT)
         await hold(b, b.decode[0], PROMPT)
@@ -114,7 +114,7 @@ async def test_who_may_not_read_the_cache_is_drawn_nowhere(tmp_path: Path, field
         assert {reserve.cache for reserve in b.decode[0].reserves} == {asked}
 
 
-async def test_what_a_request_leaves_nowhere_draws_no_other(tmp_path: Path) -> None:
+async def test_a_request_that_leaves_no_blocks_draws_no_other(tmp_path: Path) -> None:
     async with router_rig(tmp_path, prefill=2, change=longer) as b:
         for _ in range(4):
             await ask(b, PROMPT, cache=inference_pb2.CACHE_POLICY_READ)

@@ -129,7 +129,7 @@ async def test_a_stolen_transfer_id_fetches_and_releases_nothing(attack: str, me
         assert exporter.ends == ["t"]
 
 
-async def test_who_has_no_ticket_does_not_learn_whether_a_transfer_exists() -> None:
+async def test_a_caller_without_a_ticket_does_not_learn_whether_a_transfer_exists() -> None:
     async with exporting() as exporter:
         answers = set()
         for transfer_id in ("t", "unknown"):

@@ -83,7 +83,7 @@ async def generated(b: RouterRig) -> None:
             alive = bool((await admin.Ledger(admin_pb2.LedgerRequest())).entries)
 
 
-async def test_what_a_slow_client_has_not_read_comes_in_messages_that_it_accepts(tmp_path: Path) -> None:
+async def test_tokens_that_a_slow_client_has_not_read_come_in_messages_that_it_accepts(tmp_path: Path) -> None:
     async with router_rig(tmp_path, change=scripted(much)) as b, unread(b) as call:
         await generated(b)
         answer = await whole(call)

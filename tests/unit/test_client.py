@@ -95,7 +95,7 @@ async def test_a_request_says_how_the_cache_is_used(router: Router, face: str) -
         ({"cache_salt": "é" * 129}, "^cache_salt: may have at most 256 bytes, got 258$"),
     ],
 )
-async def test_what_can_not_be_said_of_the_cache_or_progress_is_refused(arguments: dict[str, Any], words: str) -> None:
+async def test_wrong_arguments_for_the_cache_or_progress_are_refused(arguments: dict[str, Any], words: str) -> None:
     with Client("127.0.0.1:1") as client, pytest.raises(InvalidRequest, match=words):
         client.generate("x", **arguments)
 
@@ -235,7 +235,9 @@ async def test_an_unreachable_router_is_unavailable(target: str, words: str) -> 
         ("x", {"logit_bias": {-5: 1.0}}, "logit_bias[-5]", "-5"),
     ],
 )
-async def test_what_can_only_be_refused_is_not_sent(prompt: Any, sampling: Any, field: str, seen: str) -> None:
+async def test_a_request_that_can_only_be_refused_is_not_sent(
+    prompt: Any, sampling: Any, field: str, seen: str
+) -> None:
     with contextlib.closing(Client("127.0.0.1:1")) as client, pytest.raises(InvalidRequest) as caught:
         client.generate(prompt, **sampling)
     assert caught.value.field == field

@@ -83,7 +83,7 @@ def test_keys_added_at_the_same_time_are_all_kept(tmp_path: Path) -> None:
         ({"keys": [{"sha256": HASH, "tenant": t} for t in "ab"]}, r"^keys\[1\]\.sha256: appears twice, got 'abab"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_named(document: Any, problem: str) -> None:
+def test_problems_of_a_file_are_named(document: Any, problem: str) -> None:
     data = document if isinstance(document, str) else json.dumps(document)
     with pytest.raises(ConfigError, match=problem):
         keys.parse(data.encode())

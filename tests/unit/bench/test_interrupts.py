@@ -34,7 +34,7 @@ def test_a_signal_ends_the_measurement_with_what_is_complete(number: signal.Sign
     assert ended
 
 
-def test_what_fails_because_of_the_signal_is_no_failure() -> None:
+def test_a_failure_because_of_the_signal_is_no_failure() -> None:
     def reports() -> Reports:
         yield {"rows": 1}
         try:

@@ -93,7 +93,7 @@ async def test_late_requests_are_not_sent() -> None:
     assert unsent.capped >= 0.99
 
 
-async def test_who_waits_when_the_run_is_interrupted_was_not_sent() -> None:
+async def test_requests_that_wait_when_the_run_is_interrupted_were_not_sent() -> None:
     run = LoadRun(LoadPlan(max_concurrency=2))
     server = Server(lambda number: asyncio.Event().wait())
     going = asyncio.create_task(run.send_all(server, jobs(5)))
@@ -138,7 +138,7 @@ class Refusing:
 
 
 @pytest.mark.parametrize(("retry_after", "most"), [(None, 3), (0.45, 2), (60.0, 1)])
-async def test_who_is_refused_at_once_waits_and_not_beyond_the_end(retry_after: float | None, most: int) -> None:
+async def test_a_client_refused_at_once_waits_and_not_beyond_the_end(retry_after: float | None, most: int) -> None:
     """As long as the server asks for: a loop without pauses sends thousands in this time."""
     seconds = 2.5 * RETRY_S
     run = LoadRun(LoadPlan(concurrency=4, seconds=seconds))

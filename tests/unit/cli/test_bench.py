@@ -33,7 +33,7 @@ def test_bad_flags_of_the_engine_bench_are_named() -> None:
     assert "Usage: " in said
 
 
-def test_what_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     # Whoever was loaded before has it already.
     for name in [name for name in sys.modules if name.startswith("baton.bench")]:

@@ -61,7 +61,7 @@ async def cache(*arguments: str, typed: str = "") -> Result:
     return await asyncio.to_thread(invoke)
 
 
-async def test_what_a_process_says_of_its_cache_comes_back_as_it_was() -> None:
+async def test_the_report_of_a_process_about_its_cache_comes_back_as_it_was() -> None:
     async with served(Process("decode")) as listener, AsyncClient(listener.address) as client:
         assert await client.cache() == CacheReport("decode-1", "decode", (POOL, REDIS))
         assert await client.clear_cache() == (CacheTier("pool", 4, 4096),)

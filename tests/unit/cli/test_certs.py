@@ -95,7 +95,7 @@ def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
         (["--days=0"], "0"),
     ],
 )
-def test_what_is_wrong_is_named_and_nothing_is_left(arguments: list[str], words: str, tmp_path: Path) -> None:
+def test_errors_are_named_and_no_file_is_left(arguments: list[str], words: str, tmp_path: Path) -> None:
     assert words in refused("--out", str(tmp_path), *arguments)
     assert list(tmp_path.iterdir()) == []
 

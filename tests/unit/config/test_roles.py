@@ -91,7 +91,7 @@ def test_one_environment_serves_all_roles(role: str, monkeypatch: pytest.MonkeyP
         ("router", [*WORKERS, "--colour=red"], {}, ["--colour"]),
     ],
 )
-def test_what_is_wrong_is_named(role: str, flags: list[str], variables: dict[str, str], words: list[str]) -> None:
+def test_wrong_settings_are_named(role: str, flags: list[str], variables: dict[str, str], words: list[str]) -> None:
     found = CliRunner().invoke(command(ROLES[role], role, pytest.fail), flags, env=variables)
     assert found.exit_code == 2
     assert all(word in found.stderr for word in words), found.stderr

@@ -71,7 +71,7 @@ class Worker:
         check_pool(self.engine, [([*PROMPT, *alone(PROMPT, greedy(30))], SALT)])
 
 
-def test_what_a_commit_brought_is_pinned_by_the_next_while_it_runs() -> None:
+def test_blocks_brought_by_a_commit_are_pinned_by_the_next_while_it_runs() -> None:
     worker = Worker()
     first = worker.reserve("a")
     assert first.handle.cached_tokens == 0

@@ -23,7 +23,7 @@ KEY = AttemptKey("r", 2)
 KEY_MESSAGE = decode_pb2.AttemptKey(request_id="r", attempt=2)
 
 
-async def test_what_came_up_together_is_one_message_and_the_end_comes_after_the_last() -> None:
+async def test_events_of_one_moment_are_one_message_and_the_end_comes_after_the_last() -> None:
     session = RouterSession(1, "router")
     output = Output(0, 1, (TokenInfo(5),), None, None)
     failure = Failure(FailureKind.ENGINE, "why")
@@ -90,7 +90,7 @@ def test_commands_are_read() -> None:
     assert command_from_proto(up(heartbeat=beat)) == Heartbeat(frozenset({KEY}))
 
 
-def test_what_is_no_command_is_refused_by_name() -> None:
+def test_messages_that_are_no_command_are_refused_by_name() -> None:
     with pytest.raises(InvalidRequest, match="message: must be a command, got 'nothing'"):
         command_from_proto(decode_pb2.SessionUp())
     with pytest.raises(InvalidRequest, match=r"cache: must be one of .*, got 99"):

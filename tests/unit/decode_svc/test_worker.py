@@ -202,7 +202,7 @@ def test_of_two_long_contexts_that_replace_blocks_at_the_same_time_one_is_grante
     assert sorted(granted for _, granted in evicting.answers) == [False, True]
 
 
-def test_what_a_request_may_only_read_is_not_published(evicting: Evicting) -> None:
+def test_blocks_that_a_request_may_only_read_are_not_published(evicting: Evicting) -> None:
     ids = [7] * 32 + [8] * 58
     evicting.engine.free(evicting.engine.reserve("cached", 32), digests(evicting.engine, ids[:32]))
     ready = prefill(ids, GREEDY, page_size=16)
@@ -221,7 +221,7 @@ def test_what_a_request_may_only_read_is_not_published(evicting: Evicting) -> No
     assert evicting.engine.match_prefix(digests(evicting.engine, ids)) == 32
 
 
-def test_what_does_not_belong_to_the_pinned_blocks_is_not_published(loop: VirtualLoop) -> None:
+def test_blocks_that_do_not_follow_the_pinned_ones_are_not_published(loop: VirtualLoop) -> None:
     """Pages of four blocks: the pinned beginning of a page was copied into the attempt's own page."""
     engine, ids = FakeEngine(pages=8, page_size=64), [7] * 32 + [8] * 58
     ready = prefill(ids, GREEDY, page_size=64)

@@ -101,7 +101,7 @@ async def test_without_a_new_block_nothing_is_pinned(rig: Rig, first: int) -> No
     assert len(rig.backs) == 0
 
 
-async def test_what_was_evicted_meanwhile_is_not_copied(rig: Rig) -> None:
+async def test_blocks_evicted_meanwhile_are_not_copied(rig: Rig) -> None:
     names = rig.engine.published()
     thief = rig.engine.reserve("thief", (PAGES - 2) * 4)
     before = dropped()

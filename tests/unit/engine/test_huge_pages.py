@@ -40,7 +40,7 @@ def _moved(**environ: str) -> tuple[int, int, int, int]:
     return empty, before, after, grown
 
 
-def test_what_was_touched_is_moved_and_nothing_else_is_filled() -> None:
+def test_touched_memory_is_moved_and_nothing_else_is_filled() -> None:
     empty, _, after, grown = _moved(THP_MEM_ALLOC_ENABLE="1")
     # Where the kernel gives huge pages without advice, the other is one as well.
     assert 32 << 20 <= after - empty <= 34 << 20

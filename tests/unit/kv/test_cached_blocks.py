@@ -164,7 +164,7 @@ def test_an_audit_never_holds_the_lock_for_many_nodes() -> None:
     assert lock.holds > 1000 // SLICE_NODES
 
 
-def test_what_a_sequence_leaves_of_its_last_page_is_copied_and_never_taken_for_a_whole_one() -> None:
+def test_the_part_of_a_last_page_is_copied_and_never_taken_for_a_whole_one() -> None:
     pool, copied = PagePool(8, 16, 4), list[PageCopy]()
     pool.free(pool.reserve("a/1", 24), CHAIN_A)
     assert (pool.stats().cached, pool.match_prefix(CHAIN_A), pool.match_prefix(CHAIN_A[:5])) == (2, 24, 20)
@@ -229,7 +229,7 @@ def told_by(pool: PagePool) -> set[bytes]:
     return told
 
 
-def test_what_is_published_while_others_are_uncached_is_reported_as_cached() -> None:
+def test_blocks_published_while_others_are_uncached_are_reported_as_cached() -> None:
     pool = PagePool(16, 4)
     told, bad, good = told_by(pool), published(pool, "a/1", CHAIN_A[:4]), pool.reserve("b/1", 16)
     # `uncache` takes the lock several times, here for the first time.

@@ -79,7 +79,7 @@ def test_torchs_kernel_is_called_as_its_signature_says() -> None:
         (torch.bfloat16, torch.bfloat16, 256, 264, False),
     ],
 )
-def test_what_flash_attention_can_serve(
+def test_shapes_that_flash_attention_can_serve(
     dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int, head_dim: int, fits: bool
 ) -> None:
     assert flash_backend.supports(dtype, kv_dtype, page_size, head_dim) is fits

@@ -40,7 +40,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("repacked", [False, True])
-def test_what_is_repacked_is_read_from_the_file_and_not_copied_before(repacked: bool) -> None:
+def test_repacked_weights_are_read_from_the_file_and_not_copied_before(repacked: bool) -> None:
     given, options = torch.randn(8, 16), TensorOptions(torch.float32, torch.device("cpu"), repacked)
     for tensor in (given, given.to(torch.bfloat16), torch.randn(16, 8).T, given[:4]):
         storage = DenseStorage(8, 16, True, options)

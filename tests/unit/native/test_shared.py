@@ -248,7 +248,7 @@ def test_the_file_of_up_is_shared_by_its_path(tmp_path: Path, monkeypatch: pytes
         os.close(fd)
 
 
-def test_who_waits_builds_when_the_builder_is_killed(path: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_waiting_process_builds_when_the_builder_is_killed(path: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     waiting, found = threading.Event(), []
 
@@ -353,7 +353,7 @@ def test_a_probed_file_is_left_empty(tmp_path: Path) -> None:
         assert os.fstat(file.fileno()).st_size == 0
 
 
-def test_what_up_holds_open_but_its_children_may_not_open_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_up_holds_open_but_its_children_may_not_open_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     weights = share_weights("/proc/1/fd/none-such", {}, list, 1)
     assert not weights.addresses
     assert "holds a copy of its own" in caplog.text

@@ -184,7 +184,7 @@ async def test_blocks_that_the_store_has_are_not_written_again() -> None:
     assert rig.job.prefix.saved == 2
 
 
-async def test_what_was_saved_is_removed_but_not_what_others_saved() -> None:
+async def test_own_saved_blocks_are_removed_but_not_those_of_others() -> None:
     rig = Rig()
     rig.store.blocks[rig.job.prefix.digests[0]] = b"there"
     for _ in range(2):

@@ -146,7 +146,7 @@ def test_prompts_of_a_tenant_delay_those_of_another_by_a_chunk_only() -> None:
     assert [run(s) for _ in range(5)] == [flood[0], other, *flood[1:]]
 
 
-def test_what_a_tenant_overtook_earns_no_credit_against_it() -> None:
+def test_a_prompt_that_a_tenant_overtook_earns_no_credit_against_it() -> None:
     """A long prompt of one tenant gets half of the engine at least, and none of it in advance of short ones."""
     s = scheduler()
     long = admit_ready(s, 4_000, tenant=b"a")
@@ -262,7 +262,7 @@ def test_small_prompts_overtake_one_without_pages_until_its_patience_ends() -> N
     assert late.stage is Stage.LOADING
 
 
-def test_what_the_pages_hold_counts_more_than_what_was_expected() -> None:
+def test_blocks_in_pages_count_more_than_expected_ones() -> None:
     s = scheduler()
     grown, shrunk = s.admit(1_000), s.admit(1_000)
     s.finish_lookup(grown, 100)

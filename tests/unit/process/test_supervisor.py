@@ -186,7 +186,7 @@ async def test_a_stop_ends_the_pause_and_overtakes_a_start(said: Lines, pause: f
 
 
 @pytest.mark.parametrize("dies", [False, True])
-async def test_what_a_child_leaves_behind_goes_with_it(said: Lines, dies: bool) -> None:
+async def test_processes_that_a_child_leaves_behind_go_with_it(said: Lines, dies: bool) -> None:
     """Although it ignores SIGTERM and holds the pipes."""
     async with Supervisor(said.add) as group:
         child = await started(group, f"{PARENT}; signal.pause()")

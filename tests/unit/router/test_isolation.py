@@ -56,7 +56,7 @@ async def test_alone_runs_among_others_when_no_worker_empties_in_time_and_others
     assert pool.assignments == 0
 
 
-async def test_who_is_no_longer_suspected_stops_waiting_to_run_alone() -> None:
+async def test_a_request_no_longer_suspected_stops_waiting_to_run_alone() -> None:
     pool = FakePool(d=GRANTED)
     d = dispatcher(pool)
     running = Held(d, "running")

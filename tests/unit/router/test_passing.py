@@ -70,7 +70,7 @@ class Slots(FakePool):
 LARGE = 1000
 
 
-async def test_who_can_use_but_one_worker_gets_a_place_there_however_many_others_want_it() -> None:
+async def test_a_request_for_one_worker_alone_gets_a_place_there_however_many_others_want_it() -> None:
     asked = dispatcher(Slots(a=NEVER, b=GRANTED), prefill_limit=99)
     others = [Held(asked, f"other{i}", tenant="t") for i in range(30)]
     await settle()
@@ -107,7 +107,7 @@ async def test_of_many_who_can_use_the_same_few_workers_one_asks_per_news() -> N
     await end(asked, *large)
 
 
-async def test_who_has_no_pair_is_passed_over_while_seats_are_free() -> None:
+async def test_a_request_without_a_pair_is_passed_over_while_seats_are_free() -> None:
     """The prefill worker has a pair that failed one request, and the other one has no seat."""
     workers = FakePool(("p1", "p2"))
     workers.seats["p2"] = 2
@@ -125,7 +125,7 @@ async def test_who_has_no_pair_is_passed_over_while_seats_are_free() -> None:
 
 
 @pytest.mark.parametrize("before", [1, 100])
-async def test_what_needs_no_decode_goes_on_while_decode_workers_are_gone(before: int) -> None:
+async def test_requests_without_decode_go_on_while_decode_workers_are_gone(before: int) -> None:
     workers = FakePool()
     workers.there = False
     asked = dispatcher(workers)

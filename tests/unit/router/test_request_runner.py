@@ -16,7 +16,7 @@ from router.workers.pool import WorkerPool
 from tests.unit.router.dispatching import FULL, FakePool, dispatcher
 
 
-async def test_what_comes_after_the_stop_is_not_begun() -> None:
+async def test_a_request_after_the_stop_is_not_begun() -> None:
     pool, config = FakePool(d=FULL), RouterConfig(prefill=("p:1",), decode=("d:1",))
     request_runner = RequestRunner(cast(WorkerPool, pool), dispatcher(pool), config, TenantThreads(1))
     loop = asyncio.get_running_loop()

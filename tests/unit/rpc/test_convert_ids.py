@@ -18,7 +18,7 @@ def test_a_field_is_what_the_generated_class_writes() -> None:
     assert not list(pack_ids(3, []))
 
 
-def test_what_is_left_of_a_message_is_a_message() -> None:
+def test_the_rest_of_a_message_is_a_message() -> None:
     rest, found = split(memoryview(MESSAGE.SerializeToString()), 3, 4)
     assert kv_pb2.Handoff.FromString(rest) == kv_pb2.Handoff(request_id="r", attempt=7)
     assert {number: b"".join(map(bytes, unpack_ids(data))) for number, data in found.items()} == {
@@ -38,7 +38,7 @@ def test_what_is_left_of_a_message_is_a_message() -> None:
         b"\x10\x01" * 1025,  # More fields than any message has.
     ],
 )
-def test_what_is_no_such_message_is_refused(data: bytes) -> None:
+def test_data_that_is_no_such_message_is_refused(data: bytes) -> None:
     with pytest.raises(CorruptFrame):
         split(memoryview(data), 3)
 

@@ -59,7 +59,9 @@ async def test_a_prefix_is_final_and_leased_at_once_without_handoff(exports: Exp
         export.commit_prefix(NAME)
 
 
-async def test_who_takes_a_request_over_insists_on_the_handoff(exports: ExportRegistry, engine: Engine) -> None:
+async def test_a_prefill_worker_that_takes_a_request_over_insists_on_the_handoff(
+    exports: ExportRegistry, engine: Engine
+) -> None:
     export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=lambda: None)
     export.commit_prefix(NAME)
     consumer = Engine(page_size=4)

@@ -84,7 +84,7 @@ async def test_names_are_those_of_the_chain_however_many(engine: FakeEngine) -> 
 
 
 @pytest.mark.parametrize("blocks_a_copy", [1, 2, 5])
-async def test_what_is_written_back_is_loaded_into_other_pages(
+async def test_written_back_blocks_are_loaded_into_other_pages(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, blocks_a_copy: int
 ) -> None:
     two_blocks_a_slice(engine, monkeypatch)

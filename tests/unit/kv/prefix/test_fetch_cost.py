@@ -42,7 +42,7 @@ def test_decisions_have_names() -> None:
     assert model.decide(redis, {"redis": SLOW}, 1e6, TRIAL_EVERY_S).name == "trial"
 
 
-def test_what_is_saved_is_the_time_of_computing_less_that_of_fetching() -> None:
+def test_saved_time_is_that_of_computing_less_that_of_fetching() -> None:
     decision = FetchCostModel(BYTES, TOKENS).decide(Hits((("redis", 100),)), {"redis": QUICK}, 1000.0, 0.0)
     assert decision.saves_s == pytest.approx(1.6 - 0.001 - 0.02)
 

@@ -59,7 +59,7 @@ async def test_many_look_ups_leave_no_trace() -> None:
     assert (await cache.lookup(LONG)).blocks == 8
 
 
-async def test_what_is_put_after_a_clear_that_comes_between_two_slices_can_be_evicted() -> None:
+async def test_blocks_put_after_a_clear_between_two_slices_can_be_evicted() -> None:
     cache, others = HostPrefixCache(4 * SIZE), chain(*"wxyz")
     await write(cache, LONG[:4])
     marking = asyncio.create_task(cache.mark_used(LONG[:4]))
@@ -71,7 +71,7 @@ async def test_what_is_put_after_a_clear_that_comes_between_two_slices_can_be_ev
     assert LONG[3] not in cache
 
 
-async def test_what_is_used_after_all_before_it_was_evicted_between_two_slices_is_the_latest() -> None:
+async def test_a_block_used_after_all_before_it_was_evicted_between_two_slices_is_the_latest() -> None:
     cache, others = HostPrefixCache(4 * SIZE), chain(*"wxyz")
     await write(cache, LONG[:4])
     marking = asyncio.create_task(cache.mark_used(LONG[:4]))

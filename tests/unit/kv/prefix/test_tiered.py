@@ -139,7 +139,7 @@ async def test_nothing_is_served_past_a_block_that_is_gone(store: Store) -> None
     assert await cache.fetch(DIGESTS[4:]) == []
 
 
-async def test_what_is_evicted_during_a_fetch_is_served_all_the_same(store: Store) -> None:
+async def test_blocks_evicted_during_a_fetch_are_served_all_the_same(store: Store) -> None:
     cache = tiered(store, writes="never", blocks=3)
     await request(cache, DIGESTS[:3])
     await only_stored(store, 3, 4)
@@ -186,7 +186,7 @@ async def test_hits_in_pages_are_not_copied_to_host_memory(store: Store) -> None
     assert store.puts == DIGESTS
 
 
-async def test_what_the_store_was_found_to_have_is_not_written(store: Store) -> None:
+async def test_blocks_found_in_the_store_are_not_written(store: Store) -> None:
     cache = tiered(store, blocks=0)
     await only_stored(store, *range(5))
     await cache.lookup(DIGESTS)
@@ -194,7 +194,7 @@ async def test_what_the_store_was_found_to_have_is_not_written(store: Store) -> 
     assert await request(cache, DIGESTS) == DIGESTS[5:], "nobody has missed the first five yet"
 
 
-async def test_what_a_full_store_dropped_is_offered_again_from_host_memory(store: Store) -> None:
+async def test_blocks_dropped_by_a_full_store_are_offered_again_from_host_memory(store: Store) -> None:
     cache = tiered(store)
     store.full = True
     assert cache.put(DIGESTS[0], BLOCKS[DIGESTS[0]]), "host memory has it"
@@ -327,7 +327,7 @@ async def test_workers_that_never_write_save_nothing(store: Store) -> None:
     assert await tiered(store, "never").select_saves(DIGESTS) == []
 
 
-async def test_what_the_store_did_not_save_is_not_taken_for_stored(store: Store) -> None:
+async def test_blocks_that_the_store_did_not_save_are_not_taken_for_stored(store: Store) -> None:
     class Full(Store):
         async def save(self, digests: Sequence[bytes], payloads: Sequence[Payload]) -> int:
             return 1
@@ -344,7 +344,7 @@ async def test_a_long_prompt_that_could_not_be_saved_was_seen_once(store: Store)
     assert await request(cache, DIGESTS) == DIGESTS
 
 
-async def test_what_is_used_here_is_saved_again_where_the_store_has_lost_it(store: Store) -> None:
+async def test_blocks_used_here_are_saved_again_if_the_store_has_lost_them(store: Store) -> None:
     cache = tiered(store)
     assert await cache.save(DIGESTS, [BLOCKS[digest] for digest in DIGESTS]) == 10
     del store.blocks[DIGESTS[2]]

@@ -45,7 +45,7 @@ def test_an_unknown_rate_counts_as_the_usual_one() -> None:
     assert pick([known, new], [D]) == WorkerSelection("new", ("d",))
 
 
-def test_what_this_router_has_sent_counts_before_the_worker_reports_it() -> None:
+def test_requests_of_this_router_count_before_the_worker_reports_them() -> None:
     sent = replace(P, address="sent", open_tokens=1000, open_requests=1)
     assert pick([sent, replace(P, address="idle")], [D]) == WorkerSelection("idle", ("d",))
 

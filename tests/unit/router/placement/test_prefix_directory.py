@@ -43,7 +43,7 @@ def test_decode_is_sent_the_digests_of_what_it_is_thought_to_hold_and_some_more(
 
 
 @pytest.mark.parametrize("writes", [True, False])
-async def test_what_was_sent_is_expected_for_a_while_and_counted(writes: bool) -> None:
+async def test_sent_blocks_are_expected_for_a_while_and_counted(writes: bool) -> None:
     now = 0.0
     directory = PrefixDirectory(lambda: now)
     directory.update(WorkerRole.PREFILL, "a", news(ONE, 10))

@@ -132,7 +132,7 @@ def test_only_deaths_of_decode_give_a_request_one_of_its_own(at_decode: tuple[bo
     assert history.suspicion is Suspicion.NONE
 
 
-def test_what_was_no_death_or_was_before_a_token_counts_for_nothing() -> None:
+def test_failures_other_than_deaths_after_a_token_count_for_nothing() -> None:
     history, broken = RetryHistory(), loss(1.0)
     for each in (broken, broken, loss(1.0)):
         history.record_loss(each, at_decode=True, alone=False)
