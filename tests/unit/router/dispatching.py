@@ -106,6 +106,11 @@ class FakePool:
     def answer_all(self, answer: ReserveResult) -> None:
         self.by_name = dict.fromkeys(self.by_name, answer)
 
+    def answer(self, **answers: ReserveResult) -> None:
+        """Change the answers of these decode workers, and tell that something changed."""
+        self.by_name |= answers
+        self.notify()
+
     async def reserve(self, attempt: FakeAttempt, **asked: Any) -> ReserveResult:
         await asyncio.sleep(0)
         return self.by_name[attempt.worker]
@@ -193,6 +198,19 @@ class Held:
         self.go.set()
         await self.task
 
+    async def until_placed(self) -> None:
+        async with asyncio.timeout(60):
+            await self.placed.wait()
+
+    async def finish(self) -> None:
+        """Wait for the place, and give it back."""
+        await self.until_placed()
+        await self.end()
+
+    async def cancel(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
 
 def dispatcher(pool: FakePool, **settings: Any) -> Dispatcher:
     config = RouterConfig(prefill=("p:1",), decode=("d:1",), **settings)
@@ -202,3 +220,17 @@ def dispatcher(pool: FakePool, **settings: Any) -> Dispatcher:
 async def settle() -> None:
     for _ in range(50):
         await asyncio.sleep(0)
+
+
+async def ask(dispatcher: Dispatcher, name: str, **asked: Any) -> Held:
+    """A request that has asked all workers that it can: without a place, it waits for news."""
+    held = Held(dispatcher, name, **asked)
+    await settle()
+    return held
+
+
+async def place(dispatcher: Dispatcher, name: str, **asked: Any) -> Held:
+    """A request that has its place."""
+    held = Held(dispatcher, name, **asked)
+    await held.until_placed()
+    return held

@@ -8,18 +8,26 @@ import pytest
 from baton.errors import InvalidRequest, Overloaded, Unavailable
 from baton.lifecycle import State
 from baton.request import ReserveResult
-from tests.unit.router.dispatching import FULL, GRANTED, NEVER, FakeAttempt, FakePool, Held, dispatcher, settle
+from tests.unit.router.dispatching import (
+    FULL,
+    GRANTED,
+    NEVER,
+    FakeAttempt,
+    FakePool,
+    Held,
+    ask,
+    dispatcher,
+    place,
+    settle,
+)
 
 
 async def test_a_full_fleet_is_asked_once_per_news_and_by_the_waiter_refused_first() -> None:
-    pool = FakePool()
-    d = dispatcher(pool)
+    d = dispatcher(pool := FakePool())
     pool.answer_all(FULL)
-    first = Held(d, "first")
-    await settle()
+    first = await ask(d, "first")
     assert pool.asked == 1
-    second = Held(d, "second")
-    await settle()
+    second = await ask(d, "second")
     assert pool.asked == 1
     pool.notify()
     await settle()
@@ -33,15 +41,12 @@ async def test_a_full_fleet_is_asked_once_per_news_and_by_the_waiter_refused_fir
 
 
 async def test_requests_with_a_context_that_finds_room_go_on_behind_one_that_lacks_pages() -> None:
-    pool = FakePool()
-    d = dispatcher(pool, prefill_limit=9)
+    d = dispatcher(pool := FakePool(), prefill_limit=9)
     pool.answer_all(ReserveResult(False, "needs pages", False, reservable_tokens=30))
-    large = Held(d, "large", tokens=100)
-    await settle()
+    large = await ask(d, "large", tokens=100)
     pool.answer_all(GRANTED)
     small = [Held(d, f"small{number}", tokens=10) for number in range(4)]
-    other = Held(d, "other", tokens=50)
-    await settle()
+    other = await ask(d, "other", tokens=50)
     # The room is for three of them; the others wait for news, and are asked for after the large one.
     assert pool.order == ["large", "small0", "small1", "small2"]
     pool.notify()
@@ -53,8 +58,7 @@ async def test_requests_with_a_context_that_finds_room_go_on_behind_one_that_lac
 
 
 async def test_after_a_mistaken_try_only_half_as_large_ones_try_before_the_next_news() -> None:
-    pool = FakePool()
-    d = dispatcher(pool, prefill_limit=9)
+    d = dispatcher(pool := FakePool(), prefill_limit=9)
     pool.answer_all(ReserveResult(False, "needs pages", False, reservable_tokens=64))
     waiting = [Held(d, "100", tokens=100)]
     await settle()
@@ -71,36 +75,28 @@ async def test_after_a_mistaken_try_only_half_as_large_ones_try_before_the_next_
 
 @pytest.mark.parametrize("placed", [True, False])
 async def test_workers_that_refused_a_request_hear_when_it_is_placed_elsewhere_or_cancelled(placed: bool) -> None:
-    pool = FakePool(d=FULL, e=FULL)
-    d = dispatcher(pool)
-    held = Held(d, "r")
-    await settle()
+    d = dispatcher(pool := FakePool(d=FULL, e=FULL))
+    held = await ask(d, "r")
     assert (pool.asked, pool.withdrawn) == (2, [])
     if placed:
-        pool.by_name["e"] = GRANTED
-        pool.notify()
-        await asyncio.wait_for(held.placed.wait(), 60)
+        pool.answer(e=GRANTED)
+        await held.until_placed()
         assert pool.withdrawn == ["r d"]
     else:
-        held.task.cancel()
-        await asyncio.gather(held.task, return_exceptions=True)
+        await held.cancel()
         assert sorted(pool.withdrawn) == ["r d", "r e"]
     held.go.set()
     await asyncio.gather(held.task, return_exceptions=True)
 
 
 async def test_a_place_that_ends_is_news() -> None:
-    pool = FakePool()
-    d = dispatcher(pool)
-    running = Held(d, "running")
-    await running.placed.wait()
+    d = dispatcher(pool := FakePool())
+    running = await place(d, "running")
     pool.answer_all(FULL)
-    waiting = Held(d, "waiting")
-    await settle()
+    waiting = await ask(d, "waiting")
     pool.answer_all(GRANTED)
     await running.end()
-    await asyncio.wait_for(waiting.placed.wait(), 60)
-    await waiting.end()
+    await waiting.finish()
 
 
 async def test_news_that_comes_while_decode_is_asked_is_not_lost() -> None:
@@ -112,41 +108,33 @@ async def test_news_that_comes_while_decode_is_asked_is_not_lost() -> None:
             return answer
 
     d = dispatcher(Changing(d=FULL))
-    held = Held(d, "r")
-    await asyncio.wait_for(held.placed.wait(), 60)
+    held = await place(d, "r")
     await held.end()
 
 
 async def test_a_replay_is_neither_refused_nor_overtaken() -> None:
-    pool = FakePool()
-    d = dispatcher(pool, prefill_limit=1, queue_capacity=1)
-    running = Held(d, "running")
-    await running.placed.wait()
-    waiting = Held(d, "waiting")
-    await settle()
+    d = dispatcher(pool := FakePool(), prefill_limit=1, queue_capacity=1)
+    running = await place(d, "running")
+    waiting = await ask(d, "waiting")
     refused = Held(d, "refused")
     with pytest.raises(Overloaded, match="1 requests are waiting, the limit is 1"):
         await refused.task
-    replay = Held(d, "replay", again=True)
-    await settle()
+    replay = await ask(d, "replay", again=True)
     await running.end()
-    await asyncio.wait_for(replay.placed.wait(), 60)
+    await replay.until_placed()
     assert pool.order == ["running", "replay"]
     await replay.end()
-    await asyncio.wait_for(waiting.placed.wait(), 60)
-    await waiting.end()
+    await waiting.finish()
 
 
 async def test_cancelling_at_any_point_gives_all_back() -> None:
     for turns in range(12):
-        pool = FakePool()
-        d = dispatcher(pool, prefill_limit=1)
+        d = dispatcher(pool := FakePool(), prefill_limit=1)
         cancelled, other = Held(d, "cancelled"), Held(d, "other")
         for _ in range(turns):
             await asyncio.sleep(0)
-        cancelled.task.cancel()
-        await asyncio.gather(cancelled.task, return_exceptions=True)
-        await asyncio.wait_for(other.placed.wait(), 60)
+        await cancelled.cancel()
+        await other.until_placed()
         assert pool.assignments == 1
         await other.end()
         assert pool.assignments == 0
@@ -154,10 +142,8 @@ async def test_cancelling_at_any_point_gives_all_back() -> None:
 
 @pytest.mark.parametrize("had_its_turn", [True, False])
 async def test_a_head_that_is_cancelled_and_has_yet_to_wake_gives_its_turn_to_the_next(had_its_turn: bool) -> None:
-    pool = FakePool()
-    d = dispatcher(pool, prefill_limit=1)
-    running = Held(d, "running")
-    await running.placed.wait()
+    d = dispatcher(pool := FakePool(), prefill_limit=1)
+    running = await place(d, "running")
     waiting, other = Held(d, "waiting"), Held(d, "other")
     await settle()
     if had_its_turn:
@@ -165,42 +151,33 @@ async def test_a_head_that_is_cancelled_and_has_yet_to_wake_gives_its_turn_to_th
     waiting.task.cancel()
     if not had_its_turn:
         d.release(running.place.prefill)
-    await asyncio.wait_for(other.placed.wait(), 60)
+    await other.until_placed()
     await asyncio.gather(running.end(), other.end())
     assert pool.assignments == 0
 
 
 async def test_a_cancelled_probe_leaves_the_queue_able_to_move() -> None:
-    pool = FakePool()
-    d = dispatcher(pool)
-    pool.answer_all(FULL)
+    d = dispatcher(pool := FakePool(d=FULL))
     first, second = Held(d, "first"), Held(d, "second")
     await settle()
     pool.answer_all(GRANTED)
     first.task.cancel()
     pool.notify()
-    await asyncio.wait_for(second.placed.wait(), 60)
-    await second.end()
+    await second.finish()
     assert pool.assignments == 0
 
 
 async def test_requests_that_need_no_decode_do_not_wait_for_decode() -> None:
-    pool = FakePool()
-    d = dispatcher(pool)
-    pool.answer_all(FULL)
-    full = Held(d, "full")
-    await settle()
-    full.task.cancel()
-    await asyncio.gather(full.task, return_exceptions=True)
-    short = Held(d, "short", needs_decode=False)
-    await asyncio.wait_for(short.placed.wait(), 60)
+    d = dispatcher(FakePool(d=FULL))
+    full = await ask(d, "full")
+    await full.cancel()
+    short = await place(d, "short", needs_decode=False)
     assert short.place.decode is None
     await short.end()
 
 
 async def test_without_workers_new_requests_and_accepted_ones_wait_a_while() -> None:
-    pool = FakePool()
-    d = dispatcher(pool, worker_wait_s=0.05)
+    d = dispatcher(pool := FakePool(), worker_wait_s=0.05)
     pool.there = False
     pool.notify()
     for again in (False, True):
@@ -217,8 +194,7 @@ async def test_without_workers_new_requests_and_accepted_ones_wait_a_while() -> 
 
 
 async def test_without_a_worker_wait_new_requests_are_refused_at_once() -> None:
-    pool = FakePool()
-    d = dispatcher(pool, worker_wait_s=0)
+    d = dispatcher(pool := FakePool(), worker_wait_s=0)
     pool.there = False
     with pytest.raises(Unavailable, match=r"no decode worker is there$"):
         await Held(d, "new").task
@@ -236,63 +212,49 @@ async def test_a_decode_worker_that_does_not_answer_is_a_refusal() -> None:
         def close(self, attempt: FakeAttempt) -> None:
             closed.set()
 
-    pool = Silent()
-    d = dispatcher(pool, reserve_timeout_s=0.02)
+    d = dispatcher(pool := Silent(), reserve_timeout_s=0.02)
     held = Held(d, "r")
     await asyncio.wait_for(closed.wait(), 60)
     await settle()
     assert pool.assignments == 0
     pool.notify()
-    await asyncio.wait_for(held.placed.wait(), 60)
-    await held.end()
+    await held.finish()
 
 
 async def test_never_is_told_at_once_and_moves_the_queue() -> None:
-    pool = FakePool()
-    d = dispatcher(pool)
+    d = dispatcher(pool := FakePool())
     pool.answer_all(ReserveResult(False, "needs 9 pages, there are 4", True))
     with pytest.raises(InvalidRequest, match=r"max_tokens: 8 .* 4 of output need .*, --max-model-len\): .* 9 pages"):
         await Held(d, "large").task
     pool.answer_all(GRANTED)
-    small = Held(d, "small")
-    await asyncio.wait_for(small.placed.wait(), 60)
+    small = await place(d, "small")
     await small.end()
 
 
 async def test_closing_ends_all_that_wait() -> None:
-    pool = FakePool()
-    d = dispatcher(pool)
-    pool.answer_all(FULL)
-    held = Held(d, "r")
-    await settle()
+    d = dispatcher(FakePool(d=FULL))
+    held = await ask(d, "r")
     d.close()
     with pytest.raises(Unavailable, match="the router is stopping"):
         await held.task
 
 
 async def test_never_ends_a_request_only_when_every_decode_worker_says_so() -> None:
-    pool = FakePool(small=NEVER, large=FULL)
-    d = dispatcher(pool)
-    held = Held(d, "r")
-    await settle()
+    d = dispatcher(pool := FakePool(small=NEVER, large=FULL))
+    held = await ask(d, "r")
     assert pool.order == ["r large", "r small"] or pool.order == ["r small", "r large"]
-    pool.by_name["large"] = GRANTED
-    pool.notify()
-    await asyncio.wait_for(held.placed.wait(), 60)
+    pool.answer(large=GRANTED)
+    await held.until_placed()
     assert pool.order[2:] == ["r large"], "who can never hold it is not asked again"
     await held.end()
 
 
 async def test_a_replay_that_only_a_lost_worker_could_hold_waits_for_one_like_it() -> None:
-    pool = FakePool(small=NEVER)
-    d = dispatcher(pool, worker_wait_s=5)
-    held = Held(d, "r", again=True)
-    await settle()
+    d = dispatcher(pool := FakePool(small=NEVER), worker_wait_s=5)
+    held = await ask(d, "r", again=True)
     assert not held.task.done()
-    pool.by_name["large"] = GRANTED
-    pool.notify()
-    await asyncio.wait_for(held.placed.wait(), 60)
-    await held.end()
+    pool.answer(large=GRANTED)
+    await held.finish()
     del pool.by_name["large"]
     d = dispatcher(pool, worker_wait_s=0.02)
     other = Held(d, "other", again=True)
@@ -302,13 +264,10 @@ async def test_a_replay_that_only_a_lost_worker_could_hold_waits_for_one_like_it
 
 
 async def test_the_life_goes_with_the_request() -> None:
-    pool = FakePool(d=FULL)
-    d = dispatcher(pool, reserve_timeout_s=2)
-    held = Held(d, "r")
-    await settle()
+    d = dispatcher(pool := FakePool(d=FULL), reserve_timeout_s=2)
+    held = await ask(d, "r")
     assert held.lifecycle.state is State.QUEUED
-    pool.by_name["d"] = GRANTED
-    pool.notify()
+    pool.answer(d=GRANTED)
     await held.placed.wait()
     assert held.lifecycle.state is State.RESERVING
     assert held.lifecycle.deadline == pytest.approx(asyncio.get_running_loop().time() + 2, abs=1)
@@ -316,13 +275,12 @@ async def test_the_life_goes_with_the_request() -> None:
 
 
 async def test_a_tenant_below_its_share_is_not_kept_waiting_by_one_that_has_all_seats() -> None:
-    pool = FakePool()
-    d = dispatcher(pool, prefill_limit=2)
+    d = dispatcher(pool := FakePool(), prefill_limit=2)
     flood = [Held(d, f"flood {i}", tenant="flood") for i in range(4)]
     await settle()
     assert pool.assignments == 2
     other = [Held(d, f"other {i}", tenant="other") for i in range(3)]
-    await asyncio.wait_for(other[0].placed.wait(), 30)
+    await other[0].until_placed()
     await settle()
     # Its share of two seats is one.
     assert pool.order == ["flood 0", "flood 1", "other 0"]
@@ -331,8 +289,7 @@ async def test_a_tenant_below_its_share_is_not_kept_waiting_by_one_that_has_all_
     await settle()
     assert pool.order[3:] == ["flood 2"]
     for held in (other[0], other[1], flood[2], other[2], flood[3]):
-        await asyncio.wait_for(held.placed.wait(), 30)
-        await held.end()
+        await held.finish()
     assert pool.assignments == 0
 
 
@@ -347,12 +304,10 @@ class RoomPool(FakePool):
 
 async def test_a_flood_of_large_contexts_hides_no_small_one_of_another_tenant() -> None:
     asked = dispatcher(RoomPool(), prefill_limit=99, queue_capacity=512)
-    running = Held(asked, "running", tokens=10, tenant="other")
-    await settle()
+    running = await ask(asked, "running", tokens=10, tenant="other")
     large = [Held(asked, f"large{i}", tokens=1000, tenant="flood") for i in range(80)]
     await settle()
-    small = Held(asked, "small", tokens=10, tenant="other")
-    await settle()
+    small = await ask(asked, "small", tokens=10, tenant="other")
     assert small.placed.is_set()
     for request in (running, small, *large):
         request.task.cancel()

@@ -13,12 +13,11 @@ from router.placement.waiter import PlacementRequest
 from router.workers.failures import Breakers, Suspicion
 from router.workers.pool import WorkerPool
 from router.workers.prefill_call import PrefillAssignment
-from tests.unit.router.dispatching import FULL, GRANTED, NEVER, FakePool, Held, dispatcher, settle
+from tests.unit.router.dispatching import FULL, GRANTED, NEVER, FakePool, Held, ask, dispatcher, place, settle
 
 
 async def test_alone_waits_for_an_empty_pair_and_keeps_it_until_its_end() -> None:
-    pool = FakePool(d=GRANTED, e=GRANTED)
-    d = dispatcher(pool)
+    d = dispatcher(pool := FakePool(d=GRANTED, e=GRANTED))
     before = [Held(d, "one"), Held(d, "two")]
     await asyncio.gather(*(held.placed.wait() for held in before))
     for held in before:
@@ -26,27 +25,24 @@ async def test_alone_waits_for_an_empty_pair_and_keeps_it_until_its_end() -> Non
     assert pool.running == {"d": 1, "e": 1} or pool.running == {"d": 2, "e": 0}
     pool.running["e"] = 1
     alone = Held(d, "alone", again=True, alone=Suspicion.PAIR)
-    waiting = Held(d, "waiting")
-    await settle()
+    waiting = await ask(d, "waiting")
     # The only prefill worker is kept too, so that nothing else is placed.
     assert not alone.placed.is_set()
     assert not waiting.placed.is_set()
     pool.running["e"] = 0
     pool.notify()
-    await asyncio.wait_for(alone.placed.wait(), 60)
+    await alone.until_placed()
     await settle()
     assert not waiting.placed.is_set()
     await alone.end()
-    await asyncio.wait_for(waiting.placed.wait(), 60)
+    await waiting.until_placed()
     await asyncio.gather(waiting.end(), *(held.end() for held in before))
     assert pool.assignments == 0
 
 
 async def test_alone_runs_among_others_when_no_worker_empties_in_time_and_others_go_on() -> None:
-    pool = FakePool(d=GRANTED)
-    d = dispatcher(pool, isolation_wait_s=0.05)
-    running = Held(d, "running")
-    await running.placed.wait()
+    d = dispatcher(pool := FakePool(d=GRANTED), isolation_wait_s=0.05)
+    running = await place(d, "running")
     alone, other = Held(d, "alone", again=True, alone=Suspicion.PAIR), Held(d, "other")
     await settle()
     assert not other.placed.is_set()
@@ -57,43 +53,32 @@ async def test_alone_runs_among_others_when_no_worker_empties_in_time_and_others
 
 
 async def test_a_request_no_longer_suspected_stops_waiting_to_run_alone() -> None:
-    pool = FakePool(d=GRANTED)
-    d = dispatcher(pool)
-    running = Held(d, "running")
-    await running.placed.wait()
-    alone = Held(d, "alone", again=True, alone=Suspicion.PAIR)
-    await settle()
+    d = dispatcher(pool := FakePool(d=GRANTED))
+    running = await place(d, "running")
+    alone = await ask(d, "alone", again=True, alone=Suspicion.PAIR)
     assert not alone.placed.is_set()
     alone.suspected = Suspicion.NONE
     pool.notify()
-    await asyncio.wait_for(alone.placed.wait(), 60)
+    await alone.until_placed()
     await asyncio.gather(running.end(), alone.end())
 
 
 async def test_the_wait_for_a_turn_ends_with_the_callers_patience_alone() -> None:
-    pool = FakePool(d=GRANTED)
-    d = dispatcher(pool, isolation_wait_s=0.01)
-    first, second = (
-        Held(d, "first", again=True, alone=Suspicion.PAIR),
-        Held(d, "second", again=True, alone=Suspicion.PAIR),
-    )
-    await asyncio.wait_for(first.placed.wait(), 60)
+    d = dispatcher(FakePool(d=GRANTED), isolation_wait_s=0.01)
+    first, second = (Held(d, name, again=True, alone=Suspicion.PAIR) for name in ("first", "second"))
+    await first.until_placed()
     await asyncio.sleep(0.1)
     assert not second.task.done()
     assert not second.placed.is_set()
-    second.task.cancel()
-    await asyncio.gather(second.task, return_exceptions=True)
+    await second.cancel()
     await first.end()
-    other = Held(d, "other")
-    await asyncio.wait_for(other.placed.wait(), 60)
+    other = await place(d, "other")
     await other.end()
 
 
 async def test_alone_tries_the_next_worker_where_one_can_never_hold_it_and_fails_typed_without_any() -> None:
-    pool = FakePool(a=NEVER, b=GRANTED)
-    d = dispatcher(pool, worker_wait_s=0.05)
-    held = Held(d, "big", again=True, alone=Suspicion.PAIR)
-    await asyncio.wait_for(held.placed.wait(), 60)
+    d = dispatcher(pool := FakePool(a=NEVER, b=GRANTED), worker_wait_s=0.05)
+    held = await place(d, "big", again=True, alone=Suspicion.PAIR)
     assert pool.order == ["big a", "big b"]
     await held.end()
     pool.by_name.clear()
@@ -103,19 +88,16 @@ async def test_alone_tries_the_next_worker_where_one_can_never_hold_it_and_fails
 
 
 async def test_one_request_at_a_time_runs_alone_and_a_refusal_is_no_storm() -> None:
-    pool = FakePool(d=FULL)
-    d = dispatcher(pool)
+    d = dispatcher(pool := FakePool(d=FULL))
     first, second = (Held(d, name, again=True, alone=Suspicion.PAIR) for name in ("first", "second"))
     await settle()
     assert pool.order == ["first d"]
-    pool.by_name["d"] = GRANTED
-    pool.notify()
-    await asyncio.wait_for(first.placed.wait(), 60)
+    pool.answer(d=GRANTED)
+    await first.until_placed()
     await settle()
     assert not second.placed.is_set()
     await first.end()
-    await asyncio.wait_for(second.placed.wait(), 60)
-    await second.end()
+    await second.finish()
     assert pool.order == ["first d", "first d", "second d"]
 
 
@@ -133,33 +115,26 @@ async def test_a_worker_that_was_meanwhile_kept_for_another_is_not_asked(alone: 
 
 
 async def test_alone_does_not_fall_back_on_a_worker_where_others_run() -> None:
-    pool = FakePool(d=FULL, e=GRANTED)
-    d = dispatcher(pool)
-    other = Held(d, "other")
-    await asyncio.wait_for(other.placed.wait(), 60)
+    d = dispatcher(pool := FakePool(d=FULL, e=GRANTED))
+    other = await place(d, "other")
     d.release(other.place.prefill)
-    alone = Held(d, "alone", again=True, alone=Suspicion.PAIR, avoid=("e",))
-    await settle()
+    alone = await ask(d, "alone", again=True, alone=Suspicion.PAIR, avoid=("e",))
     assert pool.order == ["other d", "other e", "alone d"]
     assert not alone.placed.is_set()
-    pool.by_name["d"] = GRANTED
-    pool.notify()
-    await asyncio.wait_for(alone.placed.wait(), 60)
+    pool.answer(d=GRANTED)
+    await alone.until_placed()
     assert alone.place.decode_address == "d"
     await asyncio.gather(alone.end(), other.end())
 
 
 async def test_others_decode_beside_one_that_has_only_its_prefill_worker_for_itself() -> None:
-    pool = FakePool(prefill=("p", "q"), d=GRANTED)
-    d = dispatcher(pool)
-    before = Held(d, "before")
-    await asyncio.wait_for(before.placed.wait(), 60)
+    d = dispatcher(pool := FakePool(prefill=("p", "q"), d=GRANTED))
+    before = await place(d, "before")
     alone, other = Held(d, "alone", again=True, alone=Suspicion.PREFILL), Held(d, "other")
     await asyncio.wait_for(asyncio.gather(alone.placed.wait(), other.placed.wait()), 60)
     assert pool.isolated == {"q"}
     assert not alone.place.isolation.of_pair
-    waiting = Held(d, "waiting", needs_decode=False)
-    await asyncio.wait_for(waiting.placed.wait(), 60)
+    waiting = await place(d, "waiting", needs_decode=False)
     assert pool.seats == {"p": 3, "q": 1}
     await alone.end()
     assert pool.isolated == frozenset()
@@ -168,14 +143,12 @@ async def test_others_decode_beside_one_that_has_only_its_prefill_worker_for_its
 
 
 async def test_a_full_decode_worker_is_kept_until_it_has_pages_for_one_that_must_not_wait_behind_others() -> None:
-    pool = FakePool(prefill=("p", "q"), d=FULL)
-    d = dispatcher(pool)
+    d = dispatcher(pool := FakePool(prefill=("p", "q"), d=FULL))
     alone, other = Held(d, "alone", again=True, alone=Suspicion.PREFILL), Held(d, "other")
     await settle()
     assert pool.isolated == {"p", "d"}
     assert not other.placed.is_set()
-    pool.by_name["d"] = GRANTED
-    pool.notify()
+    pool.answer(d=GRANTED)
     await asyncio.wait_for(asyncio.gather(alone.placed.wait(), other.placed.wait()), 60)
     assert pool.isolated == {"p"}
     assert pool.order[-2:] == ["alone d", "other d"]
@@ -190,33 +163,26 @@ async def test_one_that_gives_up_the_wait_for_its_turn_frees_no_worker_that_is_k
             kept.append(names)
             super().isolate(names)
 
-    pool = Noted(prefill=("p", "q"), d=GRANTED)
-    d = dispatcher(pool)
-    first = Held(d, "first", request="r", again=True, alone=Suspicion.PREFILL)
-    await asyncio.wait_for(first.placed.wait(), 60)
+    d = dispatcher(pool := Noted(prefill=("p", "q"), d=GRANTED))
+    first = await place(d, "first", request="r", again=True, alone=Suspicion.PREFILL)
     pool.by_name["d"] = FULL
     sibling = Held(d, "sibling", request="r", again=True, alone=Suspicion.PREFILL)
     waiting = [Held(d, name, request="s", again=True, alone=Suspicion.PREFILL) for name in ("one", "two")]
     await settle()
     assert pool.isolated == {"p", "d"}
     kept.clear()
-    waiting[0].task.cancel()
-    await asyncio.gather(waiting[0].task, return_exceptions=True)
+    await waiting[0].cancel()
     await settle()
     assert pool.isolated == {"p", "d"}
     assert set(kept) <= {pool.isolated}
-    pool.by_name["d"] = GRANTED
-    pool.notify()
-    await asyncio.wait_for(sibling.placed.wait(), 60)
+    pool.answer(d=GRANTED)
+    await sibling.until_placed()
     await asyncio.gather(first.end(), sibling.end(), waiting[1].end())
 
 
 async def test_a_choice_that_needs_a_decode_worker_for_itself_does_not_take_one_where_others_run() -> None:
-    pool = FakePool(prefill=("p", "q"), d=GRANTED)
-    d = dispatcher(pool, isolation_wait_s=0.05)
-    first = Held(d, "first", request="r", again=True, alone=Suspicion.PREFILL)
-    await asyncio.wait_for(first.placed.wait(), 60)
-    second = Held(d, "second", request="r", again=True, alone=Suspicion.PAIR)
-    await asyncio.wait_for(second.placed.wait(), 60)
+    d = dispatcher(FakePool(prefill=("p", "q"), d=GRANTED), isolation_wait_s=0.05)
+    first = await place(d, "first", request="r", again=True, alone=Suspicion.PREFILL)
+    second = await place(d, "second", request="r", again=True, alone=Suspicion.PAIR)
     assert second.place.isolation is None
     await asyncio.gather(first.end(), second.end())

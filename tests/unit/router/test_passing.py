@@ -7,7 +7,18 @@ import pytest
 
 from baton.request import ReserveResult
 from router.dispatcher import Dispatcher
-from tests.unit.router.dispatching import FULL, GRANTED, NEVER, FakeAttempt, FakePool, Held, dispatcher, settle
+from tests.unit.router.dispatching import (
+    FULL,
+    GRANTED,
+    NEVER,
+    FakeAttempt,
+    FakePool,
+    Held,
+    ask,
+    dispatcher,
+    place,
+    settle,
+)
 
 
 async def end(asked: Dispatcher, *requests: Held) -> None:
@@ -18,10 +29,8 @@ async def end(asked: Dispatcher, *requests: Held) -> None:
 
 
 async def test_a_replay_falls_back_on_what_failed_it_when_the_others_refuse_and_stops_nobody() -> None:
-    workers = FakePool(a=GRANTED, b=FULL)
-    asked = dispatcher(workers, prefill_limit=99)
-    replay = Held(asked, "replay", again=True, avoid=("a",))
-    await settle()
+    asked = dispatcher(workers := FakePool(a=GRANTED, b=FULL), prefill_limit=99)
+    replay = await ask(asked, "replay", again=True, avoid=("a",))
     assert workers.order == ["replay b", "replay a"]
     others = [Held(asked, f"other{i}", tenant=f"t{i}") for i in range(5)]
     await settle()
@@ -30,17 +39,14 @@ async def test_a_replay_falls_back_on_what_failed_it_when_the_others_refuse_and_
 
 
 async def test_a_context_that_only_a_full_worker_can_hold_stops_nobody_who_has_another_one() -> None:
-    workers = FakePool(a=NEVER, b=FULL)
-    asked = dispatcher(workers, prefill_limit=99)
-    large = Held(asked, "large", tokens=1000)
-    await settle()
+    asked = dispatcher(workers := FakePool(a=NEVER, b=FULL), prefill_limit=99)
+    large = await ask(asked, "large", tokens=1000)
     workers.by_name["a"] = GRANTED
     others = [Held(asked, f"other{i}", tenant=f"t{i}") for i in range(5)]
     await settle()
     assert [request.placed.is_set() for request in others] == [True] * 5
     assert not large.placed.is_set()
-    workers.by_name["b"] = GRANTED
-    workers.notify()
+    workers.answer(b=GRANTED)
     await settle()
     assert large.placed.is_set()
     await end(asked, large, *others)
@@ -92,8 +98,7 @@ async def test_a_request_for_one_worker_alone_gets_a_place_there_however_many_ot
 
 
 async def test_of_many_who_can_use_the_same_few_workers_one_asks_per_news() -> None:
-    workers = FakePool(a=NEVER, b=FULL)
-    asked = dispatcher(workers, prefill_limit=99)
+    asked = dispatcher(workers := FakePool(a=NEVER, b=FULL), prefill_limit=99)
     large = [Held(asked, f"large{i}", tokens=LARGE) for i in range(20)]
     await settle()
     # Each has been told once that it does not fit the one worker.
@@ -112,8 +117,7 @@ async def test_a_request_without_a_pair_is_passed_over_while_seats_are_free() ->
     workers = FakePool(("p1", "p2"))
     workers.seats["p2"] = 2
     asked = dispatcher(workers, prefill_limit=2)
-    failed = Held(asked, "failed")
-    await failed.placed.wait()
+    failed = await place(asked, "failed")
     failed.place.breakers.record_fault(failed.place.breakers.pair)
     await failed.end()
     waits = Held(asked, "waits", tenant="t")
@@ -131,8 +135,7 @@ async def test_requests_without_decode_go_on_while_decode_workers_are_gone(befor
     asked = dispatcher(workers)
     decoding = [Held(asked, f"decoding{i}") for i in range(before)]
     await settle()
-    single = Held(asked, "single", needs_decode=False)
-    await settle()
+    single = await ask(asked, "single", needs_decode=False)
     assert single.placed.is_set()
     assert not any(each.placed.is_set() for each in decoding)
     await end(asked, *decoding, single)
@@ -147,13 +150,11 @@ class Choosy(FakePool):
 
 
 async def test_requests_whose_choices_must_wait_stop_nobody_who_has_one_and_ask_once_per_news() -> None:
-    workers = Choosy()
-    asked = dispatcher(workers, prefill_limit=1)
+    asked = dispatcher(workers := Choosy(), prefill_limit=1)
     many = [Held(asked, f"many{i}", choices=64, tokens=100) for i in range(3)]
     await settle()
     assert workers.order == ["many0"]
-    other = Held(asked, "other", tokens=100)
-    await settle()
+    other = await ask(asked, "other", tokens=100)
     assert other.placed.is_set()
     await other.end()
     await settle()
