@@ -4,6 +4,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -29,3 +30,11 @@ def temporary_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)
         yield
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama."""
+    from tests.checkpoints import make_checkpoint  # Most tests need no torch.
+
+    return make_checkpoint("llama", tmp_path_factory.mktemp("llama"))

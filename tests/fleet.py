@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import decode_svc.app
@@ -25,6 +24,8 @@ from baton import AsyncClient
 from baton.config.router import RouterConfig
 from baton.config.worker import DecodeConfig, PrefillConfig
 from baton.engine.contract import Engine
+from baton.rpc.channel import control_channel
+from baton.rpc.tls import Tls
 from tests.certificates import SECRET
 
 __all__ = ["SECRET", "Fleet", "serving"]
@@ -32,8 +33,9 @@ __all__ = ["SECRET", "Fleet", "serving"]
 KV_MEMORY = 64 << 20
 
 
-async def serving(address: str) -> None:
-    async with grpc.aio.insecure_channel(address) as channel:
+async def serving(address: str, tls: Tls | None = None) -> None:
+    """Return when the router at this address serves."""
+    async with control_channel(address, tls) as channel:
         call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         async for answer in call:
             if answer.status == health_pb2.HealthCheckResponse.SERVING:

@@ -45,6 +45,14 @@ class Rig:
         """Reproducible token ids."""
         return [random.Random(f"{seed}/{i}").randrange(self.vocab) for i in range(length)]
 
+    def close(self) -> None:
+        """All engines audit clean, and hold nothing once closed."""
+        for engine in self.made:
+            engine.audit()
+            engine.close()
+            assert engine.audit() == {}
+            assert engine.stats().free == engine.stats().total
+
 
 def ignore(_layer: int) -> None:
     """An `on_layer` that does nothing."""
@@ -109,6 +117,13 @@ def start(engine: Engine, owner: str, wanted: SequenceState, room: int = 40) -> 
 def step(engine: Engine) -> dict[KvHandle, int]:
     """One step: the new token of each sequence."""
     return {handle: infos[0].token_id for handle, infos in found(engine.launch().result())}
+
+
+def advance(engine: Engine, running: Sequence[tuple[KvHandle, list[int]]]) -> None:
+    """One step, whose tokens are added to the outputs of these sequences."""
+    tokens = step(engine)
+    for handle, outputs in running:
+        outputs.append(tokens[handle])
 
 
 def generate(engine: Engine, wanted: SequenceState, count: int) -> list[int]:

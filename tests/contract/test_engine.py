@@ -5,12 +5,14 @@ import struct
 
 import pytest
 
+from baton.engine.core import EngineCore
 from baton.errors import Cancelled, EngineError, InvalidRequest, Overloaded
 from baton.request import SamplingParams, SequenceState
 from tests.contract.engines import (
     GREEDY,
     MIXED,
     Rig,
+    advance,
     chunks,
     compute_between_layers,
     generate,
@@ -25,8 +27,7 @@ from tests.contract.engines import (
 from tests.engine_calls import insert, prefill_chunk
 
 
-def test_on_layer_is_called_in_order_with_final_kv(rig: Rig) -> None:
-    engine = rig.engine()
+def test_on_layer_is_called_in_order_with_final_kv(engine: EngineCore, rig: Rig) -> None:
     prompt = rig.prompt(21)
     handle = engine.reserve("a/1", 21)
     heads = range(engine.spec.kv_format.heads)
@@ -42,8 +43,7 @@ def test_on_layer_is_called_in_order_with_final_kv(rig: Rig) -> None:
         assert parts == [bytes(part.data) for part in engine.read_kv(handle, layer, range(7, 21), heads)]
 
 
-def test_on_layer_is_called_once_more_when_the_prompt_is_scored(rig: Rig) -> None:
-    engine = rig.engine()
+def test_on_layer_is_called_once_more_when_the_prompt_is_scored(engine: EngineCore, rig: Rig) -> None:
     handle, prompt, last = engine.reserve("r/0", 20), rig.prompt(20), engine.spec.kv_format.layers - 1
     calls: list[int] = []
 
@@ -58,8 +58,7 @@ def test_on_layer_is_called_once_more_when_the_prompt_is_scored(rig: Rig) -> Non
     engine.free(handle)
 
 
-def test_an_error_of_on_layer_ends_its_chunk(rig: Rig) -> None:
-    engine = rig.engine()
+def test_an_error_of_on_layer_ends_its_chunk(engine: EngineCore, rig: Rig) -> None:
     prompt = rig.prompt(20)
     expected = generate(engine, state(prompt), 4)
     handle = engine.reserve("a/1", 40)
@@ -81,8 +80,7 @@ def test_chunks_may_be_computed_between_the_layers_of_another(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16])
-def test_chunks_equal_the_whole(rig: Rig, chunk: int) -> None:
-    engine = rig.engine()
+def test_chunks_equal_the_whole(engine: EngineCore, rig: Rig, chunk: int) -> None:
     wanted = state(rig.prompt(45), MIXED[1])
     whole, parts = engine.reserve("whole", 45), engine.reserve("parts", 45)
     assert prefill(engine, whole, wanted) == prefill(engine, parts, wanted, chunk)
@@ -96,8 +94,7 @@ def test_chunks_equal_the_whole(rig: Rig, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1000, 9, 1])
-def test_prompt_logprobs_name_each_known_successor(rig: Rig, chunk: int) -> None:
-    engine = rig.engine()
+def test_prompt_logprobs_name_each_known_successor(engine: EngineCore, rig: Rig, chunk: int) -> None:
     prompt = rig.prompt(23)
     handle = engine.reserve("a/1", 23)
     found = []
@@ -115,8 +112,7 @@ def test_prompt_logprobs_name_each_known_successor(rig: Rig, chunk: int) -> None
         assert info.top[0][1] >= max(info.top[1][1], info.logprob)
 
 
-def test_one_prompt_yields_a_first_token_for_each_choice(rig: Rig) -> None:
-    engine = rig.engine()
+def test_one_prompt_yields_a_first_token_for_each_choice(engine: EngineCore, rig: Rig) -> None:
     prompt = rig.prompt(20)
     params = SamplingParams(seed=11, temperature=1.5, n=4, logprobs=1)
     states = [state(prompt, params, choice=choice) for choice in range(4)]
@@ -128,8 +124,7 @@ def test_one_prompt_yields_a_first_token_for_each_choice(rig: Rig) -> None:
     assert all(info.logprob is not None and len(info.top) == 1 for info in tokens)
 
 
-def test_replay_through_prefill_samples_what_decode_would_have(rig: Rig) -> None:
-    engine = rig.engine()
+def test_replay_through_prefill_samples_what_decode_would_have(engine: EngineCore, rig: Rig) -> None:
     for params in MIXED:
         prompt = rig.prompt(18)
         expected = generate(engine, state(prompt, params), 8)
@@ -170,15 +165,12 @@ def test_element_types_are_converted_on_write(rig: Rig, there: str, here: str) -
         assert whole_kv(source, back, 20) == whole_kv(source, origin, 20)
 
 
-def test_batch_mates_change_no_token(rig: Rig) -> None:
-    engine = rig.engine()
+def test_batch_mates_change_no_token(engine: EngineCore, rig: Rig) -> None:
     wanted = [state(rig.prompt(5 + 9 * i, seed=i), params) for i, params in enumerate(MIXED)]
     expected = [generate(engine, one, 12) for one in wanted]
     running = [start(engine, f"a/{i}", one) for i, one in enumerate(wanted)]
     for _ in range(11):
-        tokens = step(engine)
-        for handle, outputs in running:
-            outputs.append(tokens[handle])
+        advance(engine, running)
     assert [outputs for _, outputs in running] == expected
 
 
@@ -227,8 +219,7 @@ def test_a_sequence_that_changed_rows_takes_in_the_pages_it_gains(rig: Rig) -> N
     assert outputs == expected
 
 
-def test_forks_share_full_pages_and_go_their_own_ways(rig: Rig) -> None:
-    engine = rig.engine()
+def test_forks_share_full_pages_and_go_their_own_ways(engine: EngineCore, rig: Rig) -> None:
     prompt = rig.prompt(37)
     params = SamplingParams(seed=2, temperature=1.5, n=3)
     wanted = [state(prompt, params, choice=choice) for choice in range(3)]
@@ -244,14 +235,11 @@ def test_forks_share_full_pages_and_go_their_own_ways(rig: Rig) -> None:
     engine.free(parent)
     assert engine.stats().used == 2 + 3 * 2
     for _ in range(7):
-        tokens = step(engine)
-        for child, outputs in children:
-            outputs.append(tokens[child])
+        advance(engine, children)
     assert [outputs for _, outputs in children] == expected
 
 
-def test_a_step_needs_room_for_a_token(rig: Rig) -> None:
-    engine = rig.engine()
+def test_a_step_needs_room_for_a_token(engine: EngineCore, rig: Rig) -> None:
     expected = generate(engine, state(rig.prompt(31)), 4)
     handle, outputs = start(engine, "a/1", state(rig.prompt(31)), 0)
     other, _ = start(engine, "b/1", state(rig.prompt(9)))
@@ -279,8 +267,7 @@ def test_sequences_end_at_max_model_len(rig: Rig) -> None:
         insert(engine, full, state(rig.prompt(20), outputs=[1, 2, 3, 4]))
 
 
-def test_token_ids_outside_the_vocabulary_are_named(rig: Rig) -> None:
-    engine = rig.engine()
+def test_token_ids_outside_the_vocabulary_are_named(engine: EngineCore) -> None:
     handle = engine.reserve("a/1", 20)
     for bad in (engine.spec.vocab_size, -1):
         with pytest.raises(InvalidRequest, match=r"token_ids\[2\]"):
@@ -292,8 +279,7 @@ def test_token_ids_outside_the_vocabulary_are_named(rig: Rig) -> None:
             prefill_chunk(engine, handle, [1, 2, bad, 4], 0, 2, on_layer=ignore, prompt_logprobs=0)
 
 
-def test_the_engine_keeps_its_own_output_ids(rig: Rig) -> None:
-    engine = rig.engine()
+def test_the_engine_keeps_its_own_output_ids(engine: EngineCore, rig: Rig) -> None:
     outputs = [5]
     handle = engine.reserve("a/1", 30)
     prompt = rig.prompt(8)

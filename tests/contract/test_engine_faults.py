@@ -89,8 +89,7 @@ def test_the_next_owner_of_its_pages_sees_nothing_of_it(rig: Rig) -> None:
     assert generate(engine, wanted, 10) == generate(rig.engine(), wanted, 10)
 
 
-def test_a_prompt_without_a_token_says_so(rig: Rig) -> None:
-    engine = rig.engine()
+def test_a_prompt_without_a_token_says_so(engine: EngineCore, rig: Rig) -> None:
     wanted = state(rig.prompt(20))
     handle = engine.reserve("bad/1", ROOM)
     prefill_chunk(engine, handle, wanted.prompt_ids, 0, 16, on_layer=ignore)
@@ -101,8 +100,7 @@ def test_a_prompt_without_a_token_says_so(rig: Rig) -> None:
     assert generate(engine, wanted, 4) == generate(rig.engine(), wanted, 4)
 
 
-def test_uncache_removes_only_its_own_prefix(rig: Rig) -> None:
-    engine = rig.engine()
+def test_uncache_removes_only_its_own_prefix(engine: EngineCore) -> None:
     names, others = digests(engine, range(48)), digests(engine, range(100, 148))
     for owner, published in (("a/1", names), ("b/1", others)):
         idle = engine.reserve(owner, 48)

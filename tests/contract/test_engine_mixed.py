@@ -8,12 +8,14 @@ from typing import Any, cast
 import pytest
 
 from baton.engine.contract import ChunkResult, Engine, KvHandle, PassResult, PromptChunk
+from baton.engine.core import EngineCore
 from baton.errors import BatonError, EngineError, NoToken
 from baton.request import SequenceState
 from tests.contract.engines import (
     MIXED,
     ExecutorStub,
     Rig,
+    advance,
     generate,
     ignore,
     prefill,
@@ -68,9 +70,7 @@ def test_chunks_and_a_step_in_one_pass_are_as_each_alone(rig: Rig, ahead: int, o
         for handle, outputs in sequences:
             outputs.append(tokens_of(result)[handle])
     for _ in range(4):
-        tokens = step(engine)
-        for handle, outputs in sequences:
-            outputs.append(tokens[handle])
+        advance(engine, sequences)
     assert [outputs for _, outputs in sequences] == expected
     for each, handle, report in zip(prompts, handles, reports, strict=True):
         found = firsts[handle]
@@ -86,8 +86,7 @@ def test_chunks_and_a_step_in_one_pass_are_as_each_alone(rig: Rig, ahead: int, o
         alone.free(home)
 
 
-def test_a_chunk_that_its_caller_ends_ends_alone(rig: Rig) -> None:
-    engine = rig.engine()
+def test_a_chunk_that_its_caller_ends_ends_alone(engine: EngineCore, rig: Rig) -> None:
     sequences, expected = running(rig, engine)
     stopped, other = (state(rig.prompt(40, seed=seed)) for seed in (41, 42))
     layers = dict[str, list[int]]()
@@ -120,8 +119,7 @@ def test_a_chunk_that_its_caller_ends_ends_alone(rig: Rig) -> None:
     assert [tokens[handle] for handle, _ in sequences] == [each[2] for each in expected]
 
 
-def test_a_chunk_without_a_token_fails_alone(rig: Rig) -> None:
-    engine = rig.engine()
+def test_a_chunk_without_a_token_fails_alone(engine: EngineCore, rig: Rig) -> None:
     sequences, expected = running(rig, engine)
     bad, good = (state(rig.prompt(40, seed=seed)) for seed in (51, 52))
     handles = [engine.reserve(f"{name}/1", 40) for name in ("bad", "good")]
@@ -158,8 +156,7 @@ def test_a_sequence_that_cant_join_leaves_the_chunks_of_its_pass_alone(rig: Rig)
 
 
 @pytest.mark.parametrize("fault", ["freed", "token id", "sampling"])
-def test_a_chunk_that_cant_be_computed_fails_alone(rig: Rig, fault: str) -> None:
-    engine = rig.engine()
+def test_a_chunk_that_cant_be_computed_fails_alone(engine: EngineCore, rig: Rig, fault: str) -> None:
     sequences, expected = running(rig, engine)
     good = state(rig.prompt(40, seed=91))
     handles = [engine.reserve(f"{name}/1", 40) for name in ("bad", "good")]
@@ -181,9 +178,8 @@ def test_a_chunk_that_cant_be_computed_fails_alone(rig: Rig, fault: str) -> None
     assert [tokens_of(result)[handle] for handle, _ in sequences] == [each[1] for each in expected]
 
 
-def test_an_error_of_a_chunk_keeps_nothing_alive(rig: Rig) -> None:
+def test_an_error_of_a_chunk_keeps_nothing_alive(engine: EngineCore, rig: Rig) -> None:
     """The prompt of a chunk that was called off may have a million tokens."""
-    engine = rig.engine()
 
     class Ids(list[int]):
         pass
@@ -228,8 +224,7 @@ def test_a_failed_join_is_reported_although_an_earlier_pass_fails(rig: Rig) -> N
     assert len(told) == len(sequences) + 1
 
 
-def test_no_pass_is_launched_between_the_layers_of_one_with_a_step(rig: Rig) -> None:
-    engine = rig.engine()
+def test_no_pass_is_launched_between_the_layers_of_one_with_a_step(engine: EngineCore, rig: Rig) -> None:
     sequences, expected = running(rig, engine)
     outer, inner = state(rig.prompt(40, seed=71)), engine.reserve("inner/1", 20)
 

@@ -9,14 +9,26 @@ from typing import Any
 import pytest
 
 from baton.engine.contract import Engine, KvHandle
+from baton.engine.core import EngineCore
 from baton.errors import CorruptFrame, EngineError, InvalidRequest, OutOfPages
 from baton.kv.format import PartData
-from tests.contract.engines import MIXED, ExecutorStub, Rig, generate, ignore, prefill, start, state, step, whole_kv
+from tests.contract.engines import (
+    MIXED,
+    ExecutorStub,
+    Rig,
+    advance,
+    generate,
+    ignore,
+    prefill,
+    start,
+    state,
+    step,
+    whole_kv,
+)
 from tests.engine_calls import found, insert, prefill_chunk
 
 
-def test_dead_handles_are_refused(rig: Rig) -> None:
-    engine = rig.engine()
+def test_dead_handles_are_refused(engine: EngineCore, rig: Rig) -> None:
     donor = engine.reserve("donor", 20)
     prompt = rig.prompt(10)
     prefill(engine, donor, state(prompt))
@@ -41,8 +53,7 @@ def test_dead_handles_are_refused(rig: Rig) -> None:
     assert engine.audit() == {"donor": 2}
 
 
-def test_a_handle_is_inserted_once(rig: Rig) -> None:
-    engine = rig.engine()
+def test_a_handle_is_inserted_once(engine: EngineCore, rig: Rig) -> None:
     handle, outputs = start(engine, "a/1", state(rig.prompt(10)))
     again = state(rig.prompt(10), outputs=outputs)
     with pytest.raises(EngineError, match="inserted before"):
@@ -75,14 +86,11 @@ def test_a_launch_that_fails_leaves_the_batch_as_it_was(rig: Rig) -> None:
     assert outputs == expected
 
 
-def test_a_freed_sequence_leaves_at_the_next_step(rig: Rig) -> None:
-    engine = rig.engine()
+def test_a_freed_sequence_leaves_at_the_next_step(engine: EngineCore, rig: Rig) -> None:
     wanted = [state(rig.prompt(10 + i, seed=i), MIXED[i]) for i in range(3)]
     expected = [generate(engine, one, 6) for one in wanted]
     running = [start(engine, f"a/{i}", one) for i, one in enumerate(wanted)]
-    tokens = step(engine)
-    for handle, outputs in running:
-        outputs.append(tokens[handle])
+    advance(engine, running)
     engine.free(running[0][0])
     # Its pages are someone else's before the next step.
     other = engine.reserve("other", 16 * engine.stats().free)
@@ -99,8 +107,7 @@ def test_a_freed_sequence_leaves_at_the_next_step(rig: Rig) -> None:
     assert engine.launch().result().sequences == []
 
 
-def test_a_result_read_late_leaves_out_what_was_freed(rig: Rig) -> None:
-    engine = rig.engine()
+def test_a_result_read_late_leaves_out_what_was_freed(engine: EngineCore, rig: Rig) -> None:
     first, _ = start(engine, "a/1", state(rig.prompt(10)))
     second, _ = start(engine, "b/1", state(rig.prompt(10)))
     pending = engine.launch()
@@ -108,8 +115,7 @@ def test_a_result_read_late_leaves_out_what_was_freed(rig: Rig) -> None:
     assert [handle for handle, _ in found(pending.result())] == [second]
 
 
-def test_free_in_the_midst_of_a_step_waits_for_it(rig: Rig) -> None:
-    engine = rig.engine()
+def test_free_in_the_midst_of_a_step_waits_for_it(engine: EngineCore, rig: Rig) -> None:
     handle, _ = start(engine, "a/1", state(rig.prompt(10)))
     other, _ = start(engine, "b/1", state(rig.prompt(10)))
     seen = []
@@ -156,8 +162,7 @@ class GatedMemory:
 
 
 @pytest.mark.parametrize("kind", ["read", "write", "read blocks", "write blocks"])
-def test_free_while_a_copy_is_in_flight_returns_pages_after_it(rig: Rig, kind: str) -> None:
-    engine = rig.engine()
+def test_free_while_a_copy_is_in_flight_returns_pages_after_it(engine: EngineCore, rig: Rig, kind: str) -> None:
     handle = engine.reserve("a/1", 40)
     prefill(engine, handle, state(rig.prompt(40)))
     parts, blocks = engine.read_kv(handle, 1, range(40), range(1)), engine.read_blocks(handle, 0, 2)
@@ -187,8 +192,7 @@ def test_free_while_a_copy_is_in_flight_returns_pages_after_it(rig: Rig, kind: s
     assert engine.audit() == {}
 
 
-def test_ranges_that_are_not_there_are_refused(rig: Rig) -> None:
-    engine = rig.engine()
+def test_ranges_that_are_not_there_are_refused(engine: EngineCore) -> None:
     handle = engine.reserve("a/1", 20)
     kv_format = engine.spec.kv_format
     heads = range(kv_format.heads)
@@ -260,9 +264,7 @@ def test_threads_may_copy_and_free_while_steps_run(rig: Rig) -> None:
         transfers = [threads.submit(transfer, worker) for worker in range(2)]
         try:
             while len(running[0][1]) < 16:
-                tokens = step(engine)
-                for handle, outputs in running:
-                    outputs.append(tokens[handle])
+                advance(engine, running)
                 engine.audit()
         finally:
             stop.set()

@@ -33,11 +33,6 @@ PAGE, LAYERS, HEADS, KV_HEADS, DIM = 16, 2, 4, 2, 64
 Make = Callable[..., EngineCore]
 
 
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("qwen2", tmp_path_factory.mktemp("qwen2"))
-
-
 @pytest.fixture
 def make(checkpoint: Path) -> Iterator[Make]:
     """Makes engines, and closes them."""

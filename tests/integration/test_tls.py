@@ -23,33 +23,16 @@ from baton.rpc.channel import control_channel, kv_channel
 from baton.rpc.tls import Tls
 from baton.transfer.tickets import TicketSigner
 from tests.certificates import copied, fleet, router, settings, tls, worker
-from tests.checkpoints import make_checkpoint
 from tests.decoding import LoggingEngine
-from tests.fleet import SECRET, Fleet
+from tests.fleet import SECRET, Fleet, serving
 
 PROMPT = [5, 6, 7] * 20
 WAIT_S = 60.0
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("llama", tmp_path_factory.mktemp("checkpoint"))
-
-
 def engine(**changes: Any) -> FakeEngine:
     return FakeEngine(vocab_size=256, **changes)
-
-
-async def until_serving(app: Any, channel: grpc.aio.Channel) -> None:
-    """Return when the router at the other end of `channel` serves; closes the channel."""
-    async with asyncio.timeout(WAIT_S), channel:
-        call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
-        async for answer in call:
-            if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                call.cancel()
-                return
-    pytest.fail(app.pool.describe_missing())
 
 
 async def until_missing(app: Any, words: str) -> str:
@@ -79,7 +62,7 @@ async def test_a_request_from_end_to_end(checkpoint: Path, tmp_path: Path) -> No
         prefill = await running.prefill(engine=engine(), fleet_secret=SECRET, **worker(directory, "prefill"))
         decode = await running.decode(engine=engine(), **worker(directory, "decode-1"))
         app = await running.start_router([prefill], [decode], **router(directory), api_keys=str(api_keys))
-        await until_serving(app, control_channel(app.address, tls("admin")))
+        await asyncio.wait_for(serving(app.address, tls("admin")), WAIT_S)
         assert {identity.principal for identity in app.pool.identities} == {
             "baton://prefill/prefill",
             "baton://decode/decode-1",
@@ -160,7 +143,7 @@ async def test_certificates_are_replaced_under_a_running_stream(checkpoint: Path
         prefill = await first.enter_async_context(prefill_worker(checkpoint, files))
         decode = await running.decode(engine=slow, **worker(files, "decode"))
         app = await running.start_router([prefill], [decode], **router(files))
-        await until_serving(app, control_channel(app.address, admin))
+        await asyncio.wait_for(serving(app.address, admin), WAIT_S)
         client = await restarted.enter_async_context(AsyncClient(app.address, ca=old / "ca.crt"))
         stream = client.generate(PROMPT, max_tokens=40, **GREEDY)
         got = [token.token_id for _ in range(2) for token in (await anext(stream)).tokens]
@@ -193,7 +176,7 @@ async def test_certificates_are_replaced_under_a_running_stream(checkpoint: Path
         await first.aclose()
         await until_missing(app, f"prefill worker {address}: ")
         await restarted.enter_async_context(prefill_worker(checkpoint, files, control=address))
-        await until_serving(app, control_channel(app.address, admin))
+        await asyncio.wait_for(serving(app.address, admin), WAIT_S)
         last = await new_client.complete(PROMPT, max_tokens=40, timeout=WAIT_S, **GREEDY)
         assert last.token_ids == expected
 

@@ -17,7 +17,7 @@ from baton.rpc.server import listen
 from baton.telemetry.metrics import REUSED_TOKENS, TRANSFER_BYTES
 from baton.transfer.transport import SERVICE, KvServicer
 from decode_svc.app import run
-from tests.checkpoints import make_checkpoint, prompt_ids
+from tests.checkpoints import prompt_ids
 from tests.decode_rig import Exporter, Rig, SessionRouter
 from tests.decoding import digests
 from tests.metrics import count
@@ -26,11 +26,6 @@ BLOCK = 16
 MEMORY = 16 << 20
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, seed=7, max_tokens=20, ignore_eos=True, n=3)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("llama", tmp_path_factory.mktemp("llama"))
 
 
 @contextlib.asynccontextmanager

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,12 +13,10 @@ from baton.engine.contract import EngineSpec
 from baton.engine.core import EngineCore
 from baton.engine.cuda_graphs import padded
 from baton.engine.executor import InProcessExecutor
-from baton.engine.load import LoadedModel, load_model
+from baton.engine.load import LoadedModel
 from baton.engine.model_runner import ModelRunner
-from baton.kv.format import KvFormat, KvPart
 from baton.model import decoder
 from baton.model.attention.flash_backend import FlashKernels
-from tests.checkpoints import make_checkpoint
 from tests.contract.engines import MIXED, generate, start, state
 from tests.engine_calls import found
 from tests.unit.engine.cuda_standin import FLASH, Cuda, cuda
@@ -29,30 +28,12 @@ WANTED = [state(prompt, params) for prompt, params in zip(PROMPTS, MIXED, strict
 Make = Callable[[], EngineCore]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    # Its matrices are tiny.
-    torch.set_num_threads(1)
-    return load_model(make_checkpoint("qwen2", tmp_path_factory.mktemp("qwen2")), dtype=torch.float32)
-
-
 @pytest.fixture
-def make(model: LoadedModel, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Make:
+def make(model: LoadedModel, spec: EngineSpec, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Make:
     """Engines with graphs and a step ahead."""
     for module in (model_runner, decoder):
         monkeypatch.setattr(module, "select", lambda *_: FLASH)
-    parts = tuple(KvPart(name, "float32", (model.config.num_kv_heads, model.config.head_dim)) for name in ("k", "v"))
-    spec = EngineSpec(
-        fingerprint="",
-        kv_format=KvFormat(parts, model.config.num_layers, 16),
-        vocab_size=model.config.vocab_size,
-        max_model_len=256,
-        eos_token_ids=frozenset(),
-        page_size=16,
-        pages=60,
-        slots=6,
-        steps_ahead=1,
-    )
+    spec = replace(spec, steps_ahead=1)
     return lambda: EngineCore(spec, InProcessExecutor(ModelRunner(model, model.new_kv_cache(61, 16), spec)))
 
 

@@ -16,6 +16,11 @@ from tests.contract.engines import chunks, generate, ignore, move, prefill, star
 from tests.engine_calls import found, insert, prefill_chunk
 
 
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
 def test_tokens_by_hand() -> None:
     """The docstring's example: 5 + 14 + 1, then 5 + 14 + 60 + 2, then 5 + 14 + 60 + 324 + 2."""
     assert generate(FakeEngine(), state([5, 7]), 3) == [20, 81, 405]
@@ -30,8 +35,7 @@ def test_long_outputs_equal_the_formula_modulo_the_vocabulary() -> None:
     assert generate(FakeEngine(vocab_size=300), state(prompt), 60) == expected_tokens(prompt, 60, vocab_size=300)
 
 
-def test_log_probabilities_tell_prefill_from_decode() -> None:
-    engine = FakeEngine()
+def test_log_probabilities_tell_prefill_from_decode(engine: FakeEngine) -> None:
     handle = engine.reserve("a/1", 20)
     params = SamplingParams(temperature=0.0, logprobs=2)
     result = prefill_chunk(
@@ -91,8 +95,7 @@ def _decode_after(
     return [step(target)[home], step(target)[home]]
 
 
-def test_every_lost_frame_changes_every_token() -> None:
-    engine = FakeEngine()
+def test_every_lost_frame_changes_every_token(engine: FakeEngine) -> None:
     prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
     right = expected_tokens(prompt, 3)[1:]
     assert _decode_after(engine, prompt, lambda *_: None) == right
@@ -112,8 +115,7 @@ def test_every_lost_frame_changes_every_token() -> None:
 
 
 @pytest.mark.parametrize("misplaced", [{"token": 1}, {"token": 2}, {"layer": 1}, {"head": 1}, {"parts": 1}])
-def test_misplaced_frames_change_the_token(misplaced: dict[str, int]) -> None:
-    engine = FakeEngine()
+def test_misplaced_frames_change_the_token(engine: FakeEngine, misplaced: dict[str, int]) -> None:
     prompt = [8] * 12
     right = expected_tokens(prompt, 2)[1:]
 
@@ -126,8 +128,7 @@ def test_misplaced_frames_change_the_token(misplaced: dict[str, int]) -> None:
     assert _decode_after(engine, prompt, spoil)[0] != right[0]
 
 
-def test_a_late_write_into_a_running_sequence_is_seen() -> None:
-    engine = FakeEngine()
+def test_a_late_write_into_a_running_sequence_is_seen(engine: FakeEngine) -> None:
     prompt = list(range(20))
     handle, outputs = start(engine, "a/1", state(prompt))
     outputs.append(step(engine)[handle])
@@ -137,8 +138,7 @@ def test_a_late_write_into_a_running_sequence_is_seen() -> None:
     assert step(engine)[handle] != expected_tokens(prompt, 3)[-1]
 
 
-def test_prefill_sees_a_spoiled_prefix() -> None:
-    engine = FakeEngine()
+def test_prefill_sees_a_spoiled_prefix(engine: FakeEngine) -> None:
     prompt = list(range(40))
     handle = engine.reserve("a/1", 40)
     prefill_chunk(engine, handle, prompt, 0, 32, on_layer=ignore)
@@ -159,7 +159,6 @@ def test_a_vocabulary_must_fit_the_digits() -> None:
         FakeEngine(vocab_size=251**2 + 1)
 
 
-def test_an_unseeded_sequence_state_counts_as_seed_zero() -> None:
-    engine = FakeEngine()
+def test_an_unseeded_sequence_state_counts_as_seed_zero(engine: FakeEngine) -> None:
     wanted = SequenceState(SamplingParams(), [1, 2], [], 3)
     assert generate(engine, wanted, 1) == [1 + 4 + 1 + 3]

@@ -9,42 +9,18 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from baton.engine.contract import EngineSpec
 from baton.engine.core import EngineCore
 from baton.engine.executor import InProcessExecutor
-from baton.engine.load import LoadedModel, load_model
+from baton.engine.load import LoadedModel
 from baton.engine.model_runner import ModelRunner
 from baton.engine.plan import ForwardPlan, Growth, Join, PlanResult, PromptInput, Row
 from baton.errors import EngineError
-from baton.kv.format import KvFormat, KvPart
 from baton.model.attention.segments import Segment, SegmentViews
 from baton.request import SequenceState
-from tests.checkpoints import make_checkpoint
 from tests.contract.engines import MIXED, ExecutorStub, start, state
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    torch.set_num_threads(1)
-    return load_model(make_checkpoint("qwen2", tmp_path_factory.mktemp("qwen2")), dtype=torch.float32)
-
-
-@pytest.fixture
-def spec(model: LoadedModel) -> EngineSpec:
-    parts = tuple(KvPart(name, "float32", (model.config.num_kv_heads, model.config.head_dim)) for name in ("k", "v"))
-    return EngineSpec(
-        fingerprint="",
-        kv_format=KvFormat(parts, model.config.num_layers, 16),
-        vocab_size=model.config.vocab_size,
-        max_model_len=256,
-        eos_token_ids=frozenset(),
-        page_size=16,
-        pages=60,
-        slots=6,
-    )
 
 
 @pytest.fixture

@@ -19,18 +19,13 @@ from baton.errors import ConfigError, EngineError
 from baton.model.attention import KvCache, SegmentRing
 from baton.model.zeros import RegistrationError
 from baton.request import SamplingParams
-from tests.checkpoints import lively_prompt, load_reference, make_checkpoint
-from tests.contract.engines import MIXED, compute_between_layers, generate, ignore, prefill, start, state, step
+from tests.checkpoints import lively_prompt, load_reference
+from tests.contract.engines import MIXED, advance, compute_between_layers, generate, ignore, prefill, start, state, step
 from tests.engine_calls import prefill_chunk
 from tests.kernels import KERNELS
 from tests.unit.engine.cuda_standin import Cuda, cuda
 
 __all__ = ["cuda"]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("llama", tmp_path_factory.mktemp("llama"))
 
 
 def engine_of(checkpoint: Path, **fields: Any) -> EngineCore:
@@ -192,9 +187,7 @@ def test_a_step_failed_between_layers_runs_again(checkpoint: Path, layer: int, m
             for _ in range(turn % 3):
                 with pytest.raises(EngineError, match="out of memory"):
                     engine.launch()
-        tokens = step(engine)
-        for handle, outputs in running:
-            outputs.append(tokens[handle])
+        advance(engine, running)
     assert [outputs for _, outputs in running] == [expected[0], expected[1], expected[2][:6]]
 
 
