@@ -31,11 +31,6 @@ async def ask(face: str, address: str, use: Callable[[Any], Any]) -> Any:
         return await use(client)
 
 
-@pytest.fixture
-async def router() -> Router:
-    return Router()
-
-
 @pytest.mark.parametrize("face", ["async", "sync"])
 async def test_complete_returns_texts_tokens_and_log_probabilities(router: Router, face: str) -> None:
     arguments: dict[str, Any] = {"max_tokens": 4, "temperature": 0.0, "stop": "b", "logit_bias": {7: 1.0}, "n": 2}

@@ -99,22 +99,19 @@ async def test_a_long_prompt_has_a_progress_bar_until_its_output_comes(monkeypat
 
 
 @pytest.mark.parametrize("flag", ["--json", "--quiet"])
-async def test_no_bar_where_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
-    router = Router()
+async def test_no_bar_where_it_is_not_wanted(router: Router, monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
     shown = await on_terminal(monkeypatch, router, flag)
     assert "\x1b" not in shown
     assert shown.endswith("the end")
     assert not router.seen[0].report_progress
 
 
-async def test_a_short_prompt_has_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    router = Router()
+async def test_a_short_prompt_has_no_bar(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "1,000,000" not in await on_terminal(monkeypatch, router, after_s=600)
     assert router.seen[0].report_progress
 
 
-async def test_no_bar_without_a_terminal() -> None:
-    router = Router()
+async def test_no_bar_without_a_terminal(router: Router) -> None:
     router.progress = PROGRESS
     result = await generate(router, "hello")
     assert "1,000,000" not in result.stderr
@@ -127,8 +124,7 @@ def test_each_parameter_has_a_field_of_the_message_a_keyword_of_the_client_and_a
     assert names <= {param.name for param in main.commands["generate"].params}
 
 
-async def test_every_flag_reaches_the_request() -> None:
-    router = Router()
+async def test_every_flag_reaches_the_request(router: Router) -> None:
     flags = (
         "--max-tokens=5 --min-tokens=2 --temperature=0.5 --top-p=0.5 --top-k=3 --min-p=0.25 --repetition-penalty=1.5"
         " --presence-penalty=-1 --frequency-penalty=2 --logit-bias 5 -100 --logit-bias 7 2.5 --seed=7 --stop=x --stop=y"
@@ -146,8 +142,7 @@ async def test_every_flag_reaches_the_request() -> None:
     assert sampling_from_proto(request.sampling) == replace(wanted, include_stop_in_output=True)
 
 
-async def test_the_other_forms_of_a_prompt(tmp_path: Path) -> None:
-    router = Router()
+async def test_the_other_forms_of_a_prompt(router: Router, tmp_path: Path) -> None:
     text, chat = tmp_path / "prompt.txt", tmp_path / "chat.json"
     text.write_text("héllo\n", encoding="utf-8")
     chat.write_text(json.dumps([{"role": "user", "content": "hi"}]))
@@ -158,8 +153,7 @@ async def test_the_other_forms_of_a_prompt(tmp_path: Path) -> None:
     assert list(router.seen[2].token_ids.ids) == [1, 2, 3]
 
 
-async def test_a_refusal_is_shown_with_its_status() -> None:
-    router = Router()
+async def test_a_refusal_is_shown_with_its_status(router: Router) -> None:
     router.error = Overloaded("the queue holds 64 of 64")
     result = await generate(router, "hello")
     assert result.exit_code == 75
@@ -179,8 +173,7 @@ async def test_a_refusal_is_shown_with_its_status() -> None:
         (EngineError("NaN"), 1),
     ],
 )
-async def test_scripts_can_tell_failures_apart(error: Exception, status: int) -> None:
-    router = Router()
+async def test_scripts_can_tell_failures_apart(router: Router, error: Exception, status: int) -> None:
     router.error = error
     result = await generate(router, "hello")
     assert result.exit_code == status
@@ -235,8 +228,7 @@ def test_ctrl_c_while_modules_load_ends_quietly() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-async def test_ctrl_c_cancels_and_exits_130() -> None:
-    router = Router()
+async def test_ctrl_c_cancels_and_exits_130(router: Router) -> None:
     router.hang = True
     async with served(router) as listener:
         command = ["-m", "baton", "generate", "--target", listener.address, "hello"]

@@ -101,8 +101,7 @@ def test_a_request_that_an_empty_pool_could_not_hold_is_refused_however_little_i
 
 
 def test_a_reservation_takes_all_its_pages_or_none() -> None:
-    fake = engine()
-    attempts = of(fake)
+    attempts = of(fake := engine())
     take_pages(attempts, 1, Reserve(KEY, 10, 26, 1), 0.0)
     with pytest.raises(OutOfPages, match=r"needs 8 pages, 7 of 16 are free"):
         take_pages(attempts, 1, Reserve(AttemptKey("other", 0), 9, 19, 2), 0.0)
@@ -111,8 +110,7 @@ def test_a_reservation_takes_all_its_pages_or_none() -> None:
 
 
 def test_a_live_name_is_not_given_twice_but_each_session_has_its_own() -> None:
-    fake = engine()
-    attempts = of(fake)
+    attempts = of(fake := engine())
     first = take_pages(attempts, 1, Reserve(KEY, 4, 4, 1), 0.0)
     with pytest.raises(InvalidRequest, match=r"reserve\.key: attempt r/0 is reserved already"):
         take_pages(attempts, 1, Reserve(KEY, 4, 4, 1), 0.0)
@@ -123,8 +121,7 @@ def test_a_live_name_is_not_given_twice_but_each_session_has_its_own() -> None:
 
 
 def test_further_choices_take_their_pages_one_by_one_and_the_last_takes_the_context_over() -> None:
-    fake = engine(pages=9)
-    attempts = of(fake)
+    attempts = of(fake := engine(pages=9))
     attempt = take_pages(attempts, 1, Reserve(KEY, 6, 6, 4), 0.0)
     assert fake.audit() == {"r/0": 3, "r/0/spare": 1}
     attempts.start(attempt, 0.0)
@@ -159,8 +156,7 @@ def test_further_choices_take_their_pages_one_by_one_and_the_last_takes_the_cont
 
 
 def test_a_fork_without_pages_changes_nothing_and_its_attempt_keeps_its_turn() -> None:
-    fake = engine(pages=5)
-    attempts = of(fake)
+    attempts = of(fake := engine(pages=5))
     attempt = started(attempts, Reserve(KEY, 6, 6, 3))
     ready = prefill([1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=6, seed=1, n=3), choices=range(3)).handoff
     attempts.commit(attempt, ready, 0.0, 0.0)
@@ -186,8 +182,7 @@ def test_the_oldest_attempt_and_the_one_with_the_fewest_pending_choices_lead_alt
 
 
 def test_a_pending_choice_that_is_cancelled_never_runs_and_the_last_gives_the_context_back() -> None:
-    fake = engine()
-    attempts = of(fake)
+    attempts = of(fake := engine())
     attempt = started(attempts, Reserve(KEY, 5, 4, 3))
     ready = prefill([1, 2, 3, 4, 5], SamplingParams(max_tokens=4, seed=1, n=3), choices=range(3)).handoff
     first = attempts.commit(attempt, ready, 0.0, 0.0)
@@ -204,8 +199,7 @@ def test_a_pending_choice_that_is_cancelled_never_runs_and_the_last_gives_the_co
 
 
 def test_choices_that_ended_with_their_first_token_or_were_cancelled_are_not_decoded() -> None:
-    fake = engine()
-    attempts = of(fake)
+    attempts = of(fake := engine())
     attempt = started(attempts, Reserve(KEY, 5, 4, 4))
     assert attempts.cancel_choice(attempt, 3, 0.0) == []
     ready = prefill([1, 2, 3, 4, 5], SamplingParams(max_tokens=4, seed=1, n=4), choices=range(4)).handoff
@@ -221,8 +215,7 @@ def test_choices_that_ended_with_their_first_token_or_were_cancelled_are_not_dec
 
 
 def test_with_no_choice_left_nothing_is_decoded_and_the_end_frees_all() -> None:
-    fake = engine()
-    attempts = of(fake)
+    attempts = of(fake := engine())
     attempt = started(attempts, Reserve(KEY, 5, 4, 1))
     first = replace(prefill([1, 2, 3, 4, 5]).handoff.first_tokens[0], finish=FinishReason.STOP)
     assert committed(attempts, attempt, first_tokens=(first,)) == 0
@@ -245,8 +238,7 @@ def test_with_no_choice_left_nothing_is_decoded_and_the_end_frees_all() -> None:
     ],
 )
 def test_a_handoff_of_another_shape_is_refused(change: dict[str, object], error: type[BatonError], words: str) -> None:
-    fake = engine()
-    attempts = of(fake)
+    attempts = of(fake := engine())
     attempt = started(attempts, Reserve(KEY, 5, 4, 1))
     with pytest.raises(error, match=words):
         committed(attempts, attempt, **change)
@@ -284,8 +276,7 @@ def test_every_state_has_the_deadline_of_the_request_or_its_own_if_that_comes_fi
 
 
 def test_an_attempt_is_where_the_foremost_of_its_choices_is() -> None:
-    fake = engine()
-    attempts = of(fake)
+    attempts = of(fake := engine())
     attempt = started(attempts, Reserve(KEY, 5, 4, 3))
     ready = prefill([1, 2, 3, 4, 5], SamplingParams(max_tokens=4, seed=1, n=3), choices=range(3))
     one, two, three = (each.id for each in forked(attempts, attempt, ready.handoff))
@@ -305,8 +296,7 @@ def test_an_attempt_is_where_the_foremost_of_its_choices_is() -> None:
 
 
 def test_the_context_takes_over_its_spare_though_others_wait_for_every_page() -> None:
-    fake = engine(pages=9)
-    attempts = of(fake)
+    attempts = of(fake := engine(pages=9))
     attempt = started(attempts, Reserve(KEY, 6, 6, 4))
     ready = prefill([1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=6, seed=1, n=4), choices=range(4))
     # A page that is returned for a moment would be taken by others.
@@ -317,8 +307,7 @@ def test_the_context_takes_over_its_spare_though_others_wait_for_every_page() ->
 
 
 def test_the_ledger_names_every_handle_and_where_its_bytes_are() -> None:
-    fake = engine()
-    attempts = of(fake, 1)
+    attempts = of(fake := engine(), 1)
     waiting = take_pages(attempts, 1, Reserve(AttemptKey("w", 0), 9, 30, 2, deadline_s=50.0), 10.0)
     running = take_pages(attempts, 1, Reserve(KEY, 5, 4, 1), 10.0)
     attempts.start(running, 11.0)

@@ -71,8 +71,12 @@ class Worker:
         check_pool(self.engine, [([*PROMPT, *alone(PROMPT, greedy(30))], SALT)])
 
 
-def test_blocks_brought_by_a_commit_are_pinned_by_the_next_while_it_runs() -> None:
-    worker = Worker()
+@pytest.fixture
+def worker() -> Worker:
+    return Worker()
+
+
+def test_blocks_brought_by_a_commit_are_pinned_by_the_next_while_it_runs(worker: Worker) -> None:
     first = worker.reserve("a")
     assert first.handle.cached_tokens == 0
     (sequence,) = worker.commit(first)
@@ -87,8 +91,7 @@ def test_blocks_brought_by_a_commit_are_pinned_by_the_next_while_it_runs() -> No
     worker.check()
 
 
-def test_the_end_leaves_what_is_final_and_the_next_turn_finds_its_answer() -> None:
-    worker = Worker()
+def test_the_end_leaves_what_is_final_and_the_next_turn_finds_its_answer(worker: Worker) -> None:
     attempt = worker.reserve("a")
     (sequence,) = worker.commit(attempt)
     worker.run(sequence, 7)
@@ -167,8 +170,7 @@ def test_a_router_that_named_other_blocks_fails_the_attempt_and_publishes_nothin
     worker.check()
 
 
-def test_the_salt_of_another_tenant_finds_nothing_and_fails_where_it_is_pinned() -> None:
-    worker = Worker()
+def test_the_salt_of_another_tenant_finds_nothing_and_fails_where_it_is_pinned(worker: Worker) -> None:
     first = worker.reserve("a")
     worker.commit(first)
     names = b"".join(digests(worker.engine, PROMPT, b"other"))
@@ -184,8 +186,7 @@ def test_the_salt_of_another_tenant_finds_nothing_and_fails_where_it_is_pinned()
     ("policy", "first", "second"),
     [(CachePolicy.READ_WRITE, 8, 8), (CachePolicy.WRITE, 8, 0), (CachePolicy.READ, 0, 0), (CachePolicy.OFF, 0, 0)],
 )
-def test_a_policy_says_who_reads_and_who_writes(policy: CachePolicy, first: int, second: int) -> None:
-    worker = Worker()
+def test_a_policy_says_who_reads_and_who_writes(worker: Worker, policy: CachePolicy, first: int, second: int) -> None:
     attempt = worker.reserve("a", cache=policy)
     (sequence,) = worker.commit(attempt)
     assert worker.held(PROMPT) == first
@@ -195,8 +196,7 @@ def test_a_policy_says_who_reads_and_who_writes(policy: CachePolicy, first: int,
     assert bool(worker.published) is policy.writes
 
 
-def test_after_a_fault_of_the_engine_an_end_leaves_nothing_more() -> None:
-    worker = Worker()
+def test_after_a_fault_of_the_engine_an_end_leaves_nothing_more(worker: Worker) -> None:
     attempt = worker.reserve("a")
     (sequence,) = worker.commit(attempt)
     worker.run(sequence, 7)
@@ -206,8 +206,7 @@ def test_after_a_fault_of_the_engine_an_end_leaves_nothing_more() -> None:
     worker.check()
 
 
-def test_a_replay_finds_prompt_and_outputs() -> None:
-    worker = Worker()
+def test_a_replay_finds_prompt_and_outputs(worker: Worker) -> None:
     attempt = worker.reserve("a")
     (sequence,) = worker.commit(attempt)
     worker.run(sequence, 5)
@@ -235,16 +234,14 @@ def test_a_replay_finds_prompt_and_outputs() -> None:
         ({"cache_salt": b"x" * 65}, "cache_salt: must have at most 64 bytes, got 65"),
     ],
 )
-def test_malformed_names_are_refused_by_name(change: dict[str, Any], words: str) -> None:
-    worker = Worker()
+def test_malformed_names_are_refused_by_name(worker: Worker, change: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         worker.reserve("a", **change)
     worker.check()
 
 
-def test_a_handle_of_another_life_is_left_alone() -> None:
+def test_a_handle_of_another_life_is_left_alone(worker: Worker) -> None:
     """The engine thread has published all that it has freed."""
-    worker = Worker()
     attempt = worker.reserve("a")
     (sequence,) = worker.commit(attempt)
     handle: KvHandle = sequence.handle

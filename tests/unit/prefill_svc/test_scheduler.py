@@ -28,8 +28,12 @@ def allocate(
     return allocated
 
 
-def test_a_short_prompt_overtakes_at_the_chunk_boundary() -> None:
-    s = scheduler()
+@pytest.fixture
+def s() -> PrefillScheduler:
+    return scheduler()
+
+
+def test_a_short_prompt_overtakes_at_the_chunk_boundary(s: PrefillScheduler) -> None:
     long = admit_ready(s, 1_000)
     assert s.next_chunk() == (long, 100)
     s.finish_chunk(long, 100, 0.1)
@@ -40,8 +44,7 @@ def test_a_short_prompt_overtakes_at_the_chunk_boundary() -> None:
     assert s.next_chunk() == (long, 200)
 
 
-def test_only_the_last_chunk_of_a_shorter_prompt_whose_turn_it_is_preempts_one() -> None:
-    s = scheduler()
+def test_only_the_last_chunk_of_a_shorter_prompt_whose_turn_it_is_preempts_one(s: PrefillScheduler) -> None:
     long = admit_ready(s, 1_000)
     s.start_chunk(long)
     assert s.next_chunk(long) is None
@@ -76,15 +79,13 @@ def test_only_the_last_chunk_of_a_shorter_prompt_whose_turn_it_is_preempts_one()
     s.remove(greedy)
 
 
-def test_remaining_counts_not_length() -> None:
-    s = scheduler()
+def test_remaining_counts_not_length(s: PrefillScheduler) -> None:
     cached = admit_ready(s, 1_000, done=960)
     admit_ready(s, 50)
     assert s.next_chunk() == (cached, 1_000)
 
 
-def test_equals_go_in_order_of_arrival() -> None:
-    s = scheduler()
+def test_equals_go_in_order_of_arrival(s: PrefillScheduler) -> None:
     entries = [admit_ready(s, 50) for _ in range(3)]
     for prompt in entries:
         assert s.next_chunk() == (prompt, 50)
@@ -92,9 +93,8 @@ def test_equals_go_in_order_of_arrival() -> None:
 
 
 @pytest.mark.parametrize("aborted", [False, True])
-def test_a_long_prompt_is_held_up_by_at_most_about_ten_times_its_time(aborted: bool) -> None:
+def test_a_long_prompt_is_held_up_by_at_most_about_ten_times_its_time(s: PrefillScheduler, aborted: bool) -> None:
     """Also by prompts that are cancelled in their first chunk."""
-    s = scheduler()
     long, now, rate = admit_ready(s, 1_000), 0.0, 1_000.0
     while long.remaining:
         assert now < 13 * 1_000 / rate, "starved"
@@ -135,8 +135,7 @@ def run(s: PrefillScheduler) -> ScheduledJob:
     return prompt
 
 
-def test_prompts_of_a_tenant_delay_those_of_another_by_a_chunk_only() -> None:
-    s = scheduler()
+def test_prompts_of_a_tenant_delay_those_of_another_by_a_chunk_only(s: PrefillScheduler) -> None:
     flood = [admit_ready(s, 100, tenant=b"a") for _ in range(4)]
     assert run(s) is flood[0]
     other = admit_ready(s, 100, tenant=b"b")
@@ -146,9 +145,8 @@ def test_prompts_of_a_tenant_delay_those_of_another_by_a_chunk_only() -> None:
     assert [run(s) for _ in range(5)] == [flood[0], other, *flood[1:]]
 
 
-def test_a_prompt_that_a_tenant_overtook_earns_no_credit_against_it() -> None:
+def test_a_prompt_that_a_tenant_overtook_earns_no_credit_against_it(s: PrefillScheduler) -> None:
     """A long prompt of one tenant gets half of the engine at least, and none of it in advance of short ones."""
-    s = scheduler()
     long = admit_ready(s, 4_000, tenant=b"a")
     run(s)
     order = []
@@ -173,8 +171,7 @@ def test_a_tenant_with_long_prompts_gets_its_share() -> None:
     assert served[b"b"] < 2 * 4.0 + 0.2, "it was held up for longer than twice its own time"
 
 
-def test_a_tenant_that_sends_one_prompt_after_another_takes_turns() -> None:
-    s = scheduler()
+def test_a_tenant_that_sends_one_prompt_after_another_takes_turns(s: PrefillScheduler) -> None:
     long = admit_ready(s, 4_000, tenant=b"a")
     shorts = 0
     while long.remaining:
@@ -184,8 +181,7 @@ def test_a_tenant_that_sends_one_prompt_after_another_takes_turns() -> None:
     assert shorts <= 4_000 / 100 + BURST_S / 0.1, "the long prompt had less than its share"
 
 
-def test_a_tenant_below_its_share_may_send_several_at_once() -> None:
-    s = scheduler()
+def test_a_tenant_below_its_share_may_send_several_at_once(s: PrefillScheduler) -> None:
     flood = admit_ready(s, 10_000, tenant=b"a")
     for _ in range(40):
         run(s)
@@ -209,8 +205,7 @@ def test_a_tenant_that_uses_little_saves_no_share_for_new_tenants() -> None:
     assert turns[-20:].count(b"heavy") == 10, "they must take turns"
 
 
-def test_all_begin_anew_when_no_prompt_is_left() -> None:
-    s = scheduler()
+def test_all_begin_anew_when_no_prompt_is_left(s: PrefillScheduler) -> None:
     for tenant in range(100):
         admit_ready(s, 100, tenant=b"%d" % tenant)
         run(s)
@@ -218,8 +213,7 @@ def test_all_begin_anew_when_no_prompt_is_left() -> None:
     assert [run(s) for _ in range(4)] == [first, second, first, second]
 
 
-def test_only_a_few_are_prepared_ahead() -> None:
-    s = scheduler()
+def test_only_a_few_are_prepared_ahead(s: PrefillScheduler) -> None:
     entries = [s.admit(tokens) for tokens in (400, 300, 200, 100)]
     assert allocate(s, 0.0) == [], "no hit is known yet"
     for prompt in entries:
@@ -233,8 +227,7 @@ def test_only_a_few_are_prepared_ahead() -> None:
     assert PREPARED_AHEAD == 2
 
 
-def test_prompts_that_load_hold_up_only_others_that_load() -> None:
-    s = scheduler()
+def test_prompts_that_load_hold_up_only_others_that_load(s: PrefillScheduler) -> None:
     slow = [s.admit(tokens, b"a") for tokens in (900, 910, 920)]
     for prompt in slow:
         s.finish_lookup(prompt, 890, needs_load=True)
@@ -247,8 +240,7 @@ def test_prompts_that_load_hold_up_only_others_that_load() -> None:
     assert allocate(s, 0.0) == [], "it is prepared now as the others are"
 
 
-def test_small_prompts_overtake_one_without_pages_until_its_patience_ends() -> None:
-    s = scheduler()
+def test_small_prompts_overtake_one_without_pages_until_its_patience_ends(s: PrefillScheduler) -> None:
     big = s.admit(50)
     s.finish_lookup(big, 0)
     assert allocate(s, 0.0, lambda prompt: prompt is not big) == []
@@ -262,8 +254,7 @@ def test_small_prompts_overtake_one_without_pages_until_its_patience_ends() -> N
     assert late.stage is Stage.LOADING
 
 
-def test_blocks_in_pages_count_more_than_expected_ones() -> None:
-    s = scheduler()
+def test_blocks_in_pages_count_more_than_expected_ones(s: PrefillScheduler) -> None:
     grown, shrunk = s.admit(1_000), s.admit(1_000)
     s.finish_lookup(grown, 100)
     s.finish_lookup(shrunk, 500)
@@ -278,8 +269,7 @@ def test_blocks_in_pages_count_more_than_expected_ones() -> None:
     assert s.next_chunk() == (grown, 900)
 
 
-def test_one_that_waits_for_another_is_passed_over_and_loses_no_pages_to_patience() -> None:
-    s = scheduler()
+def test_one_that_waits_for_another_is_passed_over_and_loses_no_pages_to_patience(s: PrefillScheduler) -> None:
     follower, other, third = s.admit(50), s.admit(60), s.admit(70)
     for prompt in (follower, other, third):
         s.finish_lookup(prompt, 0)

@@ -71,8 +71,7 @@ def test_an_expired_certificate_is_named(tmp_path: Path) -> None:
         tls("old", tmp_path)
 
 
-async def test_both_sides_know_each_other() -> None:
-    router = Router()
+async def test_both_sides_know_each_other(router: Router) -> None:
     async with served(router, tls=tls("prefill"), roles=("router", "decode")) as listener:
         await ask(control_channel(listener.address, tls("router"), "prefill"))
         await ask(kv_channel(listener.address, tls("decode-1")))
@@ -83,8 +82,7 @@ async def test_both_sides_know_each_other() -> None:
     assert tls("decode-1").principal == "baton://decode/decode-1"
 
 
-async def test_a_caller_of_another_role_is_told_so() -> None:
-    router = Router()
+async def test_a_caller_of_another_role_is_told_so(router: Router) -> None:
     async with served(router, tls=tls("decode"), roles=("router", "admin")) as listener:
         code, details = await refused(control_channel(listener.address, tls("prefill"), "decode"))
         assert code is grpc.StatusCode.PERMISSION_DENIED
@@ -97,8 +95,7 @@ async def test_a_caller_of_another_role_is_told_so() -> None:
     assert router.callers == []
 
 
-async def test_peers_of_another_ca_get_an_error_and_no_answer() -> None:
-    router = Router()
+async def test_peers_of_another_ca_get_an_error_and_no_answer(router: Router) -> None:
     theirs = tls("router", fleet("theirs"))
     ours = (fleet() / "ca.crt").read_bytes()
     trusting_us = grpc.ssl_channel_credentials(
@@ -131,8 +128,7 @@ async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
     writer.close()
 
 
-async def test_a_slow_handshake_is_waited_for() -> None:
-    router = Router()
+async def test_a_slow_handshake_is_waited_for(router: Router) -> None:
     async with served(router, tls=tls("prefill"), roles=("router",)) as listener:
         host, _, port = listener.address.rpartition(":")
 
@@ -147,8 +143,7 @@ async def test_a_slow_handshake_is_waited_for() -> None:
     assert len(router.callers) == 1
 
 
-async def test_without_roles_clients_need_no_certificate() -> None:
-    router = Router()
+async def test_without_roles_clients_need_no_certificate(router: Router) -> None:
     credentials = grpc.ssl_channel_credentials((fleet() / "ca.crt").read_bytes())
     async with served(router, tls=tls("router")) as listener:
         port = listener.address.rpartition(":")[2]
@@ -199,8 +194,7 @@ async def test_new_files_that_are_no_good_change_nothing(
     assert len(router.callers) == 4
 
 
-async def test_calls_over_the_limit_wait_until_their_deadline_or_their_turn() -> None:
-    router = Router()
+async def test_calls_over_the_limit_wait_until_their_deadline_or_their_turn(router: Router) -> None:
     router.hang = True
     async with served(router, streams=2) as listener, control_channel(listener.address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)

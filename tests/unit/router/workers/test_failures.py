@@ -1,5 +1,7 @@
 """Circuit breakers on a clock that the test turns."""
 
+import pytest
+
 from router.placement.policy import OpenBreakers
 from router.workers.failures import MAX_PAUSE_S, AttemptBreakers, Breakers
 from tests.clock import Clock
@@ -37,8 +39,12 @@ def fault(breakers: TimedBreakers, worker: str, now: float) -> None:
     health.end()
 
 
-def test_a_worker_opens_at_the_third_fault_in_a_row() -> None:
-    breakers = TimedBreakers()
+@pytest.fixture
+def breakers() -> TimedBreakers:
+    return TimedBreakers()
+
+
+def test_a_worker_opens_at_the_third_fault_in_a_row(breakers: TimedBreakers) -> None:
     fault(breakers, "p", 0)
     fault(breakers, "p", 1)
     assert breakers.at(1) == OpenBreakers()
@@ -47,21 +53,18 @@ def test_a_worker_opens_at_the_third_fault_in_a_row() -> None:
     assert breakers.count_open() == (1, 0)
 
 
-def test_the_faults_of_one_event_count_once() -> None:
-    breakers = TimedBreakers()
+def test_the_faults_of_one_event_count_once(breakers: TimedBreakers) -> None:
     for sequence in range(10):
         fault(breakers, "p", 5 + 0.001 * sequence)
     assert breakers.at(5.1) == OpenBreakers()
 
 
-def test_a_pair_opens_at_once_and_the_workers_stay_usable() -> None:
-    breakers = TimedBreakers()
+def test_a_pair_opens_at_once_and_the_workers_stay_usable(breakers: TimedBreakers) -> None:
     fail(breakers, "p", "d", 0)
     assert breakers.at(0) == OpenBreakers(frozenset(), frozenset({("p", "d")}))
 
 
-def test_half_open_lets_one_through_and_its_success_closes() -> None:
-    breakers = TimedBreakers()
+def test_half_open_lets_one_through_and_its_success_closes(breakers: TimedBreakers) -> None:
     fail(breakers, "p", "d", 0)
     assert breakers.at(0.99).pairs
     assert not breakers.at(1.0).pairs
@@ -76,15 +79,13 @@ def test_half_open_lets_one_through_and_its_success_closes() -> None:
     assert breakers.count_open() == (0, 0)
 
 
-def test_a_trial_that_finds_out_nothing_makes_room_for_another() -> None:
-    breakers = TimedBreakers()
+def test_a_trial_that_finds_out_nothing_makes_room_for_another(breakers: TimedBreakers) -> None:
     fail(breakers, "p", "d", 0)
     begin(breakers, 2).end()
     assert not breakers.at(2).pairs
 
 
-def test_a_failed_trial_opens_the_breaker_again() -> None:
-    breakers = TimedBreakers()
+def test_a_failed_trial_opens_the_breaker_again(breakers: TimedBreakers) -> None:
     fail(breakers, "p", "d", 0)
     fail(breakers, "p", "d", 1)
     assert breakers.at(2.9).pairs
@@ -104,15 +105,13 @@ def test_each_failed_trial_doubles_the_wait_up_to_a_minute() -> None:
     assert MAX_PAUSE_S == 60
 
 
-def test_faults_of_attempts_begun_before_do_not_make_the_wait_longer() -> None:
-    breakers = TimedBreakers()
+def test_faults_of_attempts_begun_before_do_not_make_the_wait_longer(breakers: TimedBreakers) -> None:
     for now in (0.0, 0.2, 0.4, 0.6, 0.8):
         fail(breakers, "p", "d", now)
     assert not breakers.at(1.0).pairs
 
 
-def test_a_trial_that_went_well_is_forgotten_only_after_another_success() -> None:
-    breakers = TimedBreakers()
+def test_a_trial_that_went_well_is_forgotten_only_after_another_success(breakers: TimedBreakers) -> None:
     fail(breakers, "p", "d", 0)
     trial = begin(breakers, 1)
     trial.pass_trial(trial.pair)
@@ -124,8 +123,7 @@ def test_a_trial_that_went_well_is_forgotten_only_after_another_success() -> Non
     assert not breakers.at(11).pairs
 
 
-def test_a_worker_that_left_returns_with_a_closed_breaker() -> None:
-    breakers = TimedBreakers()
+def test_a_worker_that_left_returns_with_a_closed_breaker(breakers: TimedBreakers) -> None:
     fail(breakers, "p", "d", 0)
     for now in (0.2, 0.4, 0.6):
         fault(breakers, "p", now)

@@ -37,6 +37,11 @@ def retry(history: RetryHistory, failed: FailureEvent, charges: Charges | None =
     return history.retry(failed, max_attempts=3, charge=charges or Charges(), jitter=lambda least, most: most)
 
 
+@pytest.fixture
+def history() -> RetryHistory:
+    return RetryHistory()
+
+
 def test_faults_are_bounded_charged_and_wait_longer_each_time() -> None:
     history, charges = RetryHistory(), Charges()
     assert retry(history, FAULT, charges) == 0
@@ -61,15 +66,13 @@ def test_retries_without_a_fault_are_free_but_bounded(failed: FailureEvent) -> N
     assert (charges.count, history.faults) == (0, 0)
 
 
-def test_attempts_that_bring_tokens_are_not_counted() -> None:
-    history = RetryHistory()
+def test_attempts_that_bring_tokens_are_not_counted(history: RetryHistory) -> None:
     for _ in range(3 * MAX_IN_A_ROW):
         history.record_progress(1)
         assert retry(history, PREEMPTED) == 0
 
 
-def test_faults_are_forgotten_after_many_tokens_and_not_after_a_few() -> None:
-    history = RetryHistory()
+def test_faults_are_forgotten_after_many_tokens_and_not_after_a_few(history: RetryHistory) -> None:
     for _ in range(10):
         history.record_progress(FORGIVEN_TOKENS)
         assert retry(history, FAULT) == 0
@@ -79,8 +82,7 @@ def test_faults_are_forgotten_after_many_tokens_and_not_after_a_few() -> None:
         retry(history, FAULT)
 
 
-def test_deaths_without_a_token_from_decode_are_not_endless() -> None:
-    history = RetryHistory()
+def test_deaths_without_a_token_from_decode_are_not_endless(history: RetryHistory) -> None:
     for _ in range(MAX_IN_A_ROW - 1):
         history.record_progress(1)
         history.record_loss(loss(1.0), at_decode=True, alone=False)
@@ -105,8 +107,7 @@ def loss(share: float) -> WorkerLoss:
         ([0.1] * 9, False),
     ],
 )
-def test_two_deaths_that_say_enough_isolate(shares: list[float], alone: bool) -> None:
-    history = RetryHistory()
+def test_two_deaths_that_say_enough_isolate(history: RetryHistory, shares: list[float], alone: bool) -> None:
     for share in shares:
         history.record_loss(loss(share), at_decode=True, alone=False)
     assert history.suspicion is (Suspicion.PAIR if alone else Suspicion.NONE)
@@ -150,8 +151,7 @@ def test_failures_other_than_deaths_after_a_token_count_for_nothing() -> None:
     assert not fork.has_killed_workers(0)
 
 
-def test_a_death_alone_is_proof_unless_others_die_without_it_and_several_always_are() -> None:
-    history = RetryHistory()
+def test_a_death_alone_is_proof_unless_others_die_without_it_and_several_always_are(history: RetryHistory) -> None:
     for deaths in range(1, MAX_EXCUSED_DEATHS + 1):
         history.record_loss(loss(1.0), at_decode=True, alone=True)
         assert history.has_killed_workers(deaths - 1)
@@ -176,8 +176,7 @@ def test_a_death_is_no_proof_where_requests_of_another_router_were() -> None:
     assert history.has_killed_workers(0)
 
 
-def test_a_full_worker_is_left_in_peace_for_as_long_as_it_says() -> None:
-    history = RetryHistory()
+def test_a_full_worker_is_left_in_peace_for_as_long_as_it_says(history: RetryHistory) -> None:
     full = FailureEvent(Overloaded("4 wait", 0.7), Blame.PREFILL, Cause.REFUSED)
     assert retry(history, full) == pytest.approx(0.7)
     never: BatonError = Overloaded("needs 9 pages, there are 4")
@@ -188,8 +187,7 @@ def test_a_full_worker_is_left_in_peace_for_as_long_as_it_says() -> None:
         retry(history, FailureEvent(never, Blame.PREFILL, Cause.REFUSED))
 
 
-def test_choices_that_part_have_their_own_history_and_common_numbers() -> None:
-    history = RetryHistory()
+def test_choices_that_part_have_their_own_history_and_common_numbers(history: RetryHistory) -> None:
     retry(history, FAULT)
     one, other = history.fork(), history.fork()
     retry(one, FAULT)

@@ -1,0 +1,10 @@
+"""Fixtures of unit tests."""
+
+import pytest
+
+from tests.fake_router import Router
+
+
+@pytest.fixture
+async def router() -> Router:
+    return Router()
