@@ -52,6 +52,15 @@ def shared(living: list[Server]) -> list[Server]:
     return living
 
 
+async def until_found(cache: RedisPrefixCache) -> None:
+    """Wait until the cache has found the new master."""
+    async with asyncio.timeout(60):
+        while await found(cache) != 6:
+            CLOCK.pause_over()
+            await cache.check()
+    assert await hits(cache) == (6, 6)
+
+
 @pytest.fixture
 async def cache(servers: list[Server]) -> AsyncIterator[RedisPrefixCache]:
     cache = open_cache(url(servers[:2]))
@@ -71,6 +80,11 @@ def owner(key: str) -> int:
 def commands(client: Redis, name: str) -> int:
     stats = client.info("commandstats").get(f"cmdstat_{name}", {})
     return int(stats.get("calls", 0))
+
+
+async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read()
+    writer.close()
 
 
 async def test_blocks_are_spread_found_and_cleared(shared: list[Server]) -> None:
@@ -165,11 +179,7 @@ async def test_a_failover_is_followed(tmp_path: Path) -> None:
         with servers[0].client() as client:
             assert client.wait(1, 5000) == 1
         servers[0].kill()
-        async with asyncio.timeout(60):
-            while await found(cache) != 6:
-                CLOCK.pause_over()
-                await cache.check()
-        assert await hits(cache) == (6, 6)
+        await until_found(cache)
         await fill(cache)
         await cache.close()
 
@@ -198,10 +208,6 @@ async def test_a_cluster_out_of_reach_is_a_miss_until_it_is_there(tmp_path: Path
 
 
 async def test_a_cluster_that_does_not_answer_costs_one_budget_not_one_each_time() -> None:
-    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-        writer.close()
-
     async with contextlib.AsyncExitStack() as stack:
         silent = [await stack.enter_async_context(await asyncio.start_server(say_nothing, "127.0.0.1")) for _ in "1234"]
         hosts = ",".join(f"127.0.0.1:{each.sockets[0].getsockname()[1]}" for each in silent)
@@ -276,11 +282,7 @@ async def test_the_master_is_used_and_a_failover_is_followed(service: tuple[Serv
     before = faults("connection")
     assert await hits(cache) == (0, 0)
     assert faults("connection") == before + 1
-    async with asyncio.timeout(60):
-        while await found(cache) != 6:
-            CLOCK.pause_over()
-            await cache.check()
-    assert await hits(cache) == (6, 6)
+    await until_found(cache)
     await cache.clear(shared=True)
     await fill(cache)
     with replica.client() as client:
@@ -289,10 +291,6 @@ async def test_the_master_is_used_and_a_failover_is_followed(service: tuple[Serv
 
 
 async def test_a_sentinel_that_does_not_answer_takes_no_time(service: tuple[Server, Server, Server]) -> None:
-    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-        writer.close()
-
     async with await asyncio.start_server(say_nothing, "127.0.0.1") as silent:
         port = silent.sockets[0].getsockname()[1]
         cache = open_cache(f"redis+sentinel://127.0.0.1:{port},127.0.0.1:{service[2].port}/{SERVICE}")

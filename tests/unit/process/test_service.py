@@ -37,14 +37,23 @@ class Worker:
         yield self
         self.life.append("stopped")
 
+    async def serve(self) -> asyncio.Task[int]:
+        """The service, once the worker is up."""
+        serving = asyncio.create_task(serve(self.run(), "decode"))
+        await self.up.wait()
+        return serving
+
+    async def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Send the signal that begins the drain."""
+        os.kill(os.getpid(), number)
+        await asyncio.wait_for(self.draining.wait(), 60)
+
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_drains_and_ends_in_success(number: signal.Signals, capsys: pytest.CaptureFixture[str]) -> None:
     worker = Worker()
-    serving = asyncio.create_task(serve(worker.run(), "decode"))
-    await worker.up.wait()
-    os.kill(os.getpid(), number)
-    await asyncio.wait_for(worker.draining.wait(), 60)
+    serving = await worker.serve()
+    await worker.signal(number)
     worker.drained.set()
     assert await asyncio.wait_for(serving, 60) == 0
     assert worker.life == ["drained", "stopped"]
@@ -53,19 +62,19 @@ async def test_a_signal_drains_and_ends_in_success(number: signal.Signals, capsy
 
 async def test_a_second_signal_cuts_the_drain_short() -> None:
     worker = Worker()
-    serving = asyncio.create_task(serve(worker.run(), "decode"))
-    await worker.up.wait()
-    os.kill(os.getpid(), signal.SIGTERM)
-    await asyncio.wait_for(worker.draining.wait(), 60)
+    serving = await worker.serve()
+    await worker.signal()
     os.kill(os.getpid(), signal.SIGTERM)
     assert await asyncio.wait_for(serving, 60) == 0
     assert worker.life == ["stopped"]
 
 
-async def test_a_worker_that_fails_ends_with_an_error() -> None:
+@pytest.mark.parametrize("draining", [False, True])
+async def test_a_worker_that_fails_ends_with_an_error(draining: bool) -> None:
     worker = Worker()
-    serving = asyncio.create_task(serve(worker.run(), "decode"))
-    await worker.up.wait()
+    serving = await worker.serve()
+    if draining:
+        await worker.signal()
     worker.failed.set_exception(EngineError("page audit failed"))
     assert await asyncio.wait_for(serving, 60) == 1
     assert worker.life == ["stopped"]
@@ -90,16 +99,6 @@ async def test_a_worker_that_does_not_stop_is_ended(monkeypatch: pytest.MonkeyPa
     worker.failed.set_exception(EngineError("the engine hangs"))
     await asyncio.wait_for(serve(worker.run(), "decode"), 60)
     assert statuses == [1]
-
-
-async def test_a_worker_that_fails_while_it_drains_ends_with_an_error() -> None:
-    worker = Worker()
-    serving = asyncio.create_task(serve(worker.run(), "decode"))
-    await worker.up.wait()
-    os.kill(os.getpid(), signal.SIGTERM)
-    await asyncio.wait_for(worker.draining.wait(), 60)
-    worker.failed.set_exception(EngineError("page audit failed"))
-    assert await asyncio.wait_for(serving, 60) == 1
 
 
 BEGIN = """
