@@ -146,6 +146,19 @@ class Client:
         self.app.worker.abort = watched  # type: ignore[method-assign]
         return aborted
 
+    def begin(self, *args: Any, **kwargs: Any) -> "tuple[Any, asyncio.Task[list[prefill_pb2.PrefillEvent]]]":
+        """A call as in `call`, and the task that reads it."""
+        call = self.call(*args, **kwargs)
+        return call, asyncio.create_task(read(call))
+
+    async def cancel(self, call: Any, reading: "asyncio.Task[Any]") -> None:
+        """Cancel a call that a task reads; return when the worker has learnt it."""
+        aborted = self.watch_aborts()
+        call.cancel()
+        await asyncio.wait([reading])
+        assert reading.cancelled()
+        await asyncio.wait_for(aborted.wait(), WAIT_S)
+
     async def pages_back(self) -> None:
         await self.status(lambda status: status.load.pages_used == 0)
 
@@ -166,6 +179,14 @@ async def serving(engine: FakeEngine | None = None, **settings: Any) -> AsyncIte
     finally:
         assert engine.audit() == {}
         assert engine.stats().used == 0
+
+
+@contextlib.asynccontextmanager
+async def gated(*, sizes: Mapping[str, int] | None = None, **settings: Any) -> AsyncIterator[tuple[Client, Gate]]:
+    """As `serving`, with a gate before each layer; `sizes` are those of the engine."""
+    gate = Gate()
+    async with serving(FakeEngine(chunk_time=1.0, delay=gate, **(sizes or {})), **settings) as client:
+        yield client, gate
 
 
 @contextlib.contextmanager

@@ -26,15 +26,14 @@ from baton.rpc.errors import from_rpc_error
 from baton.worker import cache_tiers
 from prefill_svc.job import PrefillJob
 from tests.metrics import sample
-from tests.prefill import PROMPT, WAIT_S, Client, Gate, decode, decoder, read, serving, status_of
+from tests.prefill import PROMPT, WAIT_S, Client, Gate, decode, decoder, gated, read, serving, status_of
 from tests.prefix_cache import MemoryPrefixCache
 from tests.unit.transfer.support import Gate as CopyGate
 
 
 async def test_a_deadline_stops_the_chunk() -> None:
-    gate = Gate()
     before = sample("baton_wasted_prefill_tokens_total")
-    async with serving(FakeEngine(chunk_time=1.0, delay=gate, layers=2), chunk_size=60) as client:
+    async with gated(sizes={"layers": 2}, chunk_size=60) as (client, gate):
         reading = asyncio.create_task(status_of(client.call(timeout=5.0)))
         await gate.reached()
         gate.pass_layers(2)
@@ -185,8 +184,7 @@ async def test_a_worker_whose_pages_do_not_audit_is_done() -> None:
 
 async def test_a_drain_refuses_new_work_and_waits_for_jobs_and_pulls(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "prefill_svc")
-    gate = Gate()
-    async with serving(FakeEngine(chunk_time=1.0, delay=gate)) as client:
+    async with gated() as (client, gate):
         running_job = asyncio.create_task(client.done(transfer_id="t"))
         await gate.reached()
         draining = asyncio.create_task(client.app.drain())
@@ -225,8 +223,7 @@ async def test_a_drain_waits_until_reports_are_sent() -> None:
 
 
 async def test_stopping_in_the_middle_of_everything_leaves_nothing() -> None:
-    gate = Gate()
-    async with serving(FakeEngine(chunk_time=1.0, delay=gate, pages=16)) as client:
+    async with gated(sizes={"pages": 16}) as (client, gate):
         calls = [asyncio.create_task(status_of(client.call(transfer_id=f"t{i}"))) for i in range(4)]
         await gate.reached()
         await client.status(lambda status: status.load.requests_without_token == 4)
@@ -347,21 +344,10 @@ async def abandon(client: Client, transfer_id: str, incarnation: str = "") -> No
     await client.prefill.Abandon(prefill_pb2.AbandonRequest(transfer_id=transfer_id, incarnation=incarnation))
 
 
-async def cancelled(client: Client, reading: "asyncio.Task[Any]", call: Any) -> None:
-    noticed = client.watch_aborts()
-    call.cancel()
-    await asyncio.wait([reading])
-    assert reading.cancelled()
-    async with asyncio.timeout(WAIT_S):
-        await noticed.wait()
-
-
 @pytest.mark.parametrize("by", ["cancel", "abandon"])
 async def test_a_queued_prompt_that_is_abandoned_or_cancelled_never_runs(by: str) -> None:
-    gate = Gate()
-    async with serving(FakeEngine(chunk_time=1.0, delay=gate)) as client:
-        first = client.call()
-        reading = asyncio.create_task(read(first))
+    async with gated() as (client, gate):
+        first, reading = client.begin()
         await gate.reached()
         second = client.call(PROMPT[::-1], transfer_id="t")
         waiting = asyncio.create_task(status_of(second) if by == "abandon" else read(second))
@@ -369,7 +355,7 @@ async def test_a_queued_prompt_that_is_abandoned_or_cancelled_never_runs(by: str
         entry = next(entry for entry in await owners(client) if entry.detail == "transfer t")
         assert (entry.kind, entry.state, entry.pages) == ("kv", "preparing", 7)
         if by == "cancel":
-            await cancelled(client, waiting, second)
+            await client.cancel(second, waiting)
         else:
             await abandon(client, "t", incarnation="of a stranger")
             assert len(await owners(client)) == 2
@@ -378,7 +364,7 @@ async def test_a_queued_prompt_that_is_abandoned_or_cancelled_never_runs(by: str
         async with asyncio.timeout(WAIT_S):
             await client.status(lambda status: status.load.pages_used == 7)
         async with freed(client):
-            await cancelled(client, reading, first)
+            await client.cancel(first, reading)
             gate.open()
 
 
@@ -390,13 +376,12 @@ async def test_while_the_prefix_cache_is_slow(slow: str, caches: list[SlowCache]
         client.app.engine.drop_cached()
         cache = caches[0]
         cache.slow = slow
-        call = client.call(transfer_id="t")
-        reading = asyncio.create_task(read(call))
+        call, reading = client.begin(transfer_id="t")
         await cache.come.wait()
         (entry,) = await owners(client)
         assert (entry.state, entry.pages) == ("preparing", 7 if slow == "fetch" else 0)
         async with freed(client):
-            await cancelled(client, reading, call)
+            await client.cancel(call, reading)
         cache.go.set()
         cache.slow = ""
         assert (await client.done()).cached.host == 96
@@ -430,10 +415,9 @@ async def test_loading_stops_after_the_copy_under_way(caches: list[SlowCache], m
         await client.pages_back()
         engine.drop_cached()
         door = engine.writes = CopyGate()
-        call = client.call(transfer_id="t")
-        reading = asyncio.create_task(read(call))
+        call, reading = client.begin(transfer_id="t")
         await asyncio.to_thread(door.reached.wait, WAIT_S)
-        await cancelled(client, reading, call)
+        await client.cancel(call, reading)
         assert engine.stats().used == 7, "a write is in flight"
         async with freed(client):
             door.open()
@@ -441,15 +425,13 @@ async def test_loading_stops_after_the_copy_under_way(caches: list[SlowCache], m
 
 
 async def test_computing_stops_after_the_layer_before_and_after_the_first_chunk() -> None:
-    gate = Gate()
-    async with serving(FakeEngine(chunk_time=1.0, delay=gate, layers=8), chunk_size=50) as client:
+    async with gated(sizes={"layers": 8}, chunk_size=50) as (client, gate):
         for layers in (1, 12):
-            call = client.call(transfer_id=f"t{layers}")
-            reading = asyncio.create_task(read(call))
+            call, reading = client.begin(transfer_id=f"t{layers}")
             for _ in range(layers - 1):
                 gate.pass_layers(1)
             await gate.reached(layers)
-            await cancelled(client, reading, call)
+            await client.cancel(call, reading)
             (entry,) = await owners(client)
             assert (entry.state, entry.pages) == ("prefilling", 7)
             async with freed(client):
@@ -500,8 +482,7 @@ async def test_a_consumer_that_does_not_read_holds_no_pages(by: str, big: FakeEn
         serving(engine, lease_s=3.0 if by == "lease" else LEASE_S, chunk_size=500) as client,
         kv_channel(client.app.addresses.kv) as channel,
     ):
-        prefilling = client.call(LONG, transfer_id="t")
-        reading = asyncio.create_task(read(prefilling))
+        prefilling, reading = client.begin(LONG, transfer_id="t")
         gate.pass_layers(2)
         if by == "cancel of the prefill":
             await gate.reached(3)
@@ -512,7 +493,7 @@ async def test_a_consumer_that_does_not_read_holds_no_pages(by: str, big: FakeEn
             if by == "abandon":
                 await abandon(client, "t")
             elif by == "cancel of the prefill":
-                await cancelled(client, reading, prefilling)
+                await client.cancel(prefilling, reading)
                 gate.open()
         call.cancel()
 
@@ -541,8 +522,7 @@ async def heartbeats(call: Any, count: int) -> None:
 
 async def test_a_living_job_is_heard_while_it_waits_and_in_a_long_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefill_svc.job.HEARTBEAT_S", 0.02)
-    gate = Gate()
-    async with serving(FakeEngine(chunk_time=1.0, delay=gate), chunk_size=60) as client:
+    async with gated(chunk_size=60) as (client, gate):
         first = client.call()
         await gate.reached()
         await heartbeats(first, 4)
@@ -556,8 +536,7 @@ async def test_a_living_job_is_heard_while_it_waits_and_in_a_long_chunk(monkeypa
 
 async def test_a_prompt_that_gets_no_chunk_in_time_is_refused_with_a_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefill_svc.job.PREPARING_S", 0.05)
-    gate = Gate()
-    async with serving(FakeEngine(chunk_time=1.0, delay=gate)) as client:
+    async with gated() as (client, gate):
         first = asyncio.create_task(read(client.call()))
         await gate.reached()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -581,8 +560,7 @@ async def test_a_prefill_that_crawls_is_given_up(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_a_wedged_engine_is_told_to_watchers_and_so_is_its_recovery() -> None:
-    gate = Gate()
-    async with serving(FakeEngine(chunk_time=1.0, delay=gate), stall_s=0.2) as client:
+    async with gated(stall_s=0.2) as (client, gate):
         running = asyncio.create_task(read(client.call()))
         await gate.reached()
         await client.status(lambda status: status.stalled)
@@ -629,10 +607,8 @@ async def test_an_idle_worker_audits_itself_and_ends_for_a_forgotten_owner(caplo
 
 
 async def test_the_ledger_lists_a_job_with_its_deadline() -> None:
-    gate = Gate()
-    async with serving(FakeEngine(chunk_time=1.0, delay=gate)) as client:
-        call = client.call(timeout=50)
-        reading = asyncio.create_task(read(call))
+    async with gated() as (client, gate):
+        _, reading = client.begin(timeout=50)
         await gate.reached()
         async with AsyncClient(client.app.addresses.control) as admin:
             (entry,) = (await admin.ledger()).entries

@@ -26,8 +26,8 @@ from tests.prefill import (
     decoder,
     fetch_all,
     flushed,
+    gated,
     prefilled,
-    read,
     serving,
     since,
 )
@@ -154,12 +154,9 @@ async def test_loaded_blocks_of_an_aborted_job_stay() -> None:
         await flushed(client)
         client.app.engine.drop_cached()
         gate.close()
-        aborted, call = client.watch_aborts(), client.call()
-        reading = asyncio.create_task(read(call))
+        call, reading = client.begin()
         await gate.reached()
-        call.cancel()
-        await asyncio.wait([reading])
-        await asyncio.wait_for(aborted.wait(), WAIT_S)
+        await client.cancel(call, reading)
         gate.open()
         await client.pages_back()
         assert by_tier(await client.done()) == {"pool": 96}
@@ -270,17 +267,12 @@ async def test_the_load_tells_what_is_left_after_the_decision(monkeypatch: pytes
 
 
 async def test_an_aborted_job_leaves_what_it_has_computed() -> None:
-    gate = Gate()
     layers = FakeEngine().spec.kv_format.layers
-    async with serving(FakeEngine(chunk_time=1.0, delay=gate), chunk_size=40) as client:
-        call = client.call()
-        reading = asyncio.create_task(read(call))
+    async with gated(chunk_size=40) as (client, gate):
+        call, reading = client.begin()
         gate.pass_layers(layers)
         await gate.reached(layers + 1)
-        aborted = client.watch_aborts()
-        call.cancel()
-        await asyncio.wait([reading])
-        await asyncio.wait_for(aborted.wait(), WAIT_S)
+        await client.cancel(call, reading)
         gate.open()
         await client.pages_back()
         assert by_tier(await client.done()) == {"pool": 32}

@@ -17,8 +17,8 @@ from tests.prefill import (
     by_tier,
     fetch_all,
     flushed,
+    gated,
     prefilled,
-    read,
     serving,
     since,
     status_of,
@@ -130,8 +130,7 @@ async def test_other_prompts_are_computed_while_one_waits_for_the_server(valkey:
 async def test_a_prompt_that_is_given_up_frees_its_pages_while_the_server_hangs(valkey: Server) -> None:
     async with serving(redis=valkey.url, **LONG) as client:
         with valkey.stalled():
-            call = client.call(cache=CachePolicy.WRITE)
-            reading = asyncio.create_task(read(call))
+            call, reading = client.begin(cache=CachePolicy.WRITE)
             await computed(client, 2 * CHUNK)
             call.cancel()
             await asyncio.wait({reading})
@@ -184,9 +183,8 @@ async def test_pages_of_a_prompt_that_failed_are_not_given_to_those_who_waited_f
 
 
 async def test_prompts_that_begin_alike_are_computed_once_though_they_come_together() -> None:
-    gate = Gate()
     layers = FakeEngine().spec.kv_format.layers
-    async with serving(FakeEngine(chunk_time=1.0, delay=gate), chunk_size=40) as client:
+    async with gated(chunk_size=40) as (client, gate):
         before = prefilled()
         first = asyncio.create_task(client.done())
         await gate.reached()
@@ -204,9 +202,8 @@ async def test_prompts_that_begin_alike_are_computed_once_though_they_come_toget
 
 @pytest.mark.parametrize("begun", [True, False])
 async def test_a_short_prompt_waits_for_a_long_one_only_while_that_is_at_it(begun: bool) -> None:
-    gate = Gate()
     short, long = [*PROMPT[:64], *[1] * 16], [*PROMPT[:64], *[2] * 336]
-    async with serving(FakeEngine(chunk_time=1.0, delay=gate)) as client:
+    async with gated() as (client, gate):
         running = asyncio.create_task(client.done(long if begun else [3] * 16))
         await gate.reached()
         if not begun:
@@ -227,8 +224,7 @@ async def test_a_short_prompt_waits_for_a_long_one_only_while_that_is_at_it(begu
 async def test_a_prompt_that_begins_alike_waits_until_a_page_is_whole_unless_none_will_be(
     length: int, common: int, cached: dict[str, int]
 ) -> None:
-    gate = Gate()
-    async with serving(FakeEngine(chunk_time=1.0, delay=gate, page_size=64), chunk_size=60) as client:
+    async with gated(sizes={"page_size": 64}, chunk_size=60) as (client, gate):
         first = asyncio.create_task(client.done(PROMPT[:length]))
         await gate.reached()
         other = asyncio.create_task(client.done([*PROMPT[:common], 1, 2]))
@@ -242,17 +238,12 @@ async def test_a_prompt_that_begins_alike_waits_until_a_page_is_whole_unless_non
 
 
 async def test_one_that_waited_for_another_goes_on_when_that_one_ends() -> None:
-    gate = Gate()
-    async with serving(FakeEngine(chunk_time=1.0, delay=gate)) as client:
-        first = client.call()
-        reading = asyncio.create_task(read(first))
+    async with gated() as (client, gate):
+        first, reading = client.begin()
         await gate.reached()
         other = asyncio.create_task(client.done([*PROMPT, 1]))
         await client.status(lambda status: status.load.pages_used == 7 and status.load.requests_without_token == 2)
-        aborted = client.watch_aborts()
-        first.cancel()
-        await asyncio.wait([reading])
-        await asyncio.wait_for(aborted.wait(), WAIT_S)
+        await client.cancel(first, reading)
         gate.open()
         done = await other
         assert done.cached_tokens == 0

@@ -17,7 +17,7 @@ from baton.pb import inference_pb2, prefill_pb2
 from baton.request import SamplingParams
 from baton.transfer.export import Export
 from baton.transfer.wire import KvSlice
-from tests.prefill import GREEDY, PROMPT, Gate, decode, decoder, serving, status_of
+from tests.prefill import GREEDY, PROMPT, Gate, decode, decoder, gated, serving, status_of
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 7, 16, 64])
@@ -133,8 +133,7 @@ async def test_a_prompt_waits_for_pages_that_an_export_holds() -> None:
 
 
 async def test_too_many_waiting_are_refused_with_a_delay() -> None:
-    gate = Gate()
-    async with serving(FakeEngine(chunk_time=1.0, delay=gate), max_waiting=2) as client:
+    async with gated(max_waiting=2) as (client, gate):
         calls = [asyncio.create_task(client.done()) for _ in range(2)]
         await gate.reached()
         await client.status(lambda status: status.load.requests_without_token == 2)
