@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import logging
 import threading
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -31,43 +32,46 @@ async def held_in_a_step(all_: Rig, router: SessionRouter) -> None:
     await asyncio.to_thread(all_.engine.entered.acquire)
 
 
-async def test_a_request_continues_where_prefill_ended_and_its_account_adds_up() -> None:
+@pytest.fixture
+async def all_() -> AsyncIterator[Rig]:
     async with rig() as all_:
-        router = await all_.router()
-        await router.request("r", range(1, 20), greedy(8))
-        await router.until_finished(("r", 0))
-        assert router.tokens["r", 0] == alone(range(1, 20), greedy(8))
-        timings = router.timings["r", 0]
-        assert timings.fetch_ms > 0
-        assert timings.slot_wait_ms >= 0
-        await all_.until_free()
+        yield all_
 
 
-async def test_a_step_is_one_message_with_all_of_a_routers_sequences() -> None:
-    async with rig() as all_:
-        first, second = await all_.router(), await all_.router()
-        all_.engine.gate.clear()
-        for router, name in ((first, "a"), (first, "b"), (second, "c"), (first, "d")):
-            await router.request(name, [1, 2, 3], greedy(5))
-        await asyncio.to_thread(all_.engine.entered.acquire)
-        await all_.until_decoding(first, 4)
-        all_.engine.gate.set()
-        await first.until_finished(("a", 0), ("b", 0), ("d", 0))
-        await second.until_finished(("c", 0))
-        for router, names in ((first, {"a", "b", "d"}), (second, {"c"})):
-            outputs = [message.outputs for message in router.messages if message.outputs]
-            assert len(outputs) <= len(all_.engine.steps)
-            assert names in [{output.key.request_id for output in each} for each in outputs]
-            assert names == {output.key.request_id for each in outputs for output in each}
+async def test_a_request_continues_where_prefill_ended_and_its_account_adds_up(all_: Rig) -> None:
+    router = await all_.router()
+    await router.request("r", range(1, 20), greedy(8))
+    await router.until_finished(("r", 0))
+    assert router.tokens["r", 0] == alone(range(1, 20), greedy(8))
+    timings = router.timings["r", 0]
+    assert timings.fetch_ms > 0
+    assert timings.slot_wait_ms >= 0
+    await all_.until_free()
 
 
-async def test_a_half_closed_session_ends_with_success_and_frees_its_attempts() -> None:
-    async with rig() as all_:
-        router = await all_.router()
-        assert (await router.reserve("r", 10, 10)).granted
-        await router.call.done_writing()
-        assert await router.call.code() is grpc.StatusCode.OK
-        await all_.until_free()
+async def test_a_step_is_one_message_with_all_of_a_routers_sequences(all_: Rig) -> None:
+    first, second = await all_.router(), await all_.router()
+    all_.engine.gate.clear()
+    for router, name in ((first, "a"), (first, "b"), (second, "c"), (first, "d")):
+        await router.request(name, [1, 2, 3], greedy(5))
+    await asyncio.to_thread(all_.engine.entered.acquire)
+    await all_.until_decoding(first, 4)
+    all_.engine.gate.set()
+    await first.until_finished(("a", 0), ("b", 0), ("d", 0))
+    await second.until_finished(("c", 0))
+    for router, names in ((first, {"a", "b", "d"}), (second, {"c"})):
+        outputs = [message.outputs for message in router.messages if message.outputs]
+        assert len(outputs) <= len(all_.engine.steps)
+        assert names in [{output.key.request_id for output in each} for each in outputs]
+        assert names == {output.key.request_id for each in outputs for output in each}
+
+
+async def test_a_half_closed_session_ends_with_success_and_frees_its_attempts(all_: Rig) -> None:
+    router = await all_.router()
+    assert (await router.reserve("r", 10, 10)).granted
+    await router.call.done_writing()
+    assert await router.call.code() is grpc.StatusCode.OK
+    await all_.until_free()
 
 
 async def test_reservations_are_answered_while_a_step_runs_and_refused_with_numbers() -> None:
@@ -87,16 +91,15 @@ async def test_reservations_are_answered_while_a_step_runs_and_refused_with_numb
         await router.until_finished(("r", 0))
 
 
-async def test_a_start_that_is_cancelled_in_the_same_breath_releases_the_export() -> None:
-    async with rig() as all_:
-        worker, exporter = all_.app.worker, all_.exporter
-        exporter.open("r/0", [1, 2, 3])(SamplingParams(max_tokens=4, temperature=0))
-        session, key = worker.open_session("router"), AttemptKey("r", 0)
-        await worker.receive(session, Reserve(key, context_tokens=3, max_new_tokens=4, choices=1))
-        await worker.receive(session, Start(key, exporter.source("r/0")))
-        await worker.receive(session, Cancel(key))
-        await asyncio.wait_for(exporter.exports.wait_closed(), 60)
-        worker.close_session(session)
+async def test_a_start_that_is_cancelled_in_the_same_breath_releases_the_export(all_: Rig) -> None:
+    worker, exporter = all_.app.worker, all_.exporter
+    exporter.open("r/0", [1, 2, 3])(SamplingParams(max_tokens=4, temperature=0))
+    session, key = worker.open_session("router"), AttemptKey("r", 0)
+    await worker.receive(session, Reserve(key, context_tokens=3, max_new_tokens=4, choices=1))
+    await worker.receive(session, Start(key, exporter.source("r/0")))
+    await worker.receive(session, Cancel(key))
+    await asyncio.wait_for(exporter.exports.wait_closed(), 60)
+    worker.close_session(session)
 
 
 @pytest.mark.parametrize(
@@ -121,26 +124,24 @@ async def test_a_fetch_that_fails_ends_its_attempt_with_the_kind_of_fault(change
         await all_.until_free()
 
 
-async def test_a_start_without_a_reservation_is_answered() -> None:
-    async with rig() as all_:
-        router = await all_.router()
-        await router.start("r")
-        await router.until(lambda: "r" in router.failures)
-        assert router.failures["r"].kind == Failure.KIND_TRANSFER
+async def test_a_start_without_a_reservation_is_answered(all_: Rig) -> None:
+    router = await all_.router()
+    await router.start("r")
+    await router.until(lambda: "r" in router.failures)
+    assert router.failures["r"].kind == Failure.KIND_TRANSFER
 
 
-async def test_a_worker_whose_pages_dont_add_up_fails_all_and_takes_no_more() -> None:
-    async with rig() as all_:
-        router = await all_.router()
-        await held_in_a_step(all_, router)
-        await router.reserve("other", 5, 5)
-        all_.engine.fail_next, all_.engine.broken = "NaN", True
-        all_.engine.gate.set()
-        await router.until(lambda: len(router.failures) == 2)
-        assert {failure.kind for failure in router.failures.values()} == {Failure.KIND_ENGINE}
-        assert "page audit failed" in str(all_.app.failed.exception())
-        assert "engine has failed" in (await router.reserve("next", 5, 5)).reason
-        all_.engine.broken = False
+async def test_a_worker_whose_pages_dont_add_up_fails_all_and_takes_no_more(all_: Rig) -> None:
+    router = await all_.router()
+    await held_in_a_step(all_, router)
+    await router.reserve("other", 5, 5)
+    all_.engine.fail_next, all_.engine.broken = "NaN", True
+    all_.engine.gate.set()
+    await router.until(lambda: len(router.failures) == 2)
+    assert {failure.kind for failure in router.failures.values()} == {Failure.KIND_ENGINE}
+    assert "page audit failed" in str(all_.app.failed.exception())
+    assert "engine has failed" in (await router.reserve("next", 5, 5)).reason
+    all_.engine.broken = False
 
 
 async def test_a_step_that_counts_its_work_is_wedged_only_when_the_count_stands_still() -> None:
@@ -209,14 +210,13 @@ async def test_a_session_begins_with_hello(first: decode_pb2.SessionUp, words: s
         assert words in await call.details()
 
 
-async def test_a_malformed_command_ends_its_session_by_name_and_frees_it() -> None:
-    async with rig() as all_:
-        router = await all_.router()
-        await router.reserve("r", 5, 5)
-        await router.say(cancel=decode_pb2.Cancel())
-        assert await router.call.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "cancel.key.request_id" in await router.call.details()
-        await all_.until_free()
+async def test_a_malformed_command_ends_its_session_by_name_and_frees_it(all_: Rig) -> None:
+    router = await all_.router()
+    await router.reserve("r", 5, 5)
+    await router.say(cancel=decode_pb2.Cancel())
+    assert await router.call.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "cancel.key.request_id" in await router.call.details()
+    await all_.until_free()
 
 
 @pytest.mark.parametrize(
@@ -253,21 +253,20 @@ async def test_the_worker_leaves_no_task_and_no_thread_behind() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("decode-engine")]
 
 
-async def test_attempts_that_a_router_does_not_list_are_ended() -> None:
-    async with rig() as all_:
-        router, other = await all_.router(beats=False), await all_.router()
-        all_.engine.gate.clear()
-        for name in ("kept", "forgotten"):
-            await router.request(name, [1, 2, 3], greedy(9))
-        assert (await router.reserve("unstarted", 10, 10)).granted
-        assert (await other.reserve("foreign", 10, 10)).granted
-        await router.say(heartbeat=decode_pb2.Heartbeat(live=[key("kept"), key("never heard of")]))
-        await router.barrier()
-        assert {each.key.request_id for each in all_.app.worker.attempts} == {"kept", "foreign"}
-        all_.engine.gate.set()
-        await router.until_finished(("kept", 0))
-        assert router.tokens["kept", 0] == alone([1, 2, 3], greedy(9))
-        assert not router.failures
+async def test_attempts_that_a_router_does_not_list_are_ended(all_: Rig) -> None:
+    router, other = await all_.router(beats=False), await all_.router()
+    all_.engine.gate.clear()
+    for name in ("kept", "forgotten"):
+        await router.request(name, [1, 2, 3], greedy(9))
+    assert (await router.reserve("unstarted", 10, 10)).granted
+    assert (await other.reserve("foreign", 10, 10)).granted
+    await router.say(heartbeat=decode_pb2.Heartbeat(live=[key("kept"), key("never heard of")]))
+    await router.barrier()
+    assert {each.key.request_id for each in all_.app.worker.attempts} == {"kept", "foreign"}
+    all_.engine.gate.set()
+    await router.until_finished(("kept", 0))
+    assert router.tokens["kept", 0] == alone([1, 2, 3], greedy(9))
+    assert not router.failures
 
 
 async def test_a_cancel_of_what_was_refused_gives_back_the_pages_kept_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,16 +299,15 @@ async def test_answers_that_are_not_read_are_bounded(monkeypatch: pytest.MonkeyP
         assert {each.key.request_id for each in all_.app.worker.attempts} == {"s"}
 
 
-async def test_a_flood_of_hopeless_reservations_is_answered_to_a_router_that_reads() -> None:
-    async with rig() as all_:
-        router = await all_.router()
-        for number in range(2000):
-            flood = key(f"flood{number}")
-            reserve = decode_pb2.Reserve(key=flood, context_tokens=1 << 30, max_new_tokens=1, choices=1)
-            await router.say(reserve=reserve)
-        async with asyncio.timeout(60):
-            await router.until(lambda: len(router.reserved) == 2000)
-        assert not any(result.granted for result in router.reserved.values())
+async def test_a_flood_of_hopeless_reservations_is_answered_to_a_router_that_reads(all_: Rig) -> None:
+    router = await all_.router()
+    for number in range(2000):
+        flood = key(f"flood{number}")
+        reserve = decode_pb2.Reserve(key=flood, context_tokens=1 << 30, max_new_tokens=1, choices=1)
+        await router.say(reserve=reserve)
+    async with asyncio.timeout(60):
+        await router.until(lambda: len(router.reserved) == 2000)
+    assert not any(result.granted for result in router.reserved.values())
 
 
 async def test_the_youngest_goes_back_to_its_router_and_nothing_takes_the_pages_that_the_rest_needs() -> None:

@@ -29,7 +29,7 @@ from baton.worker.status import WIRE_VERSION, WorkerRole
 from router.serving.validator import largest_message
 from tests.certificates import fleet
 from tests.fleet import Fleet
-from tests.integration.router_rig import refused, request, router_rig, until, whole
+from tests.integration.router_rig import RouterRig, refused, request, router_rig, until, whole
 from tests.integration.router_stubs import KV, MAX_MODEL_LEN, StubDecode, StubPrefill
 from tests.metrics import count
 
@@ -199,20 +199,18 @@ BAD: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-async def test_bad_input_is_answered_at_once_and_names_the_field(tmp_path: Path) -> None:
-    async with router_rig(tmp_path) as b:
-        for name, fields in BAD:
-            error = await refused(b.client.Generate(inference_pb2.GenerateRequest(**fields), timeout=60))
-            assert (error.code(), error.details().partition(":")[0]) == (grpc.StatusCode.INVALID_ARGUMENT, name)
-        assert b.prefill[0].requests == []
-        assert (await b.answer(max_tokens=3)).text() == "abc"
+async def test_bad_input_is_answered_at_once_and_names_the_field(b: RouterRig) -> None:
+    for name, fields in BAD:
+        error = await refused(b.client.Generate(inference_pb2.GenerateRequest(**fields), timeout=60))
+        assert (error.code(), error.details().partition(":")[0]) == (grpc.StatusCode.INVALID_ARGUMENT, name)
+    assert b.prefill[0].requests == []
+    assert (await b.answer(max_tokens=3)).text() == "abc"
 
 
-async def test_unknown_model_is_not_found_and_the_served_one_named(tmp_path: Path) -> None:
-    async with router_rig(tmp_path) as b:
-        error = await refused(b.client.Generate(inference_pb2.GenerateRequest(text="x", model="gpt")))
-        assert error.code() is grpc.StatusCode.NOT_FOUND
-        assert error.details() == f"model: 'gpt' is not served; {tmp_path.name!r} is"
+async def test_unknown_model_is_not_found_and_the_served_one_named(b: RouterRig, tmp_path: Path) -> None:
+    error = await refused(b.client.Generate(inference_pb2.GenerateRequest(text="x", model="gpt")))
+    assert error.code() is grpc.StatusCode.NOT_FOUND
+    assert error.details() == f"model: 'gpt' is not served; {tmp_path.name!r} is"
 
 
 LIMITS: list[tuple[str, Any, Any]] = [
@@ -228,28 +226,26 @@ LIMITS: list[tuple[str, Any, Any]] = [
 ]
 
 
-async def test_a_value_at_its_limit_is_served_and_one_beyond_refused_by_name(tmp_path: Path) -> None:
-    async with router_rig(tmp_path) as b:
-        for served, (name, within, beyond) in enumerate(LIMITS):
-            field = name.partition("[")[0]
-            error = await refused(b.call(max_tokens=1, **{field: beyond}))
-            assert (error.code(), error.details().partition(":")[0]) == (grpc.StatusCode.INVALID_ARGUMENT, name)
-            assert len(b.prefill[0].requests) == served
-            assert (await b.answer(max_tokens=1, **{field: within})).usage.prompt_tokens == 3
+async def test_a_value_at_its_limit_is_served_and_one_beyond_refused_by_name(b: RouterRig) -> None:
+    for served, (name, within, beyond) in enumerate(LIMITS):
+        field = name.partition("[")[0]
+        error = await refused(b.call(max_tokens=1, **{field: beyond}))
+        assert (error.code(), error.details().partition(":")[0]) == (grpc.StatusCode.INVALID_ARGUMENT, name)
+        assert len(b.prefill[0].requests) == served
+        assert (await b.answer(max_tokens=1, **{field: within})).usage.prompt_tokens == 3
 
 
-async def test_messages_and_metadata_beyond_their_limits_are_refused_with_sizes(tmp_path: Path) -> None:
-    async with router_rig(tmp_path) as b:
-        small = METADATA_BYTES // 2
-        assert (await whole(b.client.Generate(request("hi", max_tokens=1), metadata=(("x", "y" * small),)))).events
-        error = await refused(b.client.Generate(request("hi"), metadata=(("x", "y" * METADATA_MAX_BYTES),), timeout=60))
-        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert f"vs. {METADATA_MAX_BYTES}" in (error.details() or "")
-        largest = largest_message(MAX_MODEL_LEN, 300)
-        error = await refused(b.client.Generate(request("x" * largest), timeout=60))
-        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert f"vs. {largest}" in (error.details() or "")
-        assert (await b.answer(max_tokens=1)).text() == "a"
+async def test_messages_and_metadata_beyond_their_limits_are_refused_with_sizes(b: RouterRig) -> None:
+    small = METADATA_BYTES // 2
+    assert (await whole(b.client.Generate(request("hi", max_tokens=1), metadata=(("x", "y" * small),)))).events
+    error = await refused(b.client.Generate(request("hi"), metadata=(("x", "y" * METADATA_MAX_BYTES),), timeout=60))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert f"vs. {METADATA_MAX_BYTES}" in (error.details() or "")
+    largest = largest_message(MAX_MODEL_LEN, 300)
+    error = await refused(b.client.Generate(request("x" * largest), timeout=60))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert f"vs. {largest}" in (error.details() or "")
+    assert (await b.answer(max_tokens=1)).text() == "a"
 
 
 async def test_without_max_tokens_the_output_may_fill_the_workers_memory(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,8 +16,12 @@ from baton.errors import ConfigError
 HASH = "ab" * 32
 
 
-def test_a_key_is_random_and_only_its_hash_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "keys.json"
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "keys.json"
+
+
+def test_a_key_is_random_and_only_its_hash_is_kept(path: Path) -> None:
     made = [keys.add(path, tenant="acme", max_streams=4), keys.add(path, tenant="beta", admin=True)]
     assert len(set(made)) == 2
     assert all(len(key) == len("baton_") + 43 for key in made)
@@ -28,8 +32,7 @@ def test_a_key_is_random_and_only_its_hash_is_kept(tmp_path: Path) -> None:
     )
 
 
-def test_a_new_file_is_its_owners_and_an_old_one_keeps_its_mode(tmp_path: Path) -> None:
-    path = tmp_path / "keys.json"
+def test_a_new_file_is_its_owners_and_an_old_one_keeps_its_mode(path: Path, tmp_path: Path) -> None:
     keys.add(path, tenant="acme")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     path.chmod(0o640)
@@ -38,8 +41,7 @@ def test_a_new_file_is_its_owners_and_an_old_one_keeps_its_mode(tmp_path: Path) 
     assert [each.name for each in tmp_path.iterdir()] == ["keys.json"]
 
 
-def test_a_tenant_keeps_its_limit_and_another_is_refused_before_the_file_changes(tmp_path: Path) -> None:
-    path = tmp_path / "keys.json"
+def test_a_tenant_keeps_its_limit_and_another_is_refused_before_the_file_changes(path: Path) -> None:
     keys.add(path, tenant="acme", max_streams=4)
     keys.add(path, tenant="acme")
     assert [entry.max_streams for entry in keys.read(path)] == [4, 4]
@@ -49,8 +51,7 @@ def test_a_tenant_keeps_its_limit_and_another_is_refused_before_the_file_changes
     assert path.read_bytes() == before
 
 
-def test_keys_added_at_the_same_time_are_all_kept(tmp_path: Path) -> None:
-    path = tmp_path / "keys.json"
+def test_keys_added_at_the_same_time_are_all_kept(path: Path) -> None:
     adding = [threading.Thread(target=keys.add, args=(path,), kwargs={"tenant": f"t{i}"}) for i in range(16)]
     for thread in adding:
         thread.start()
@@ -100,8 +101,7 @@ def test_the_commands_make_and_list_keys(tmp_path: Path) -> None:
     assert key not in listed.output
 
 
-def test_the_commands_refuse_in_a_line(tmp_path: Path) -> None:
-    path = tmp_path / "keys.json"
+def test_the_commands_refuse_in_a_line(path: Path, tmp_path: Path) -> None:
     path.write_text("{}")
     for arguments in (["new", "--tenant", "acme"], ["list"]):
         result = CliRunner().invoke(main, ["key", *arguments, "--file", str(path)])
@@ -114,8 +114,7 @@ def key_command(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["key", *arguments])
 
 
-def test_keys_are_removed_by_tenant_or_by_the_begin_of_their_hash(tmp_path: Path) -> None:
-    path = tmp_path / "keys.json"
+def test_keys_are_removed_by_tenant_or_by_the_begin_of_their_hash(path: Path) -> None:
     made = [keys.add(path, tenant=tenant) for tenant in ("acme", "acme", "acme", "beta")]
     first = keys.digest(made[0]).hex()
     done = key_command("remove", f"--file={path}", f"--id={first[:16]}…")
@@ -132,8 +131,7 @@ def test_keys_are_removed_by_tenant_or_by_the_begin_of_their_hash(tmp_path: Path
     assert path.read_bytes() == before
 
 
-def test_hashes_that_begin_alike_are_not_removed_by_their_begin(tmp_path: Path) -> None:
-    path = tmp_path / "keys.json"
+def test_hashes_that_begin_alike_are_not_removed_by_their_begin(path: Path) -> None:
     entries = [{"sha256": f"ab{digit * 62}", "tenant": "acme"} for digit in "01"]
     path.write_text(json.dumps({"keys": entries}))
     with pytest.raises(ConfigError, match=r"^2 hashes begin with 'ab'; give more digits$"):
@@ -141,8 +139,7 @@ def test_hashes_that_begin_alike_are_not_removed_by_their_begin(tmp_path: Path) 
     assert keys.remove(path, sha256="ab1") == 1
 
 
-def test_the_limit_of_a_tenant_changes_in_all_its_keys(tmp_path: Path) -> None:
-    path = tmp_path / "keys.json"
+def test_the_limit_of_a_tenant_changes_in_all_its_keys(path: Path) -> None:
     for tenant in ("acme", "acme", "beta"):
         keys.add(path, tenant=tenant)
     done = key_command("set", f"--file={path}", "--tenant=acme", "--max-streams=5")

@@ -45,22 +45,17 @@ def test_a_status_survives_its_message() -> None:
     assert status_from_proto(status_to_proto(status)) == status
 
 
-@pytest.mark.parametrize("address", ["", "host", ":x", "host:70000"])
-def test_a_status_with_an_address_that_is_none_is_refused(address: str) -> None:
+@pytest.mark.parametrize(
+    ("address", "block_size", "words"),
+    [(address, 16, rf"shards\.kv_address: .* got '{address}'") for address in ("", "host", ":x", "host:70000")]
+    + [(":1", 0, r"kv_format\.block_size: must be at least 1, got 0")],
+)
+def test_a_status_with_a_wrong_address_or_size_is_refused(address: str, block_size: int, words: str) -> None:
     identity = new_identity(WorkerConfig(), WorkerRole.PREFILL, SPEC, "digest")
-    (shard,) = identity.shards
-    identity = replace(identity, shards=(replace(shard, kv_address=address),))
+    shards = (replace(identity.shards[0], kv_address=address),)
+    identity = replace(identity, shards=shards, kv_format=replace(identity.kv_format, block_size=block_size))
     message = status_to_proto(WorkerStatus(identity, WorkerLoad(), draining=False))
-    with pytest.raises(InvalidRequest, match=f"identity.shards.kv_address: .* got '{address}'"):
-        status_from_proto(message)
-
-
-def test_a_status_with_blocks_of_no_size_is_refused() -> None:
-    identity = new_identity(WorkerConfig(), WorkerRole.PREFILL, SPEC, "digest")
-    identity = replace(identity, shards=(replace(identity.shards[0], kv_address=":1"),))
-    identity = replace(identity, kv_format=replace(identity.kv_format, block_size=0))
-    message = status_to_proto(WorkerStatus(identity, WorkerLoad(), draining=False))
-    with pytest.raises(InvalidRequest, match=r"identity\.kv_format\.block_size: must be at least 1, got 0"):
+    with pytest.raises(InvalidRequest, match=rf"identity\.{words}"):
         status_from_proto(message)
 
 
