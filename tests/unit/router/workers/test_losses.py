@@ -1,5 +1,7 @@
 """Lost connections with a worker: when they count as its death, and when not."""
 
+import pytest
+
 from router.workers.failures import SAME_LOSS_S, WorkerLoss, WorkerLosses
 
 WORKER = "decode d:1"
@@ -26,18 +28,14 @@ def test_a_loss_is_presumed_a_death_until_the_same_incarnation_is_heard_again() 
     assert (loss.death, told(loss)) == (False, [False])
 
 
-def test_another_incarnation_at_the_address_makes_it_a_death() -> None:
+@pytest.mark.parametrize(("heard", "death"), [((WORKER, "two"), True), (("decode elsewhere:1", "one"), False)])
+def test_another_incarnation_at_the_address_makes_it_a_death_and_the_same_one_anywhere_none(
+    heard: tuple[str, str], death: bool
+) -> None:
     losses = WorkerLosses()
     loss = losses.record_loss(WORKER, "one", 1, 10.0, has_foreign_suspects=False)
-    losses.record_status(WORKER, "two")
-    assert told(loss) == [True]
-
-
-def test_an_incarnation_is_known_wherever_it_is_heard() -> None:
-    losses = WorkerLosses()
-    loss = losses.record_loss(WORKER, "one", 1, 10.0, has_foreign_suspects=False)
-    losses.record_status("decode elsewhere:1", "one")
-    assert told(loss) == [False]
+    losses.record_status(*heard)
+    assert told(loss) == [death]
 
 
 def test_the_ends_of_session_and_watch_are_one_loss_in_either_order() -> None:
