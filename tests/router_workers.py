@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 
@@ -133,20 +134,19 @@ async def _read(
         queue.put_nowait(down)
 
 
-def _identity(role: WorkerRole) -> WorkerIdentity:
-    folder = bundled.path()
-    kv_format = KvFormat(attention_parts("float32", 1, 8), layers=1, block_size=16)
+def identity(folder: Path, role: WorkerRole, number: int, kv_format: KvFormat, max_model_len: int) -> WorkerIdentity:
+    """Identity of a simulated worker, whose model is the checkpoint in `folder`."""
     return WorkerIdentity(
-        worker_id=f"{role.value}-0",
+        worker_id=f"{role.value}-{number}",
         role=role,
-        incarnation=f"of-{role.value}",
+        incarnation=f"incarnation-{role.value}-{number}",
         model=folder.name,
-        fingerprint="0" * 64,
+        fingerprint="f" * 64,
         kv_format=kv_format,
         converts_kv=False,
         tokenizer_digest=tokenizer_digest(folder),
-        max_model_len=MAX_MODEL_LEN,
-        shards=(replace(kv_format.whole, kv_address=":1"),),
+        max_model_len=max_model_len,
+        shards=(replace(kv_format.whole, kv_address=":7001"),),
     )
 
 
@@ -158,7 +158,8 @@ async def _listening(role: WorkerRole, add: Callable[[grpc.aio.Server], None]) -
         slots_total=_SEQUENCES if role is WorkerRole.DECODE else 0,
         tokens_per_second=1e6,
     )
-    status = StatusHub(_identity(role), lambda: load)
+    kv_format = KvFormat(attention_parts("float32", 1, 8), layers=1, block_size=16)
+    status = StatusHub(identity(bundled.path(), role, 0, kv_format, MAX_MODEL_LEN), lambda: load)
 
     def add_all(server: grpc.aio.Server) -> None:
         add_WorkerServicer_to_server(WorkerServicer(status), server)

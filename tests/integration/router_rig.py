@@ -17,7 +17,8 @@ from baton.pb import inference_pb2, inference_pb2_grpc
 from baton.rpc.channel import control_channel
 from baton.worker.status import WorkerRole
 from router.app import RouterApp, run
-from tests.integration.router_stubs import Handoffs, StubDecode, StubPrefill, checkpoint, identity
+from tests.integration.router_stubs import KV, MAX_MODEL_LEN, Handoffs, StubDecode, StubPrefill, checkpoint
+from tests.router_workers import identity
 
 
 @dataclass
@@ -97,8 +98,10 @@ async def router_rig(
 ) -> AsyncIterator[RouterRig]:
     checkpoint(folder, template=template)
     handoffs = Handoffs()
-    prefills = [StubPrefill(identity(folder, WorkerRole.PREFILL, i), handoffs) for i in range(prefill)]
-    decodes = [StubDecode(identity(folder, WorkerRole.DECODE, i), handoffs) for i in range(decode)]
+    prefills = [
+        StubPrefill(identity(folder, WorkerRole.PREFILL, i, KV, MAX_MODEL_LEN), handoffs) for i in range(prefill)
+    ]
+    decodes = [StubDecode(identity(folder, WorkerRole.DECODE, i, KV, MAX_MODEL_LEN), handoffs) for i in range(decode)]
     async with contextlib.AsyncExitStack() as stack:
         for stub in (*prefills, *decodes):
             change(stub)

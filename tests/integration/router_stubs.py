@@ -19,7 +19,6 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from baton.engine.contract import Engine
 from baton.kv.format import KvFormat, KvPart
 from baton.kv.prefix.contract import NullPrefixCache
-from baton.model.checkpoint import tokenizer_digest
 from baton.pb import decode_pb2, decode_pb2_grpc, inference_pb2, prefill_pb2, prefill_pb2_grpc, worker_pb2_grpc
 from baton.rpc.server import listen
 from baton.worker.status import PrefixChangeFeed, StatusHub, WorkerIdentity, WorkerLoad, WorkerRole, WorkerServicer
@@ -64,21 +63,6 @@ def letter(place: int) -> int:
 def text(choice: int, count: int) -> str:
     """The first `count` tokens of a choice as text."""
     return "".join(chr(ord("a") + (choice + i) % 26) for i in range(count))
-
-
-def identity(folder: Path, role: WorkerRole, number: int) -> WorkerIdentity:
-    return WorkerIdentity(
-        worker_id=f"{role.value}-{number}",
-        role=role,
-        incarnation=f"incarnation-{role.value}-{number}",
-        model=folder.name,
-        fingerprint="f" * 64,
-        kv_format=KV,
-        converts_kv=False,
-        tokenizer_digest=tokenizer_digest(folder),
-        max_model_len=MAX_MODEL_LEN,
-        shards=(replace(KV.whole, kv_address=":7001"),),
-    )
 
 
 @dataclass
