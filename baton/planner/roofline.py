@@ -14,7 +14,6 @@ of parameters, C operations a second and W bytes a second.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -169,17 +168,6 @@ def speculative_tokens(acceptance: float, drafts: int) -> float:
 def speculative_time(step: StepTime, drafts: int) -> StepTime:
     """The step that checks k drafts of each sequence: k + 1 times the arithmetic, the same bytes. Drafts are free."""
     return StepTime(step.kv, (drafts + 1) * step.compute, step.weights)
-
-
-def min_overlap_chunk(flops_per_s: float, bytes_per_s: float, group: int, dtype_bytes: int) -> int:
-    """Number of tokens of the shortest chunk whose attention takes as long as the copy of the KV that it reads.
-
-    `bytes_per_s` is that of the copy. A key and a value of one KV head and `d` elements are `2 d dtype_bytes` bytes to
-    copy. For each token of the chunk they cost 4 d operations (two products) for each of the `group` query heads that
-    share the KV head. So d and the length of the context cancel: chunk = (flops_per_s / bytes_per_s) / (2 group /
-    dtype_bytes).
-    """
-    return math.ceil(flops_per_s / bytes_per_s / (2 * group / dtype_bytes))
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[bool]:

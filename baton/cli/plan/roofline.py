@@ -11,6 +11,7 @@ from baton.cli.options import Counts, ReportFile, extra_installed
 from baton.cli.picture import Series, chart
 from baton.cli.plan.figures import BOOK, Figure, Model, output_options, show
 from baton.config.options import usage_errors
+from baton.engine.contract import min_overlap_chunk
 from baton.planner import roofline as limits
 from baton.planner.hardware import WIDTHS, Hardware, hardware_named
 from baton.planner.memory import weights
@@ -150,9 +151,9 @@ def _attention(model: ModelShape, device: Hardware, kv_bits: int) -> list[Figure
         Figure("limit of decode attention", limit, "", f"{intensity:.4g} against {device.flops_per_byte:.4g}", source),
     ]
     if device.host_link:
-        group, element = model.num_heads // model.num_kv_heads, max(1, kv_bits // 8)
-        chunk = limits.min_overlap_chunk(device.flops[0], device.host_link, group, element)
-        formula = f"{device.flops[0]:.5g} FLOP/s / {device.host_link:.4g} B/s / (2 * {group} / {element})"
+        group = model.num_heads // model.num_kv_heads
+        chunk = min_overlap_chunk(device.flops[0], device.host_link, group, kv_bits)
+        formula = f"{device.flops[0]:.5g} FLOP/s / {device.host_link:.4g} B/s * {kv_bits} / 8 / (2 * {group})"
         figures.append(
             Figure("chunk that hides copies of KV from the host", chunk, "tokens", formula, "docs/long-prompts.md")
         )

@@ -49,6 +49,13 @@ def test_steps_and_prefills() -> None:
     )
 
 
+@pytest.mark.parametrize(("bits", "tokens"), [(16, 4_498), (12, 3_373), (8, 2_249), (4, 1_125)])
+def test_copies_of_kv_of_fewer_bits_hide_behind_shorter_chunks(bits: int, tokens: int) -> None:
+    """ceil(989.4e12 / 55e9 * bits / 8 / (2 * 4))."""
+    found = figures("roofline", "llama-3.1-8b", "--hardware=h100", f"--kv-bits={bits}")
+    assert found["attention"]["chunk that hides copies of KV from the host"] == tokens
+
+
 def test_a_batch_that_the_memory_does_not_hold_is_marked() -> None:
     at = figures("roofline", "llama-3.1-8b", "--hardware=4090", "--batch=1,16")["decode at a context of 8,192"]
     assert [name for name in at if "more than fits" in name] == [

@@ -15,7 +15,6 @@ from baton.planner.roofline import (
     decode_time,
     experts_read,
     kv_read_bytes,
-    min_overlap_chunk,
     pareto,
     prefill_flops,
     prefill_time,
@@ -145,22 +144,6 @@ def test_decode_ceilings_of_a_4090(parameters: int, tokens_per_s: float) -> None
     step = step_time(1, parameters, 2 * parameters, 0, card.flops_per_s(16), card.bytes_per_s)
     assert step.bound == "weights"
     assert 1 / step.seconds == pytest.approx(tokens_per_s, abs=0.5 if tokens_per_s > 200 else 0.05)
-
-
-@pytest.mark.parametrize(
-    ("flops", "link", "tokens"),
-    [(989.4e12, 55e9, 4_498), (312e12, 25e9, 3_120), (165.2e12, 25e9, 1_652)],
-    ids=["H200 on PCIe 5", "A100", "RTX 4090"],
-)
-def test_copies_hide_behind_chunks_of_llama_3_8b(flops: float, link: float, tokens: int) -> None:
-    """ceil(C / W / (2 group / bytes)), published rates of devices and of their links to the host."""
-    assert min_overlap_chunk(flops, link, group=4, dtype_bytes=2) == tokens
-
-
-def test_more_query_heads_a_kv_head_hide_them_sooner() -> None:
-    assert min_overlap_chunk(1e12, 1e9, 8, 2) == 125
-    assert min_overlap_chunk(1e12, 1e9, 1, 2) == 1_000
-    assert min_overlap_chunk(1e12, 1e9, 1, 4) == 2_000
 
 
 def test_speculation() -> None:
