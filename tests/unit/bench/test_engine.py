@@ -170,7 +170,7 @@ def test_rates_are_by_token_and_step(engine: Engine) -> None:
     assert prefill["predicted_over_measured"] == pytest.approx(prefill_flops(shape, 40) / 1.6e6)
     assert (prefill["tokens_per_s"], prefill["mfu"]) == (40.0, prefill_flops(shape, 40) / 1e6)
     # Chunks of 16, 16 and 8 tokens read the layers three times, and 0, 16 and 32 tokens of KV.
-    weights = 3 * shape.num_layers * shape.layer_weights + shape.head_weights
+    weights = 3 * shape.num_layers * shape.layer_weights + shape.lm_head_weights
     assert prefill["bytes"] == 4 * weights + (40 + 48) * kv_format.token_bytes
 
 
