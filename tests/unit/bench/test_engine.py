@@ -15,7 +15,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from baton.bench import engine_report
+from baton.bench import engine_report, probes
 from baton.bench.engine import EnginePlan, EngineRuns, engine_for
 from baton.bench.probes import Probes
 from baton.cli.main import main
@@ -121,6 +121,24 @@ def test_native_kernels_multiply_in_probes_too(checkpoint: Path, monkeypatch: py
     probes = Probes(shape, torch.bfloat16, torch.device("cpu"), library=LIBRARY, **SMALL)
     assert probes.state()["flops_per_s"] > 0
     assert set(multiplied) == {256, 2048}
+
+
+def test_this_machine_is_measured_once_beyond_the_rows_of_its_peak(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[int] = []
+
+    def step_rates(_: Probes, rows: int) -> tuple[float, float]:
+        measured.append(rows)
+        return 1e12, 1e10
+
+    monkeypatch.setattr(probes, "Probes", partial(Probes, **SMALL))
+    monkeypatch.setattr(Probes, "step_rates", step_rates)
+    at = probes.this_machine(ModelShape.of(ModelConfig.from_pretrained(checkpoint)), torch.float32)
+    assert at(8192) == at(32768) == at(2048)
+    assert "with 2048 rows" in at(8192).source
+    assert at(8).source != at(2048).source
+    assert measured == [2048, 8]
 
 
 def test_shares_are_of_the_probes_around_each_run() -> None:
