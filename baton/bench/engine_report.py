@@ -6,8 +6,8 @@ step, divided by the mean of the bandwidths before and after it. The report has 
 
 Each row also has the time that the planner predicts (`baton.planner.roofline`), from two rates measured between the
 same runs: operations per second of the model's matrices with as many rows as the pass has, and bytes per second with
-which one row reads them. A second prediction of a step takes the operations per second of 256 rows instead, as a
-planner has to that knows only the machine's peak.
+which one row reads them. A second prediction of a step takes the operations per second of 256 rows instead. This is
+what a planner has that knows only the machine's peak.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ Tell = Callable[[str], object]
 def measure(config: EngineConfig, plan: EnginePlan, tell: Tell) -> Generator[dict[str, Any], None, None]:
     """Measure everything, and yield all results so far after each row.
 
-    Loads the model. Call it once, early in a process, because the time of the start is the age of the process.
+    Loads the model. Call it once, early in a process, because the start-up time in the report is counted from the start
+    of the process. Rows are dicts; keys that end in `_s` are seconds, those in `_ms` milliseconds.
     """
     tell("loading")
     engine = engine_for(plan, config)
@@ -144,7 +145,7 @@ class Rates:
         Each chunk reads the layers' weights and the KV so far, the last one also the head.
         """
         starts = range(0, tokens, self._plan.chunk_size)
-        weights = len(starts) * self._shape.num_layers * self._shape.layer_weights + self._shape.head_weights
+        weights = len(starts) * self._shape.num_layers * self._shape.layer_weights + self._shape.lm_head_weights
         return weights * self._element + (tokens + sum(starts)) * self._token
 
     def _decode(self, batch: int, context: int) -> dict[str, Any]:

@@ -181,7 +181,7 @@ _Matrix = tuple[int, Tensor | PackedWeight]
 def this_machine(shape: ModelShape, dtype: torch.dtype) -> Callable[[int], Hardware]:
     """Rates of the first CUDA device, or of the CPU: as hardware with the rates of a step with so many rows.
 
-    A call measures, once for each number of rows. The device is planned for alone, without links to others.
+    A call measures, once for each number of rows up to 2,048. The device is planned for alone, without links to others.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     probes = Probes(shape, dtype, device, library=kernels_for("auto", device).library)
@@ -190,12 +190,12 @@ def this_machine(shape: ModelShape, dtype: torch.dtype) -> Callable[[int], Hardw
     link = 0.0 if host else measure_rates(device, dtype)[1]
 
     @functools.cache
-    def at(rows: int) -> Hardware:
+    def measured(rows: int) -> Hardware:
         flops, bandwidth = probes.step_rates(rows)
         source = f"measured with {rows} rows of the model's matrices, {dtype} on {device}"
         return Hardware("this", (flops, None, None), bandwidth, memory, link, 0.0, 0, 1, source)
 
-    return at
+    return lambda rows: measured(min(rows, NATIVE_ROWS[-1]))
 
 
 Timed = tuple[int, Callable[[], object]]

@@ -23,6 +23,7 @@ Implementation: `baton.engine.core`, over a model (`baton.engine.factory`) or ov
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
@@ -67,6 +68,17 @@ class EngineSpec:
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
+
+
+def min_overlap_chunk(flops_per_s: float, bytes_per_s: float, group: int, kv_bits: float) -> int:
+    """Number of tokens of the shortest chunk whose attention takes as long as the copy of the KV that it reads.
+
+    `flops_per_s` is the rate of attention, `bytes_per_s` that of the copy; `kv_bits` are those of an element of KV. A
+    key and a value of one KV head and `d` elements are `2 d kv_bits / 8` bytes to copy. For each token of the chunk
+    they cost 4 d operations (two products) for each of the `group` query heads that share the KV head. So d and the
+    length of the context cancel: chunk = flops_per_s / bytes_per_s * kv_bits / 8 / (2 group).
+    """
+    return math.ceil(flops_per_s / bytes_per_s * kv_bits / (16 * group))
 
 
 class KvHandle(Protocol):

@@ -10,7 +10,7 @@ import torch
 
 from baton.engine import host_memory, huge_pages
 from baton.engine.config import EngineConfig, default_page_size, default_segment_tokens
-from baton.engine.contract import EngineSpec
+from baton.engine.contract import EngineSpec, min_overlap_chunk
 from baton.engine.core import EngineCore
 from baton.engine.executor import InProcessExecutor
 from baton.engine.load import LoadedModel, load_model
@@ -24,7 +24,6 @@ from baton.model.tensors import DTYPES, dtype_name
 from baton.model.zeros import RegistrationError
 from baton.native.decoder import NativeDecoder, unsupported
 from baton.native.library import Kernels, select_kernels
-from baton.planner.roofline import min_overlap_chunk
 from baton.process import allocator
 
 _log = logging.getLogger(__name__)
@@ -98,7 +97,7 @@ def assemble(model: LoadedModel, config: EngineConfig, steps_ahead: int | None =
         slots=config.slots,
         steps_ahead=int(device.type == "cuda") if steps_ahead is None else steps_ahead,
         host_pages=host_pages,
-        min_overlap_chunk=_min_overlap_chunk(model, device) if host_pages else 0,
+        min_overlap_chunk=_min_overlap_chunk(model, kv_dtype, device) if host_pages else 0,
     )
     kv = _kv_cache(config, model, spec, kv_dtype)
     runner = ModelRunner(model, kv, spec, _source(config, model, kv, spec))
@@ -249,7 +248,7 @@ def _host_pages(config: EngineConfig, page_bytes: int, pages: int, longest: int,
     return more
 
 
-def _min_overlap_chunk(model: LoadedModel, device: torch.device) -> int:
+def _min_overlap_chunk(model: LoadedModel, kv_dtype: torch.dtype, device: torch.device) -> int:
     """`min_overlap_chunk` of EngineSpec; 0 on a CPU, which copies nothing."""
     if device.type != "cuda":
         return 0
@@ -257,7 +256,7 @@ def _min_overlap_chunk(model: LoadedModel, device: torch.device) -> int:
     rates = measure_rates(device, model.dtype)
     # The pool, which is allocated next, can't use memory that torch keeps of the measurement.
     torch.cuda.empty_cache()
-    return min_overlap_chunk(*rates, group, model.dtype.itemsize)
+    return min_overlap_chunk(*rates, group, 8 * kv_dtype.itemsize)
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:

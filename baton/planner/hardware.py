@@ -20,34 +20,44 @@ WIDTHS = (16, 8, 4)
 class Hardware:
     """One device.
 
-    `flops`: operations a second on operands of 16, 8 and 4 bits; None where the device has no such instructions.
-    `bytes_per_s`: of its memory; `memory`: bytes. `host_link`: bytes a second that a copy from host memory reaches, 0
-    if memory is the host's. `device_link`: bytes a second that the device can send to others of its group, along one
-    axis of a torus, or through a switch; `axes`: axes of the torus, 0 with a switch. `group`: devices that are joined
-    so; 1 if only a slower network joins them.
+    name               as on the command line
+    peak_flops_per_s   operations/s on operands of 16, 8 and 4 bits; None where the device has no such instructions
+    bytes_per_s        bytes/s that it reads from its memory
+    memory             bytes of its memory
+    host_link          bytes/s that a copy from host memory reaches; 0 if its memory is the host's
+    device_link        bytes/s that it sends over the fast link: both ways along an axis of a torus, or through a switch
+    axes               axes of the torus; 0 with a switch
+    fast_link_devices  number of devices on the fast link; 1 if there is none
+    source             document of the rates, or how they were measured
     """
 
     name: str
-    flops: tuple[float, float | None, float | None]
+    peak_flops_per_s: tuple[float, float | None, float | None]
     bytes_per_s: float
     memory: int
     host_link: float
     device_link: float
     axes: int
-    group: int
+    fast_link_devices: int
     source: str
 
     def flops_per_s(self, bits: int) -> float:
-        """Operations a second on operands of `bits`, or of the next wider width that the device computes with."""
-        for width, rate in reversed([*zip(WIDTHS, self.flops, strict=True)]):
+        """Operations a second on operands of `bits`, or of the next wider width that the device computes with.
+
+        More than 16 bits count as 16: there is no row for float32.
+        """
+        for width, rate in reversed([*zip(WIDTHS, self.peak_flops_per_s, strict=True)]):
             if rate is not None and width >= bits:
                 return rate
-        return self.flops[0]
+        return self.peak_flops_per_s[0]
 
     @property
     def flops_per_byte(self) -> float:
-        """Operations in 16 bits that the device does in the time of a byte from its memory."""
-        return self.flops[0] / self.bytes_per_s
+        """Ridge of the roofline: 16-bit FLOP/s over the memory's bytes/s.
+
+        Work with fewer FLOP for each byte is bound by memory.
+        """
+        return self.peak_flops_per_s[0] / self.bytes_per_s
 
 
 _BOOK = "How to Scale Your Model, TPUs and Inference: jax-ml.github.io/scaling-book"
@@ -63,7 +73,7 @@ _EPYC = (
 _GIB = 1 << 30
 
 _ROWS = (
-    # name, operations/s in 16, 8, 4 bits, bytes/s, memory, host link, device link, axes, group, source
+    # name, operations/s in 16, 8, 4 bits, bytes/s, memory, host link, device link, axes, devices, source
     Hardware("v5e", (1.97e14, 3.94e14, None), 8.2e11, 16 * _GIB, 1.5e10, 9e10, 2, 256, _BOOK),
     Hardware("a100", (312e12, 624e12, 1248e12), 2.039e12, 80 * _GIB, 25e9, 300e9, 0, 8, _A100),
     Hardware("h100", (989.4e12, 1978.9e12, None), 3.35e12, 80 * _GIB, 55e9, 450e9, 0, 8, _H100),

@@ -1,9 +1,9 @@
 """Bytes that a model needs: weights, KV, workspace; and the tokens and sequences for which a memory has room.
 
 Weights are those that Baton's engine has in memory. Norms are float32, whatever the dtype. For native kernels (CPUs)
-matrices are padded to panels, and biases are float32. With `tensor` ranks each has a share of heads, MLP and
-vocabulary, and all norms (`baton.model.layers`; Shoeybi et al. 2019, arXiv:1909.08053). With `pipeline` stages each has
-some layers; the first has the embedding, and the last the final norm and the output projection.
+matrices are padded to panels, and biases are float32. With `tp` tensor-parallel ranks each has a share of heads, MLP
+and vocabulary, and all norms (`baton.model.layers`; Shoeybi et al. 2019, arXiv:1909.08053). With pipeline stages each
+has some layers; the first has the embedding, and the last the final norm and the output projection.
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ from baton.planner.shape import ModelShape
 PANEL = 32
 """Rows and columns of weights for native kernels are padded to a multiple of this (kPanel and kInputs, kernels.h)."""
 
-MASK_PAIRS = 1 << 22
-"""Queries times keys that torch's attention computes together (`torch_backend`)."""
-
 BUFFERS = 3
 """Default number of device buffers for segments (--num-kv-buffers)."""
 
@@ -32,7 +29,7 @@ BFLOAT16_ROWS = ("avx512_bf16", "amx")
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class PipelineStage:
     """The layers of a pipeline stage, and whether it is the first and the last one."""
 
     layers: int
@@ -40,12 +37,12 @@ class Stage:
     last: bool = True
 
 
-def stages(shape: ModelShape, pipeline: int) -> tuple[Stage, ...]:
+def pipeline_stages(shape: ModelShape, pipeline: int) -> tuple[PipelineStage, ...]:
     """The stages of a pipeline; the first of them have one layer more if it does not divide the layers."""
     if pipeline > shape.num_layers:
         raise ConfigError(f"pipeline_parallel: {pipeline} stages for {shape.num_layers} layers")
     each, more = divmod(shape.num_layers, pipeline)
-    return tuple(Stage(each + (index < more), index == 0, index == pipeline - 1) for index in range(pipeline))
+    return tuple(PipelineStage(each + (index < more), index == 0, index == pipeline - 1) for index in range(pipeline))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +62,7 @@ class Weights:
 
 
 def weights(
-    shape: ModelShape, bits: int, *, packed: bool = False, tensor: int = 1, stage: Stage | None = None
+    shape: ModelShape, bits: int, *, packed: bool = False, tp: int = 1, stage: PipelineStage | None = None
 ) -> Weights:
     """Weights of a rank, the first one, which also has the biases that are added once.
 
@@ -73,9 +70,9 @@ def weights(
     `packed` for native kernels, else they have `bits`, or 16 if that is more. Scales of quantized weights are not
     counted, because they depend on the method. Raises ConfigError if the ranks do not divide heads and MLP.
     """
-    stage = stage or Stage(shape.num_layers)
-    heads, kv_heads = divided(shape, tensor)
-    inner, hidden, dim = shape.intermediate_size // tensor, shape.hidden_size, shape.head_dim
+    stage = stage or PipelineStage(shape.num_layers)
+    heads, kv_heads = heads_per_rank(shape, tp)
+    inner, hidden, dim = shape.intermediate_size // tp, shape.hidden_size, shape.head_dim
     experts = shape.experts or 1
 
     def matrix(rows: int, columns: int) -> int:
@@ -90,33 +87,33 @@ def weights(
     norms = stage.layers * shape.layer_norms + hidden * stage.last
     return Weights(
         matrices=_bytes(stage.layers * layer, bits),
-        embeddings=_bytes(tables * matrix(-(-shape.vocab_size // tensor), hidden), bits),
+        embeddings=_bytes(tables * matrix(-(-shape.vocab_size // tp), hidden), bits),
         biases=_bytes(stage.layers * biases, 32 if packed else max(bits, 16)),
         norms=4 * norms,
         frequencies=8 * (dim // 2),
     )
 
 
-def divided(shape: ModelShape, tensor: int) -> tuple[int, int]:
+def heads_per_rank(shape: ModelShape, tp: int) -> tuple[int, int]:
     """Heads and KV heads of a rank. Raises ConfigError if the ranks do not divide heads and MLP."""
     for what, total in (
         ("heads", shape.num_heads),
         ("KV heads", shape.num_kv_heads),
         ("columns of the MLP", shape.intermediate_size),
     ):
-        if total % tensor:
-            raise ConfigError(f"tensor_parallel: {tensor} ranks do not divide {total} {what}")
-    return shape.num_heads // tensor, shape.num_kv_heads // tensor
+        if total % tp:
+            raise ConfigError(f"tensor_parallel: {tp} ranks do not divide {total} {what}")
+    return shape.num_heads // tp, shape.num_kv_heads // tp
 
 
-def kv_token_bytes(shape: ModelShape, bits: int, *, tensor: int = 1, layers: int | None = None) -> int:
+def kv_token_bytes(shape: ModelShape, bits: int, *, tp: int = 1, layers: int | None = None) -> int:
     """Bytes of one token's K and V on a rank: 2 * layers * KV heads * head dim * bits / 8.
 
     Source: "How to Scale Your Model", chapter Inference.
     Layers with a sliding window count whole, because the pool has pages for every token in all layers.
     """
     layers = shape.num_layers if layers is None else layers
-    return _bytes(2 * layers * (shape.num_kv_heads // tensor) * shape.head_dim, bits)
+    return _bytes(2 * layers * (shape.num_kv_heads // tp) * shape.head_dim, bits)
 
 
 def mlp_token_bytes(shape: ModelShape, element_bytes: int) -> int:
@@ -124,13 +121,8 @@ def mlp_token_bytes(shape: ModelShape, element_bytes: int) -> int:
     return 2 * shape.intermediate_size * (shape.active_experts or 1) * element_bytes
 
 
-def kv_tokens(memory: int, used: int, token_bytes: int) -> int:
-    """Tokens of KV beside `used` bytes: floor((memory - used) / bytes of a token); 0 if those do not fit."""
-    return max(0, memory - used) // token_bytes
-
-
 @dataclass(frozen=True, slots=True)
-class Pool:
+class PoolSize:
     """Pages of KV: their number, tokens and bytes of each."""
 
     pages: int
@@ -138,7 +130,7 @@ class Pool:
     page_bytes: int
 
     @classmethod
-    def within(cls, room: int, page_size: int, token_bytes: int) -> Pool:
+    def within(cls, room: int, page_size: int, token_bytes: int) -> PoolSize:
         """The most pages that `room` bytes hold."""
         return cls(max(0, room) // (page_size * token_bytes), page_size, page_size * token_bytes)
 
@@ -159,10 +151,10 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Bytes of the tensors of a pass beside weights and KV, and the part of a layer, or the buffer, that has most."""
+    """Tensors of a pass beside weights and KV: `total` bytes, and the name of the phase, or buffer, that has most."""
 
     total: int
-    peak: str
+    largest_part: str
 
 
 def torch_workspace(
@@ -170,36 +162,32 @@ def torch_workspace(
     tokens: int,
     element_bytes: int,
     *,
-    context: int = 0,
     samples: int = 1,
-    tensor: int = 1,
-    head: bool = True,
+    tp: int = 1,
+    lm_head: bool = True,
 ) -> Workspace:
     """Tensors of a pass of `tokens` tokens with torch's operators, in the order of a layer (`baton.model.decoder`).
 
     Each phase has the embedded tokens and the layer's input, `[tokens, hidden]`, and the angles, float32, two of
     `[tokens, head dim]`. Beside these:
     rotation    normalised input; Q, K and V; Q and K in float32, times cosines, rolled, and the sum of both
-    attention   Q and K, and if `context` is given, for torch's attention: K and V of `context` tokens; distances
-                (int64) and three masks of 4 Mi pairs at a time, later one mask and the result with its copy. Kernels
-                such as flash-attn have no such tensors
+    attention   Q and K; the result with its copy. Masks, which kernels such as flash-attn do not have, are not counted
     MLP         Q and K; the MLP's input, normalised; gate, up and their product
-    head        logits of `samples` tokens, also in float32, on a stage that has the `head`
+    head        logits of `samples` tokens, also in float32, on a stage that has the `lm_head`
     """
-    heads, kv_heads = divided(shape, tensor)
+    heads, kv_heads = heads_per_rank(shape, tp)
     hidden, dim = shape.hidden_size * element_bytes, shape.head_dim
-    inner = shape.intermediate_size // tensor * (shape.active_experts or 1) * element_bytes
+    inner = shape.intermediate_size // tp * (shape.active_experts or 1) * element_bytes
     qk, wide = (heads + kv_heads) * dim * element_bytes, (heads + kv_heads) * dim * 4
     kv = kv_heads * dim * element_bytes
-    pairs = min(tokens, max(1, MASK_PAIRS // context)) * context if context else 0
     phases = {
         "rotation": tokens * (hidden + qk + kv + qk * shape.qk_norm + wide * (element_bytes < 4) + 3 * wide),
-        "attention": tokens * qk + 2 * context * kv + max(11 * pairs, 9 * pairs + 2 * tokens * (qk - kv)),
+        "attention": tokens * (qk + 2 * (qk - kv)),
         "MLP": tokens * (2 * hidden + qk + 3 * inner),
-        "head": samples * shape.vocab_size * (element_bytes + 4) if head else 0,
+        "head": samples * shape.vocab_size * (element_bytes + 4) if lm_head else 0,
     }
-    peak = max(phases, key=phases.__getitem__)
-    return Workspace(tokens * (2 * hidden + 2 * dim * 4) + phases[peak], peak)
+    largest = max(phases, key=phases.__getitem__)
+    return Workspace(tokens * (2 * hidden + 2 * dim * 4) + phases[largest], largest)
 
 
 def native_workspace(
@@ -210,17 +198,19 @@ def native_workspace(
     bits: int,
     isa: str = "amx",
     logits: bool = False,
+    tp: int = 1,
 ) -> Workspace:
     """Tensors of a pass with native kernels, after `Forward::reserve` of baton/native/src/forward.h.
 
     `contexts` has the new tokens and the length of each sequence; one token of each is sampled. `bits` of an element
-    of the weights and `isa`, the instruction set, decide whether products read rows of bfloat16 or float32. Buffers
-    are whole pages of 4 KiB.
+    of the weights and `isa`, the instruction set, decide whether products read rows of bfloat16 or float32. `logits`
+    are those of the sampled tokens. Buffers are whole pages of 4 KiB.
     """
     bfloat16 = bits <= 16 and isa in BFLOAT16_ROWS
     element_bytes, query_rows = 2 if bfloat16 else 4, 192 if bfloat16 and isa == "amx" else 96
     tokens, samples = sum(new for new, _ in contexts), len(contexts)
-    group, heads = shape.num_heads // shape.num_kv_heads, shape.num_heads
+    heads, kv_heads = heads_per_rank(shape, tp)
+    group, inner = heads // kv_heads, shape.intermediate_size // tp
     tile, split_keys, keys, row_block = 16, 1024, 64, 256
     rows, width = tokens + tile, _padded(shape.head_dim, PANEL)
     task_rows = _padded(max(group, query_rows), tile)
@@ -229,10 +219,10 @@ def native_workspace(
     buffers = {
         "normed": rows * _padded(shape.hidden_size, PANEL) * element_bytes,
         "attended": rows * _padded(heads * shape.head_dim, PANEL) * element_bytes,
-        "inner": rows * _padded(shape.intermediate_size, PANEL) * element_bytes,
-        "qkv": tokens * (heads + 2 * shape.num_kv_heads) * shape.head_dim * 4,
+        "inner": rows * _padded(inner, PANEL) * element_bytes,
+        "qkv": tokens * (heads + 2 * kv_heads) * shape.head_dim * 4,
         "angles": tokens * shape.head_dim * 4,
-        "partials": splits * shape.num_kv_heads * _padded(group, tile) * (width + 2) * 4,
+        "partials": splits * kv_heads * _padded(group, tile) * (width + 2) * 4,
         "maxima": samples * threads * 16,
         "threads": _padded(scratch, 1024) * threads * 4,
     }
@@ -257,14 +247,21 @@ class Streaming:
 
 
 def streaming(
-    shape: ModelShape, tokens: int, chunk: int, bits: int, *, segment: int = 16384, buffers: int = BUFFERS
+    shape: ModelShape,
+    tokens: int,
+    chunk: int,
+    bits: int,
+    *,
+    segment: int = 16384,
+    buffers: int = BUFFERS,
+    tp: int = 1,
 ) -> Streaming:
     """Sizes of a streaming prefill of `tokens` tokens in chunks of `chunk` (docs/long-prompts.md).
 
     A layer has `tokens` times its bytes of a token; ring: `buffers` times `segment` such tokens. Chunk i of n reads the
     KV of the i chunks before it in each layer, so `copied` = layers * n * (n - 1) / 2 * chunk * bytes of a token.
     """
-    token = kv_token_bytes(shape, bits, layers=1)
+    token = kv_token_bytes(shape, bits, tp=tp, layers=1)
     chunks = -(-tokens // chunk)
     copied = shape.num_layers * chunks * (chunks - 1) // 2 * chunk * token
     return Streaming(tokens * token, 2 * tokens * token, buffers * segment * token, copied)

@@ -14,13 +14,11 @@ of parameters, C operations a second and W bytes a second.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from baton.errors import ConfigError
 from baton.planner import memory
-from baton.planner.communication import layer_seconds
+from baton.planner.communication import layer_seconds, tensor_parallel_sizes
 from baton.planner.hardware import Hardware
 from baton.planner.shape import ModelShape
 
@@ -29,7 +27,7 @@ def prefill_flops(shape: ModelShape, tokens: int, past: int = 0, logits: int = 1
     """Operations of `tokens` new tokens of one sequence after `past` others, and `logits` rows of the projection."""
     *others, last = shape.windows
     weights = len(others) * shape.layer_weights * tokens
-    weights += shape.kv_weights * tokens + (shape.layer_weights - shape.kv_weights + shape.head_weights) * logits
+    weights += shape.kv_weights * tokens + (shape.layer_weights - shape.kv_weights + shape.lm_head_weights) * logits
     pairs = sum(_pairs(tokens, past, window) for window in others) + _pairs(logits, past + tokens - logits, last)
     return 2 * weights + _pair_flops(shape) * pairs
 
@@ -93,7 +91,7 @@ def weights_read(shape: ModelShape, tokens: int) -> float:
     if not shape.experts:
         return shape.step_weights
     mlps = experts_read(shape.experts, shape.active_experts, tokens) * shape.mlp_weights
-    return shape.num_layers * (shape.attention_weights + mlps) + shape.head_weights
+    return shape.num_layers * (shape.attention_weights + mlps) + shape.lm_head_weights
 
 
 def kv_read_bytes(shape: ModelShape, context: int, kv_bits: float) -> float:
@@ -166,20 +164,12 @@ def speculative_tokens(acceptance: float, drafts: int) -> float:
     return drafts + 1 if acceptance == 1 else (1 - acceptance ** (drafts + 1)) / (1 - acceptance)
 
 
-def speculative_time(step: StepTime, drafts: int) -> StepTime:
-    """The step that checks k drafts of each sequence: k + 1 times the arithmetic, the same bytes. Drafts are free."""
-    return StepTime(step.kv, (drafts + 1) * step.compute, step.weights)
+def speculative_time(step: StepTime, drafts: int, weights: float) -> StepTime:
+    """The step that checks k drafts of each sequence: k + 1 times the arithmetic, the same KV. Drafts are free.
 
-
-def min_overlap_chunk(flops_per_s: float, bytes_per_s: float, group: int, dtype_bytes: int) -> int:
-    """Number of tokens of the shortest chunk whose attention takes as long as the copy of the KV that it reads.
-
-    `bytes_per_s` is that of the copy. A key and a value of one KV head and `d` elements are `2 d dtype_bytes` bytes to
-    copy. For each token of the chunk they cost 4 d operations (two products) for each of the `group` query heads that
-    share the KV head. So d and the length of the context cancel: chunk = (flops_per_s / bytes_per_s) / (2 group /
-    dtype_bytes).
+    `weights`: seconds in which the weights are read that k + 1 times as many tokens use; more only with experts.
     """
-    return math.ceil(flops_per_s / bytes_per_s / (2 * group / dtype_bytes))
+    return StepTime(step.kv, (drafts + 1) * step.compute, weights)
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[bool]:
@@ -191,50 +181,50 @@ def pareto(points: Sequence[tuple[float, float]]) -> list[bool]:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """A tensor-parallel degree and a batch, with the step's seconds and tokens a second of each device."""
+class OperatingPoint:
+    """One way to run decode: `tp` devices that share each layer, and a batch.
 
-    tensor: int
+    `seconds`: of a step. `tokens_per_s`: of the whole group divided by its devices.
+    """
+
+    tp: int
     batch: int
     seconds: float
     tokens_per_s: float
 
 
-def choices(
+def feasible_points(
     shape: ModelShape,
-    rates: Callable[[int], Hardware],
+    hardware_at_batch: Callable[[int], Hardware],
     batches: Sequence[int],
     context: int,
     *,
     weight_bits: int = 16,
     kv_bits: int = 16,
-) -> list[Choice]:
-    """All choices whose weights and KV fit, with degrees of 1, 2, 4 and so on within a group of devices.
+) -> list[OperatingPoint]:
+    """All points whose weights and KV fit, with each of `tensor_parallel_sizes`.
 
-    `rates` gives the hardware with its rates at a batch. A step is that of `decode_time` and its all-reduces.
+    `hardware_at_batch` gives the hardware with its rates at a batch. A step is that of `decode_time` and its
+    all-reduces. `context` tokens of each sequence are read.
     """
-    found, tensor = [], 1
-    while tensor <= rates(1).group:
-        try:
-            weights = memory.weights(shape, weight_bits, tensor=tensor).total
-        except ConfigError:
-            break
-        token = memory.kv_token_bytes(shape, kv_bits, tensor=tensor)
+    found = []
+    for tp in tensor_parallel_sizes(shape, hardware_at_batch(batches[0])):
+        weights = memory.weights(shape, weight_bits, tp=tp).total
+        token = memory.kv_token_bytes(shape, kv_bits, tp=tp)
         for batch in batches:
-            hardware = rates(batch)
+            hardware = hardware_at_batch(batch)
             if weights + batch * context * token <= hardware.memory:
                 step = decode_time(
-                    shape, hardware, batch, context, weight_bits=weight_bits, kv_bits=kv_bits, devices=tensor
+                    shape, hardware, batch, context, weight_bits=weight_bits, kv_bits=kv_bits, devices=tp
                 )
-                seconds = step.seconds + shape.num_layers * layer_seconds(shape, batch, tensor, hardware)
-                found.append(Choice(tensor, batch, seconds, batch / seconds / tensor))
-        tensor *= 2
+                seconds = step.seconds + shape.num_layers * layer_seconds(shape, batch, tp, hardware)
+                found.append(OperatingPoint(tp, batch, seconds, batch / seconds / tp))
     return found
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """A change of model or engine, with the seconds of a step and its tokens a second."""
+class WhatIf:
+    """One change of model or engine, and its effect: seconds of a step, tokens a second of all devices."""
 
     name: str
     seconds: float
@@ -242,40 +232,44 @@ class Change:
 
 
 ACCEPTANCE, DRAFTS = 0.8, 4
-"""Speculation of `changes`: the probability that a draft is accepted, and drafts of a step."""
+"""Speculation of `what_if`: the probability that a draft is accepted, and drafts of a step."""
 
 
-def changes(
+def what_if(
     shape: ModelShape, hardware: Hardware, batch: int, context: int, *, weight_bits: int = 16, kv_bits: int = 16
-) -> list[Change]:
+) -> list[WhatIf]:
     """Steps as they are, and with one change each: KV heads, bits, speculation, experts, tensor parallelism."""
 
-    def step(shape: ModelShape = shape, weights: int = weight_bits, kv: int = kv_bits, devices: int = 1) -> StepTime:
-        return decode_time(shape, hardware, batch, context, weight_bits=weights, kv_bits=kv, devices=devices)
+    def step(
+        shape: ModelShape = shape,
+        weights: int = weight_bits,
+        kv: int = kv_bits,
+        devices: int = 1,
+        sequences: int = batch,
+    ) -> StepTime:
+        return decode_time(shape, hardware, sequences, context, weight_bits=weights, kv_bits=kv, devices=devices)
 
-    def change(name: str, seconds: float, tokens: float = 1) -> Change:
-        return Change(name, seconds, batch * tokens / seconds)
+    def change(name: str, seconds: float, tokens: float = 1) -> WhatIf:
+        return WhatIf(name, seconds, batch * tokens / seconds)
 
     found = [change("as it is", step().seconds)]
     grouped = shape.num_kv_heads < shape.num_heads
     heads = shape.num_heads if grouped else max(1, shape.num_heads // 8)
-    name = (
-        "each query head had its own K and V" if grouped else f"{shape.num_heads // heads} query heads shared K and V"
-    )
+    name = "each query head has its own K and V" if grouped else f"{shape.num_heads // heads} query heads share K and V"
     found.append(change(name, step(replace(shape, num_kv_heads=heads)).seconds))
-    found += [change(f"weights had {bits} bits", step(weights=bits).seconds) for bits in (8, 4) if bits < weight_bits]
+    found += [change(f"weights have {bits} bits", step(weights=bits).seconds) for bits in (8, 4) if bits < weight_bits]
     if kv_bits > 8:
-        found.append(change("KV had 8 bits", step(kv=8).seconds))
-    drafted, tokens = speculative_time(step(), DRAFTS), speculative_tokens(ACCEPTANCE, DRAFTS)
-    name = f"a step checked {DRAFTS} free drafts, each right with {ACCEPTANCE:.0%}"
+        found.append(change("KV has 8 bits", step(kv=8).seconds))
+    weights = step(sequences=batch * (DRAFTS + 1)).weights
+    drafted, tokens = speculative_time(step(), DRAFTS, weights), speculative_tokens(ACCEPTANCE, DRAFTS)
+    name = f"a step checks {DRAFTS} free drafts, each accepted with a probability of {ACCEPTANCE:.0%}"
     found.append(change(name, drafted.seconds, tokens))
     if not shape.experts:
         mixture = replace(shape, experts=16, active_experts=2)
-        found.append(change("each MLP were 16 experts, 2 of them a token", step(mixture).seconds))
-    for tensor in (2, 4, 8):
-        if tensor <= hardware.group:
-            reduces = shape.num_layers * layer_seconds(shape, batch, tensor, hardware)
-            found.append(change(f"{tensor} devices shared each layer", step(devices=tensor).seconds + reduces))
+        found.append(change("each MLP has 16 experts, and a token uses 2", step(mixture).seconds))
+    for tp in tensor_parallel_sizes(shape, hardware)[1:]:
+        reduces = shape.num_layers * layer_seconds(shape, batch, tp, hardware)
+        found.append(change(f"{tp} devices share each layer", step(devices=tp).seconds + reduces))
     return found
 
 

@@ -84,14 +84,14 @@ class ModelShape:
         return self.hidden_size * self.head_dim * 2 * self.num_kv_heads
 
     @property
-    def head_weights(self) -> int:
+    def lm_head_weights(self) -> int:
         """Elements of the output projection."""
         return self.hidden_size * self.vocab_size
 
     @property
     def step_weights(self) -> int:
         """Elements of all matrices that a decode step of one token reads."""
-        return self.num_layers * self.layer_weights + self.head_weights
+        return self.num_layers * self.layer_weights + self.lm_head_weights
 
     @property
     def activated(self) -> int:
@@ -106,7 +106,7 @@ class ModelShape:
     def matrix_weights(self) -> int:
         """Elements of all matrices in memory: every layer with all experts, embedding and output projection."""
         layer = self.attention_weights + (self.experts or 1) * self.mlp_weights
-        return self.num_layers * layer + (1 if self.tied else 2) * self.head_weights
+        return self.num_layers * layer + (1 if self.tied else 2) * self.lm_head_weights
 
     @property
     def parameters(self) -> int:

@@ -74,11 +74,14 @@ def _fields(figure: Figure) -> dict[str, Any]:
 
 def _value(figure: Figure) -> str:
     value = figure.value
-    if isinstance(value, str):
-        text = value
-    else:
-        text = f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if abs(value) < 1e4 else f"{value:.4g}"
-    return f"{text} {figure.unit}".rstrip()
+    return f"{value if isinstance(value, str) else number(value)} {figure.unit}".rstrip()
+
+
+def number(value: float) -> str:
+    """A number as it is shown: four digits, but all digits of an integer and of the thousands of others below 1e7."""
+    if isinstance(value, int) or 1e4 <= abs(value) < 1e7:
+        return f"{value:,.0f}"
+    return f"{value:,.4g}"
 
 
 def _sizes(figure: Figure, layout: str = "{}") -> str:

@@ -14,18 +14,31 @@ from baton.config.values import format_bytes
 from baton.engine.config import default_page_size, default_segment_tokens
 from baton.errors import ConfigError
 from baton.native.library import ISAS
-from baton.planner import memory as sizes
-from baton.planner.memory import Pool, Stage, Workspace
+from baton.planner.memory import (
+    BUFFERS,
+    CPU_RUNTIME,
+    PipelineStage,
+    PoolSize,
+    Workspace,
+    kv_token_bytes,
+    mlp_token_bytes,
+    native_workspace,
+    pipeline_stages,
+    streaming,
+    torch_workspace,
+    weights,
+)
 from baton.planner.shape import ModelShape
 
 _COUNT = click.IntRange(min=1)
 _BITS = click.IntRange(1, 32)
+_HOMES = click.Choice(["device", "host"])
 _ENGINE, _STREAMING = "baton/engine/factory.py", "docs/long-prompts.md"
 
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """The options of the command, which explain each field."""
+    """Values of the options."""
 
     shape: ModelShape
     memory: tuple[int, ...]
@@ -33,10 +46,10 @@ class _Options:
     kv_bits: int
     tensor_parallel: int
     pipeline_parallel: int
-    kv_on: str
+    kv_home: str
     host_memory: int | None
-    length: int | None
-    sequences: int
+    context: int | None
+    batch: int
     chunk_size: int
     device: str
     isa: str
@@ -46,16 +59,21 @@ class _Options:
 
     def __post_init__(self) -> None:
         if self.host_memory is not None and not self.streams:
-            raise ConfigError("host_memory: is for --device cuda with --kv-on host")
+            raise ConfigError("host_memory: is for --device cuda with --kv-home host")
 
     @property
     def streams(self) -> bool:
         """Whether KV comes to the device segment by segment."""
-        return self.kv_on == "host" and self.device == "cuda"
+        return self.kv_home == "host" and self.device == "cuda"
 
     @property
     def page_tokens(self) -> int:
-        return self.page_size or default_page_size(self.device, self.length or self.shape.max_positions or 1)
+        return self.page_size or default_page_size(self.device, self.context or self.shape.max_positions or 1)
+
+    @property
+    def pages(self) -> int:
+        """Pages of all sequences; none without a context."""
+        return self.batch * -(-(self.context or 0) // self.page_tokens)
 
     @property
     def element(self) -> int:
@@ -71,6 +89,10 @@ class _Rank:
     fixed: int
     token: int
 
+    def needed(self, given: _Options) -> int:
+        """Bytes with the KV that is asked for, where it is on the device."""
+        return self.fixed + (0 if given.streams else given.pages * given.page_tokens * self.token)
+
 
 @click.command()
 @click.argument("model", type=Model())
@@ -79,10 +101,16 @@ class _Rank:
 @click.option("--kv-bits", type=_BITS, default=16, show_default=True, help="Bits of an element of KV.")
 @click.option("--tensor-parallel", type=_COUNT, default=1, show_default=True, help="Ranks that share each layer.")
 @click.option("--pipeline-parallel", type=_COUNT, default=1, show_default=True, help="Stages that share the layers.")
-@click.option("--kv-on", type=click.Choice(["device", "host"]), default="device", show_default=True, help="Home of KV.")
-@click.option("--host-memory", type=Size(), help="Host memory for the KV of all ranks, with --kv-on host.")
-@click.option("--length", type=_COUNT, help="Tokens of a sequence: prompt and output.")
-@click.option("--sequences", type=_COUNT, default=1, show_default=True, help="Sequences at the same time.")
+@click.option(
+    "--kv-home",
+    type=click.Choice(["device", "host"]),
+    default="device",
+    show_default=True,
+    help="Memory that has the KV.",
+)
+@click.option("--host-memory", type=Size(), help="Host memory for the KV of all ranks, with --kv-home host.")
+@click.option("--context", type=_COUNT, help="Tokens of each sequence: prompt and output.")
+@click.option("--batch", type=_COUNT, default=1, show_default=True, help="Sequences at the same time.")
 @click.option("--chunk-size", type=_COUNT, default=2048, show_default=True, help="Tokens of a pass of prefill.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True, help="Kind of device.")
 @click.option("--isa", type=click.Choice(ISAS), default="amx", show_default=True, help="Instructions of a CPU.")
@@ -95,22 +123,23 @@ class _Rank:
 def memory(model: ModelShape, as_json: bool, explain: bool, page_size: int | None, **options: Any) -> None:
     """Compute the memory that MODEL needs, and what fits into a device.
 
-    MODEL is a folder, a config.json, or a name such as llama-3.1-8b. Sizes are those that the engine allocates.
+    MODEL is a folder, a config.json, or a name such as llama-3.1-8b. With 16 or 32 bits and one rank, sizes are those
+    that the engine allocates.
     """
     with usage_errors():
         given = _Options(shape=model, page_size=page_size or 0, **options)
-        stages = sizes.stages(model, given.pipeline_parallel)
+        stages = pipeline_stages(model, given.pipeline_parallel)
         ranks = [_rank(given, stage) for stage in stages]
-    largest = max(ranks, key=lambda rank: rank.fixed)
+    largest = max(ranks, key=lambda rank: rank.needed(given))
     count = given.tensor_parallel * given.pipeline_parallel
     engine = "engine" if count == 1 else f"engine: the largest of {count} ranks"
-    groups = {"model": _model(model), engine: largest.figures + _needed(given, ranks)}
-    if given.streams and given.length:
-        groups["other ways to stream a prompt"] = _streaming(given, given.length)
+    groups = {"model": _model(model), engine: largest.figures + _needed(given, largest)}
+    if given.streams and given.context:
+        groups["other ways to stream a prompt"] = _streaming(given, given.context)
     for size in given.memory:
         groups[f"memory of {format_bytes(size)}"] = _left(given, ranks, size)
     if given.host_memory is not None:
-        token = sizes.kv_token_bytes(model, given.kv_bits)
+        token = kv_token_bytes(model, given.kv_bits)
         groups[f"host memory of {format_bytes(given.host_memory)}"] = _pool(given, given.host_memory, token)
     show(groups, as_json=as_json, explain=explain)
 
@@ -119,21 +148,21 @@ def _model(shape: ModelShape) -> list[Figure]:
     rest = shape.parameters - shape.matrix_weights
     every = f"{shape.matrix_weights:,} of matrices and embeddings + {rest:,} of biases and norms"
     layers = f"{shape.num_layers} layers * {shape.layer_weights + shape.biases(shape.active_experts):,}"
-    used = f"{layers} + {shape.head_weights:,} of the output projection; without embedding and norms"
+    used = f"{layers} + {shape.lm_head_weights:,} of the output projection; without embedding and norms"
     return [
         Figure("parameters", shape.parameters, "", every, "tensors of the checkpoint"),
         Figure("activated parameters", shape.activated, "", used, "published counts of Qwen1.5"),
     ]
 
 
-def _rank(given: _Options, stage: Stage) -> _Rank:
-    shape, tensor = given.shape, given.tensor_parallel
+def _rank(given: _Options, stage: PipelineStage) -> _Rank:
+    shape, tp = given.shape, given.tensor_parallel
     cpu = given.device == "cpu"
-    part = sizes.weights(shape, given.weight_bits, packed=cpu, tensor=tensor, stage=stage)
+    part = weights(shape, given.weight_bits, packed=cpu, tp=tp, stage=stage)
     kinds = f"matrices {part.matrices:,} + embeddings {part.embeddings:,} + biases {part.biases:,}"
     rest = f"norms (float32) {part.norms:,} + rotary frequencies {part.frequencies:,}"
-    token = sizes.kv_token_bytes(shape, given.kv_bits, tensor=tensor, layers=stage.layers)
-    heads = f"{shape.num_kv_heads // tensor} KV heads * head dim {shape.head_dim}"
+    token = kv_token_bytes(shape, given.kv_bits, tp=tp, layers=stage.layers)
+    heads = f"{shape.num_kv_heads // tp} KV heads * head dim {shape.head_dim}"
     experts = f" * {shape.active_experts}" if shape.active_experts else ""
     space, passed = _workspace(given, stage)
     fixed = [
@@ -141,17 +170,17 @@ def _rank(given: _Options, stage: Stage) -> _Rank:
         Figure("workspace", space.total, "B", passed, "baton/planner/memory.py"),
     ]
     if cpu or given.runtime is not None:
-        runtime = sizes.CPU_RUNTIME if given.runtime is None else given.runtime
+        runtime = CPU_RUNTIME if given.runtime is None else given.runtime
         fixed.append(Figure("runtime", runtime, "B", "measured", "docs/planning.md"))
     if not cpu:
         page = given.page_tokens * token
         fixed.append(Figure("spare page", page, "B", f"{given.page_tokens} tokens, of CUDA graphs", _ENGINE))
     if given.streams:
         each, length = token // stage.layers, default_segment_tokens("cuda")
-        ring = sizes.BUFFERS * length * each
-        fixed.append(Figure("ring", ring, "B", f"{sizes.BUFFERS} buffers * {length:,} tokens * {each:,}", _STREAMING))
-    columns = f"2 * {shape.intermediate_size // tensor}{experts} columns of the MLP * {given.element}"
-    inner = sizes.mlp_token_bytes(shape, given.element) // tensor
+        ring = BUFFERS * length * each
+        fixed.append(Figure("ring", ring, "B", f"{BUFFERS} buffers * {length:,} tokens * {each:,}", _STREAMING))
+    columns = f"2 * {shape.intermediate_size // tp}{experts} columns of the MLP * {given.element}"
+    inner = mlp_token_bytes(shape, given.element) // tp
     each_token = [
         Figure(
             "KV of a token",
@@ -165,44 +194,51 @@ def _rank(given: _Options, stage: Stage) -> _Rank:
     return _Rank(each_token + fixed, sum(int(each.value) for each in fixed), token)
 
 
-def _workspace(given: _Options, stage: Stage) -> tuple[Workspace, str]:
+def _workspace(given: _Options, stage: PipelineStage) -> tuple[Workspace, str]:
     """Workspace of the larger pass: a chunk of prefill, or a step of all sequences."""
-    length = max(given.length or 1, given.chunk_size)
+    chunk = min(given.chunk_size, given.context or given.chunk_size)
+    length = max(given.context or 1, chunk)
     found = []
-    for queries in ([given.chunk_size], [1] * given.sequences):
+    for queries in ([chunk], [1] * given.batch):
         tokens, samples = sum(queries), len(queries)
         if given.device == "cpu":
             contexts = [(query, length) for query in queries]
-            size = sizes.native_workspace(
-                given.shape, contexts, threads=given.threads, bits=given.weight_bits, isa=given.isa, logits=True
+            size = native_workspace(
+                given.shape,
+                contexts,
+                threads=given.threads,
+                bits=given.weight_bits,
+                isa=given.isa,
+                logits=stage.last,
+                tp=given.tensor_parallel,
             )
         else:
-            size = sizes.torch_workspace(
-                given.shape, tokens, given.element, samples=samples, tensor=given.tensor_parallel, head=stage.last
+            size = torch_workspace(
+                given.shape, tokens, given.element, samples=samples, tp=given.tensor_parallel, lm_head=stage.last
             )
-        found.append((size, f"a pass of {tokens:,} tokens, {samples:,} of them sampled; most for {size.peak}"))
+        found.append((size, f"a pass of {tokens:,} tokens, {samples:,} of them sampled; most for {size.largest_part}"))
     return max(found, key=lambda each: each[0].total)
 
 
-def _needed(given: _Options, ranks: Sequence[_Rank]) -> list[Figure]:
-    """Bytes for the sequences that are asked for, at the rank that needs most."""
-    if given.length is None:
+def _needed(given: _Options, rank: _Rank) -> list[Figure]:
+    """Bytes of a rank for the sequences that are asked for."""
+    if given.context is None:
         return []
-    pages = given.sequences * -(-given.length // given.page_tokens)
-    text = f"{pages:,} pages of {given.page_tokens} tokens * KV of a token"
+    need = rank.needed(given)
+    text = f"{given.pages:,} pages of {given.page_tokens} tokens * KV of a token"
     if given.streams:
-        kv = pages * given.page_tokens * sizes.kv_token_bytes(given.shape, given.kv_bits)
-        need, home = max(rank.fixed for rank in ranks), "host memory needed"
+        kv = given.pages * given.page_tokens * kv_token_bytes(given.shape, given.kv_bits)
+        home = "host memory needed"
         total = "of the device: weights, workspace and what follows"
     else:
-        need, kv = max((rank.fixed + (own := pages * given.page_tokens * rank.token), own) for rank in ranks)
-        home, total = f"KV of {given.sequences} * {given.length:,} tokens", f"{need - kv:,} + {kv:,}"
+        kv = need - rank.fixed
+        home, total = f"KV of {given.batch} * {given.context:,} tokens", f"{rank.fixed:,} + {kv:,}"
     return [Figure(home, kv, "B", text, _ENGINE), Figure("memory needed", need, "B", total, "")]
 
 
 def _streaming(given: _Options, length: int) -> list[Figure]:
     chunk, layers = given.chunk_size, given.shape.num_layers
-    found = sizes.streaming(given.shape, length, chunk, given.kv_bits)
+    found = streaming(given.shape, length, chunk, given.kv_bits, tp=given.tensor_parallel)
     token, chunks = found.layer // length, -(-length // chunk)
     copied = f"{layers} layers * {chunks} * {chunks - 1} / 2 * {chunk:,} tokens * {token:,}"
     return [
@@ -223,7 +259,7 @@ def _left(given: _Options, ranks: Sequence[_Rank], size: int) -> list[Figure]:
 
 
 def _pool(given: _Options, room: int, token: int) -> list[Figure]:
-    pool, most = Pool.within(room, given.page_tokens, token), given.shape.max_positions
+    pool, most = PoolSize.within(room, given.page_tokens, token), given.shape.max_positions
     text = f"floor({room:,} / {pool.page_bytes:,} of a page) = {pool.pages:,} pages"
     longest = min(pool.tokens, most or pool.tokens)
     found = [
@@ -233,13 +269,13 @@ def _pool(given: _Options, room: int, token: int) -> list[Figure]:
             "longest prompt", longest, "", f"the lower of {pool.tokens:,} and the model's {most or 'unknown limit'}", ""
         ),
     ]
-    if given.length is not None:
-        count, each = pool.sequences(given.length), -(-given.length // pool.page_size)
-        name = f"sequences of {given.length:,} tokens"
+    if given.context is not None:
+        count, each = pool.sequences(given.context), -(-given.context // pool.page_size)
+        name = f"sequences of {given.context:,} tokens"
         found.append(Figure(name, count, "", f"floor({pool.pages:,} / {each:,} pages)", _ENGINE))
-        text = f"{given.sequences} sequences, room for {count}"
-        fits = "yes" if count >= given.sequences else "no"
-        if most is not None and given.length > most:
+        text = f"{given.batch} sequences, room for {count}"
+        fits = "yes" if count >= given.batch else "no"
+        if most is not None and given.context > most:
             fits = f"{fits}, but the model has {most:,} positions"
         found.append(Figure("fits", fits, "", text, ""))
     return found

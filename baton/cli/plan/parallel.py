@@ -8,9 +8,8 @@ import click
 
 from baton.cli.plan.figures import BOOK, Figure, Model, output_options, show
 from baton.config.options import usage_errors
-from baton.planner import communication as links
-from baton.planner import memory
-from baton.planner.communication import Degrees, Load
+from baton.planner import communication, memory
+from baton.planner.communication import Parallelism, Workload
 from baton.planner.hardware import Hardware, hardware_named
 from baton.planner.roofline import decode_time
 from baton.planner.shape import ModelShape
@@ -23,25 +22,25 @@ _MEGATRON, _GPIPE = "Shoeybi et al. 2019, arXiv:1909.08053", "Huang et al. 2018,
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The options of the command, which explain each field."""
+    """Values of the options."""
 
     model: ModelShape
     hardware: Hardware
-    degrees: Degrees
+    parallelism: Parallelism
     batch: int
     context: int
     weight_bits: int
     kv_bits: int
 
     @property
-    def load(self) -> Load:
+    def workload(self) -> Workload:
         """Tokens and bits that a copy of the model holds."""
-        return Load(self.batch, self.batch * self.context, self.weight_bits, self.kv_bits)
+        return Workload(self.batch, self.batch * self.context, self.weight_bits, self.kv_bits)
 
     @property
     def array(self) -> int:
         """Bytes of the activations of one step."""
-        return links.activation_bytes(self.model, self.batch)
+        return communication.activation_bytes(self.model, self.batch)
 
 
 @click.command()
@@ -70,12 +69,12 @@ def parallel(
 
     MODEL is a folder, a config.json, or a name such as llama-3.1-8b. Activations have 16 bits.
     """
-    degrees = Degrees(tensor_parallel, pipeline_parallel)
+    parallelism = Parallelism(tensor_parallel, pipeline_parallel)
     with usage_errors():
         row = hardware_named(hardware)
-        memory.divided(model, tensor_parallel)
-        memory.stages(model, pipeline_parallel)
-    plan = _Plan(model, row, degrees, batch, context, weight_bits, kv_bits)
+        memory.heads_per_rank(model, tensor_parallel)
+        memory.pipeline_stages(model, pipeline_parallel)
+    plan = _Plan(model, row, parallelism, batch, context, weight_bits, kv_bits)
     groups = {"pairs of matrices on each device": _pairs(plan), "a layer": _layer(plan), "a step": _step(plan)}
     if pipeline_parallel > 1:
         groups["share of the time in which a stage works"] = _utilisation(pipeline_parallel)
@@ -84,14 +83,14 @@ def parallel(
 
 
 def _pairs(plan: _Plan) -> list[Figure]:
-    model, tensor = plan.model, plan.degrees.tensor
-    heads, kv_heads = memory.divided(model, tensor)
-    hidden, inner = model.hidden_size, model.intermediate_size // tensor
-    largest = links.rank_bytes(model, plan.degrees, replace(plan.load, tokens=0))
-    layers = memory.stages(model, plan.degrees.pipeline)[0].layers
-    token = memory.kv_token_bytes(model, plan.kv_bits, tensor=tensor, layers=layers)
+    model, tp = plan.model, plan.parallelism.tp
+    heads, kv_heads = memory.heads_per_rank(model, tp)
+    hidden, inner = model.hidden_size, model.intermediate_size // tp
+    largest = communication.rank_bytes(model, plan.parallelism, replace(plan.workload, tokens=0))
+    layers = memory.pipeline_stages(model, plan.parallelism.pp)[0].layers
+    token = memory.kv_token_bytes(model, plan.kv_bits, tp=tp, layers=layers)
     experts = f" of each of {model.experts} experts" if model.experts else ""
-    share = f"/ {tensor} devices"
+    share = f"/ {tp} devices"
     return [
         _matrix("q, k, v, by columns", hidden, (heads + 2 * kv_heads) * model.head_dim, f"heads {share}"),
         _matrix("o, by rows", heads * model.head_dim, hidden, f"heads {share}, then an all-reduce"),
@@ -107,37 +106,39 @@ def _matrix(name: str, inputs: int, outputs: int, formula: str) -> Figure:
 
 
 def _layer(plan: _Plan) -> list[Figure]:
-    tensor, array = plan.degrees.tensor, plan.array
-    link = links.link(tensor, plan.hardware)
-    if tensor == 1:
+    tp, array = plan.parallelism.tp, plan.array
+    if tp == 1:
         return [Figure("communication", 0.0, "us", "one device", _MEGATRON)]
-    seconds = links.layer_seconds(plan.model, plan.batch, tensor, plan.hardware)
-    sent = int(links.ALL_REDUCES * links.all_reduce_bytes(array, tensor))
-    bound = "yes" if links.is_latency_bound(array, tensor, link) else "no"
-    each = f"{array:,} B / {tensor} / {link:.4g} B/s"
+    seconds = communication.layer_seconds(plan.model, plan.batch, tp, plan.hardware)
+    sent = int(communication.ALL_REDUCES * communication.all_reduce_bytes(array, tp))
+    bound = "yes" if communication.is_latency_bound(array, tp, plan.hardware) else "no"
+    half = communication.hops(array, tp, plan.hardware)
+    hops = f"2 all-reduces * 2 * {half.count} hop{'s' * (half.count > 1)}"
+    hop = f"{half.sent:,.0f} B / {half.bytes_per_s:.4g} B/s"
     return [
         Figure("array of an all-reduce", array, "B", f"{plan.batch} * {plan.model.hidden_size} * 2 B", _MEGATRON),
-        Figure("sent by each device", sent, "B", f"2 * 2 * {array:,} B * {tensor - 1} / {tensor}", _MEGATRON),
-        Figure("time", 1e6 * seconds, "us", f"2 * max(2 * hops * 1 us, bytes / {link:.4g} B/s)", _LATENCY),
-        Figure("bound by latency", bound, "", f"{each} = {1e6 * array / tensor / link:.3g} us, against 1 us", _LATENCY),
+        Figure("sent by each device", sent, "B", f"2 * 2 * {array:,} B * {tp - 1} / {tp}", _MEGATRON),
+        Figure("time", 1e6 * seconds, "us", f"{hops} * max(1 us, {hop})", _LATENCY),
+        Figure("bound by latency", bound, "", f"{hop} = {1e6 * half.transfer_seconds:.3g} us, against 1 us", _LATENCY),
     ]
 
 
 def _step(plan: _Plan) -> list[Figure]:
-    model, degrees, row = plan.model, plan.degrees, plan.hardware
+    model, parallelism, row = plan.model, plan.parallelism, plan.hardware
     bits = {"weight_bits": plan.weight_bits, "kv_bits": plan.kv_bits}
-    work = decode_time(model, row, plan.batch, plan.context, devices=degrees.tensor, **bits).seconds
-    talk = links.step_seconds(model, plan.batch, degrees, row)
-    reduces = f"{model.num_layers} layers * {1e6 * links.layer_seconds(model, plan.batch, degrees.tensor, row):.4g} us"
-    link = links.link(degrees.devices, row)
-    transfers = f" + {degrees.pipeline - 1} * (1 us + {plan.array:,} B / {link:.4g} B/s)"
-    formula = reduces + (transfers if degrees.pipeline > 1 else "")
+    work = decode_time(model, row, plan.batch, plan.context, devices=parallelism.tp, **bits).seconds
+    talk = communication.step_seconds(model, plan.batch, parallelism, row)
+    layer = communication.layer_seconds(model, plan.batch, parallelism.tp, row)
+    reduces = f"{model.num_layers} layers * {1e6 * layer:.4g} us"
+    link = communication.link_bandwidth(parallelism.devices, row)
+    transfers = f" + {parallelism.pp - 1} * (1 us + {plan.array:,} B / {link:.4g} B/s)"
+    formula = reduces + (transfers if parallelism.pp > 1 else "")
     figures = [
         Figure("reading and computing", 1e3 * work, "ms", "as in `baton plan roofline`", f"{BOOK}, Inference"),
         Figure("communication", 1e3 * talk, "ms", formula, _LATENCY),
         Figure("step", 1e3 * (work + talk), "ms", "the sum: nothing overlaps", ""),
     ]
-    if degrees.pipeline > 1:
+    if parallelism.pp > 1:
         figures.append(Figure("sent between two stages", plan.array, "B", "the array of an all-reduce", _GPIPE))
     return figures
 
@@ -146,7 +147,7 @@ def _utilisation(stages: int) -> list[Figure]:
     return [
         Figure(
             f"{count} micro-batch{'es' * (count > 1)}",
-            links.pipeline_utilisation(count, stages),
+            communication.pipeline_utilisation(count, stages),
             "",
             f"{count} / ({count} + {stages} - 1)",
             _GPIPE,
@@ -158,18 +159,22 @@ def _utilisation(stages: int) -> list[Figure]:
 def _limits(plan: _Plan) -> list[Figure]:
     model, row = plan.model, plan.hardware
     hidden, inner = model.hidden_size, model.intermediate_size
-    beta = links.bandwidth_ratio(row)
-    bound = links.sharding_bound(inner, plan.batch, beta)
-    axes, total = links.torus_axes(row)
-    crossing = links.weight_stationary_crossing(hidden, inner, axes, total)
+    joined = row.fast_link_devices
+    fast, slow = communication.bandwidth_ratio(joined, row), communication.bandwidth_ratio(joined + 1, row)
+    bound = communication.sharding_limit(model, plan.batch, plan.weight_bits, row)
+    formula = f"{inner} * {plan.weight_bits} / 16 / ({plan.batch} * {fast:.4g})"
+    if bound >= joined:
+        formula = f"max({joined}, the same with {slow:.4g} beyond {joined} devices), because {formula} is more"
+    axes, total = communication.torus_axes(row)
+    crossing = communication.weight_stationary_crossing(hidden, inner, axes, total)
     derived = f"4 * {total}^2 * {inner} / ({axes[0]} * {axes[1]} * {hidden})"
     return [
-        Figure("memory over link bandwidth", beta, "", f"{row.bytes_per_s:.4g} / {row.device_link:.4g} B/s", _SHARDING),
+        Figure("memory over link bandwidth", fast, "", f"{row.bytes_per_s:.4g} / {row.device_link:.4g} B/s", _SHARDING),
         Figure(
             "tensor parallel until communication is longer",
             bound,
             "devices",
-            f"{inner} / ({plan.batch} * {beta:.4g})",
+            formula,
             _SHARDING,
         ),
         Figure(
@@ -185,7 +190,7 @@ def _limits(plan: _Plan) -> list[Figure]:
 def _advice(plan: _Plan) -> list[Figure]:
     whole = memory.weights(plan.model, plan.weight_bits).total
     kv = plan.batch * plan.context * memory.kv_token_bytes(plan.model, plan.kv_bits)
-    said = links.advice(plan.model, plan.load, plan.hardware)
+    said = communication.recommend_parallelism(plan.model, plan.workload, plan.hardware)
     formula = f"weights {whole:,} B + KV {kv:,} B, on devices of {plan.hardware.memory:,} B"
     return [
         Figure(

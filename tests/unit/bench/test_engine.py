@@ -15,7 +15,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from baton.bench import engine_report
+from baton.bench import engine_report, probes
 from baton.bench.engine import EnginePlan, EngineRuns, engine_for
 from baton.bench.probes import Probes
 from baton.cli.main import main
@@ -123,6 +123,24 @@ def test_native_kernels_multiply_in_probes_too(checkpoint: Path, monkeypatch: py
     assert set(multiplied) == {256, 2048}
 
 
+def test_this_machine_is_measured_once_beyond_the_rows_of_its_peak(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[int] = []
+
+    def step_rates(_: Probes, rows: int) -> tuple[float, float]:
+        measured.append(rows)
+        return 1e12, 1e10
+
+    monkeypatch.setattr(probes, "Probes", partial(Probes, **SMALL))
+    monkeypatch.setattr(Probes, "step_rates", step_rates)
+    at = probes.this_machine(ModelShape.of(ModelConfig.from_pretrained(checkpoint)), torch.float32)
+    assert at(8192) == at(32768) == at(2048)
+    assert "with 2048 rows" in at(8192).source
+    assert at(8).source != at(2048).source
+    assert measured == [2048, 8]
+
+
 def test_shares_are_of_the_probes_around_each_run() -> None:
     clock = itertools.count(1.0)
     took, means = engine_report._interleaved(2, lambda: next(clock), lambda: (next(clock) ** 2, 7.0))
@@ -170,7 +188,7 @@ def test_rates_are_by_token_and_step(engine: Engine) -> None:
     assert prefill["predicted_over_measured"] == pytest.approx(prefill_flops(shape, 40) / 1.6e6)
     assert (prefill["tokens_per_s"], prefill["mfu"]) == (40.0, prefill_flops(shape, 40) / 1e6)
     # Chunks of 16, 16 and 8 tokens read the layers three times, and 0, 16 and 32 tokens of KV.
-    weights = 3 * shape.num_layers * shape.layer_weights + shape.head_weights
+    weights = 3 * shape.num_layers * shape.layer_weights + shape.lm_head_weights
     assert prefill["bytes"] == 4 * weights + (40 + 48) * kv_format.token_bytes
 
 

@@ -45,15 +45,15 @@ def test_a_model_is_a_folder_a_config_or_a_name(form: str, tmp_path: Path) -> No
 
 
 def test_sequences_fit_until_their_pages_are_more_than_the_room() -> None:
-    sizes = ("llama-3.1-8b", "--memory=80GiB", "--length=32768")
-    found = memory(*sizes, "--sequences=16")
+    sizes = ("llama-3.1-8b", "--memory=80GiB", "--context=32768")
+    found = memory(*sizes, "--batch=16")
     left = found["memory of 80GiB"]
     assert (left["sequences of 32,768 tokens"], left["fits"]) == (16, "yes")
     engine = found["engine"]
     parts = ("weights", "workspace", "spare page", "KV of 16 * 32,768 tokens")
     assert engine["memory needed"] == sum(engine[name] for name in parts)
     assert left["left for KV"] == (80 << 30) - sum(engine[name] for name in parts[:3])
-    assert memory(*sizes, "--sequences=17")["memory of 80GiB"]["fits"] == "no"
+    assert memory(*sizes, "--batch=17")["memory of 80GiB"]["fits"] == "no"
     assert memory("llama-3-70b", "--memory=80GiB")["memory of 80GiB"] == {"fits": "no"}
 
 
@@ -66,8 +66,33 @@ def test_ranks_have_shares() -> None:
     assert stages["engine: the largest of 8 ranks"]["KV of a token"] == 40_960
 
 
+def test_figures_of_stages_are_those_of_one_rank() -> None:
+    sizes = ("--pipeline-parallel=3", "--batch=2500", "--context=64", "--memory=80GiB")
+    found = memory("llama-3.1-8b", *sizes)["engine: the largest of 3 ranks"]
+    kv = found["KV of 2500 * 64 tokens"]
+    # 10 layers with the output projection need less than 11 without.
+    assert (found["KV of a token"], kv) == (11 * 4096, 2500 * 256 * 11 * 4096)
+    assert found["memory needed"] == found["weights"] + found["workspace"] + found["spare page"] + kv
+
+
+def test_ranks_share_the_workspace_and_what_is_streamed() -> None:
+    whole, half = (memory("llama-3.1-8b", "--device=cpu", *more) for more in ((), ("--tensor-parallel=2",)))
+    assert half["engine: the largest of 2 ranks"]["workspace"] < whole["engine"]["workspace"]
+    streamed = memory("llama-3.1-8b", "--kv-home=host", "--context=1048576", "--tensor-parallel=2", "--chunk-size=4096")
+    assert streamed["other ways to stream a prompt"] == {
+        "with one layer's KV whole": 2 << 30,
+        "and new KV joined by cat": 4 << 30,
+        "copies to the device, any way": 8160 << 30,
+    }
+
+
+def test_no_pass_has_more_tokens_than_a_sequence() -> None:
+    short, long = (memory("llama-3.1-8b", f"--context={tokens}")["engine"]["workspace"] for tokens in (100, 2048))
+    assert short < long / 10
+
+
 def test_kv_in_host_memory_leaves_the_ring_on_the_device() -> None:
-    found = memory("llama-3.1-8b", "--kv-on=host", "--host-memory=128GiB", "--length=1048576", "--chunk-size=4096")
+    found = memory("llama-3.1-8b", "--kv-home=host", "--host-memory=128GiB", "--context=1048576", "--chunk-size=4096")
     assert found["engine"]["ring"] == 192 << 20
     assert found["host memory of 128GiB"]["tokens"] == 1 << 20
     assert found["other ways to stream a prompt"] == {
@@ -100,4 +125,4 @@ def test_bad_values_are_named(tmp_path: Path) -> None:
     assert "'--memory': must be a size such as 512MiB or 4GB, got 'much'" in refused("qwen3-8b", "--memory=much")
     assert "'--tensor-parallel': 3 ranks do not divide 32 heads" in refused("qwen3-8b", "--tensor-parallel=3")
     assert "'--pipeline-parallel': 40 stages for 36 layers" in refused("qwen3-8b", "--pipeline-parallel=40")
-    assert "'--host-memory': is for --device cuda with --kv-on host" in refused("qwen3-8b", "--host-memory=1GiB")
+    assert "'--host-memory': is for --device cuda with --kv-home host" in refused("qwen3-8b", "--host-memory=1GiB")

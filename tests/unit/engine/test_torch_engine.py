@@ -271,6 +271,13 @@ def test_the_longest_sequence_gets_its_pages(monkeypatch: pytest.MonkeyPatch, ca
     assert "hold 15 of its 100 pages: raise --host-memory" in caplog.text
 
 
+def test_copies_of_kv_have_the_bytes_of_its_own_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factory, "measure_rates", lambda *_: (1e12, 1e9))
+    model = SimpleNamespace(dtype=torch.float32, config=SimpleNamespace(num_heads=8, num_kv_heads=8))
+    for kv_dtype, tokens in ((torch.float32, 2_000), (torch.bfloat16, 1_000)):
+        assert factory._min_overlap_chunk(cast(Any, model), kv_dtype, torch.device("cuda")) == tokens
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -19,7 +19,7 @@ from baton.model.layers import TensorParallel
 from baton.model.linear import TensorOptions
 from baton.native.decoder import NativeDecoder
 from baton.native.library import isa
-from baton.planner.memory import Pool, kv_token_bytes, native_workspace, torch_workspace, weights
+from baton.planner.memory import PoolSize, kv_token_bytes, native_workspace, torch_workspace, weights
 from baton.planner.shape import ModelShape
 from tests.checkpoints import make_checkpoint
 from tests.kernels import KERNELS, LIBRARY
@@ -75,7 +75,7 @@ def test_weights_and_pool_are_those_of_the_engine_to_the_byte(
     if isinstance(model.decoder, Decoder):
         own = {each.data_ptr(): each.untyped_storage().nbytes() for each in model.decoder.parameters()}
         assert planned.total == sum(own.values()) + model.decoder.rotary.frequencies.nbytes
-    room = Pool.within(3_000_001, engine.spec.page_size, kv_token_bytes(shape, bits))
+    room = PoolSize.within(3_000_001, engine.spec.page_size, kv_token_bytes(shape, bits))
     assert room.pages == engine.spec.pages
     assert room.bytes == sum(part.untyped_storage().nbytes() for part in pool.parts.values())
     engine.close()
@@ -88,7 +88,7 @@ def test_a_rank_of_a_70b_has_the_bytes_of_the_decoder(architecture: str) -> None
     others = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 8192}
     config = ModelConfig.from_dict({"architectures": [architecture], **raw, **others})
     options = TensorOptions(torch.bfloat16, torch.device("meta"))
-    planned = weights(ModelShape.of(config), 16, tensor=4).total
+    planned = weights(ModelShape.of(config), 16, tp=4).total
     assert planned == Decoder(config, options, TensorParallel(0, 4)).weight_bytes
 
 
@@ -111,20 +111,8 @@ def test_the_workspace_is_that_of_a_pass(
         )
         assert planned.total == decoder.workspace_bytes + TOKENS * shape.hidden_size * 4 + 8
     else:
-        planned = torch_workspace(shape, TOKENS, bits // 8, context=TOKENS)
+        planned = torch_workspace(shape, TOKENS, bits // 8)
         assert planned.total == pytest.approx(counted.peak, rel=0.05)
-    engine.close()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_masks_of_long_prompts_count(dtype: str, tmp_path: Path) -> None:
-    """With torch's attention, pairs of tokens have the peak."""
-    engine, shape = engine_of("qwen3", tmp_path, dtype, "torch", max_position_embeddings=4096)
-    with Peak() as counted:
-        EngineRuns(engine, 1500).prefill(1500)
-    planned = torch_workspace(shape, 1500, 4 if dtype == "float32" else 2, context=1500)
-    assert planned.peak == "attention"
-    assert planned.total == pytest.approx(counted.peak, rel=0.05)
     engine.close()
 
 

@@ -19,16 +19,16 @@ def test_every_row_has_a_source_and_sane_rates() -> None:
     for name, row in HARDWARE.items():
         assert name == row.name
         assert row.source
-        rates = [rate for rate in row.flops if rate is not None]
+        rates = [rate for rate in row.peak_flops_per_s if rate is not None]
         assert rates == sorted(rates)
         assert row.bytes_per_s > row.device_link
-        assert row.group >= 1
+        assert row.fast_link_devices >= 1
 
 
 def test_rates_of_a_cpu_follow_from_its_cores_and_channels() -> None:
     """Cores * Hz * operations a cycle; channels * transfers a second * 8 bytes."""
     row = HARDWARE["epyc-9654"]
-    assert row.flops[:2] == (96 * 2.4e9 * 64, 96 * 2.4e9 * 128)
+    assert row.peak_flops_per_s[:2] == (96 * 2.4e9 * 64, 96 * 2.4e9 * 128)
     assert row.bytes_per_s == 12 * 4800e6 * 8
 
 

@@ -8,14 +8,13 @@ from baton.planner.hardware import HARDWARE
 from baton.planner.roofline import (
     StepTime,
     attention_intensity,
-    choices,
     critical_batch,
     decode_bytes,
     decode_flops,
     decode_time,
     experts_read,
+    feasible_points,
     kv_read_bytes,
-    min_overlap_chunk,
     pareto,
     prefill_flops,
     prefill_time,
@@ -23,6 +22,7 @@ from baton.planner.roofline import (
     speculative_tokens,
     step_time,
     weights_read,
+    what_if,
 )
 from baton.planner.shape import SHAPES, ModelShape
 
@@ -44,14 +44,14 @@ def _counted(shape: ModelShape, tokens: int, past: int) -> int:
 
 
 def test_llama_has_eight_billion_weights() -> None:
-    assert LLAMA_8B.step_weights + LLAMA_8B.head_weights == pytest.approx(8.03e9, rel=1e-3)
+    assert LLAMA_8B.step_weights + LLAMA_8B.lm_head_weights == pytest.approx(8.03e9, rel=1e-3)
     assert LLAMA_8B.kv_token_bytes(2) == 131072
 
 
 @pytest.mark.parametrize(("tokens", "past"), [(1, 0), (2, 0), (7, 0), (5, 2), (5, 9), (1, 2), (1, 3)])
 def test_prefill_counts_only_what_the_mask_leaves(tokens: int, past: int) -> None:
     kv_only = 8 * 2 * 2 * 4
-    linear = 2 * SMALL.layer_weights * (tokens + 1) + 2 * kv_only * (tokens - 1) + 2 * SMALL.head_weights
+    linear = 2 * SMALL.layer_weights * (tokens + 1) + 2 * kv_only * (tokens - 1) + 2 * SMALL.lm_head_weights
     assert prefill_flops(SMALL, tokens, past) == linear + _counted(SMALL, tokens, past)
 
 
@@ -147,28 +147,26 @@ def test_decode_ceilings_of_a_4090(parameters: int, tokens_per_s: float) -> None
     assert 1 / step.seconds == pytest.approx(tokens_per_s, abs=0.5 if tokens_per_s > 200 else 0.05)
 
 
-@pytest.mark.parametrize(
-    ("flops", "link", "tokens"),
-    [(989.4e12, 55e9, 4_498), (312e12, 25e9, 3_120), (165.2e12, 25e9, 1_652)],
-    ids=["H200 on PCIe 5", "A100", "RTX 4090"],
-)
-def test_copies_hide_behind_chunks_of_llama_3_8b(flops: float, link: float, tokens: int) -> None:
-    """ceil(C / W / (2 group / bytes)), published rates of devices and of their links to the host."""
-    assert min_overlap_chunk(flops, link, group=4, dtype_bytes=2) == tokens
-
-
-def test_more_query_heads_a_kv_head_hide_them_sooner() -> None:
-    assert min_overlap_chunk(1e12, 1e9, 8, 2) == 125
-    assert min_overlap_chunk(1e12, 1e9, 1, 2) == 1_000
-    assert min_overlap_chunk(1e12, 1e9, 1, 4) == 2_000
-
-
 def test_speculation() -> None:
     """(1 - a^(k+1)) / (1 - a), Leviathan et al., equation 1."""
     assert speculative_tokens(0.8, 4) == pytest.approx(3.3616)
     assert speculative_tokens(1, 4) == 5
     assert speculative_tokens(0, 4) == 1
-    assert speculative_time(StepTime(1, 2, 3), 4) == StepTime(1, 10, 3)
+    assert speculative_time(StepTime(1, 2, 3), 4, 7) == StepTime(1, 10, 7)
+
+
+def test_drafts_of_a_mixture_read_more_experts() -> None:
+    """5 tokens use 7.79 of 16 experts, E (1 - (1 - k/E)^5): 63.25 ms a step, and no gain for one sequence."""
+    plain, *others = what_if(SHAPES["practice-moe"], HARDWARE["h100"], 1, 128)
+    (drafted,) = (each for each in others if "drafts" in each.name)
+    assert 1e3 * plain.seconds == pytest.approx(18.69, abs=5e-3)
+    assert 1e3 * drafted.seconds == pytest.approx(63.25, abs=5e-3)
+    assert drafted.tokens_per_s == pytest.approx(53.1, abs=0.05)
+
+
+def test_only_ranks_that_divide_the_heads_share_a_layer() -> None:
+    names = [each.name for each in what_if(SHAPES["qwen2.5-7b"], HARDWARE["h100"], 8, 8192)]
+    assert [name for name in names if "devices" in name] == ["2 devices share each layer", "4 devices share each layer"]
 
 
 def test_attention_intensity_is_the_group() -> None:
@@ -209,11 +207,11 @@ def test_short_prompts_wait_for_weights_and_long_ones_for_arithmetic() -> None:
     assert prefill_time(LLAMA_8B, card, 8192) == pytest.approx(prefill_flops(LLAMA_8B, 8192) / 989.4e12)
 
 
-def test_choices_fit_and_count_all_reduces_and_devices() -> None:
+def test_points_fit_and_count_all_reduces_and_devices() -> None:
     """Step of `decode_time` and two all-reduces of 2 us a layer; the throughput is that of one of the devices."""
     card = HARDWARE["h100"]
-    found = choices(SHAPES["llama-3-70b"], lambda rows: card, (1, 64), 8192)
-    assert [(each.tensor, each.batch) for each in found] == [(2, 1), (4, 1), (4, 64), (8, 1), (8, 64)]
+    found = feasible_points(SHAPES["llama-3-70b"], lambda rows: card, (1, 64), 8192)
+    assert [(each.tp, each.batch) for each in found] == [(2, 1), (4, 1), (4, 64), (8, 1), (8, 64)]
     step = decode_time(SHAPES["llama-3-70b"], card, 1, 8192, devices=4).seconds + 80 * 4e-6
     assert found[1].seconds == pytest.approx(step)
     assert found[1].tokens_per_s == pytest.approx(1 / step / 4)
