@@ -32,8 +32,8 @@ class SharedWorker:
     def __init__(self, loop: VirtualLoop) -> None:
         self.loop = loop
         self.engine = FakeEngine(page_size=PAGE, pages=PAGES, slots=PAGES, max_model_len=PAGES * PAGE)
-        self.attempts = Attempts(self.engine, reserve_tokens=1)
-        self.admission = Admission(self.engine, self.attempts, SlotForecast(PAGES, 0.0), lambda: 0, lambda: False)
+        self.attempts = Attempts(self.engine)
+        self.admission = Admission(self.engine, self.attempts, 1, SlotForecast(PAGES, 0.0), lambda: 0, lambda: False)
         self.routers: list[RouterPool] = []
         self.asked = 0
 
