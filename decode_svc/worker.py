@@ -393,7 +393,7 @@ class DecodeWorker:
     # The worker as a whole.
 
     def load_report(self) -> WorkerLoad:
-        """The worker's load; also sets the page gauges."""
+        """The worker's load."""
         return self._load_meter.report(self.attempts.requests_without_token)
 
     async def ledger(self) -> Ledger:
@@ -489,10 +489,8 @@ class LoadMeter:
             self._tokens_per_second.add(tokens / report.seconds)
 
     def report(self, requests_without_token: int) -> WorkerLoad:
-        """The load now, given the number of attempts without a token; also sets the page gauges."""
+        """The load now, given the number of attempts without a token."""
         stats, spec = self._engine.stats(), self._engine.spec
-        for state, pages in (("used", stats.used), ("free", stats.free), ("cached", stats.cached)):
-            metrics.PAGES.labels("decode", state).set(pages)
         return WorkerLoad(
             pages_used=stats.used,
             pages_total=stats.total,
