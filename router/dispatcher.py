@@ -326,7 +326,7 @@ class Peer:
 class Placement:
     """The workers of an attempt; `decode` is None if the attempt needs no decode worker.
 
-    `consumer` is the audience of KV tickets for the decode worker. `breakers` count faults and successes of the
+    `consumer` is the decode worker's name in KV tickets. `breakers` count faults and successes of the
     workers. The decode worker has pinned the KV of the first `pinned_tokens` tokens; prefill can fetch it from `peer`,
     unless that is None.
     """

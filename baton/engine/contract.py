@@ -127,7 +127,7 @@ class EngineSequence:
 
 
 OnLayer = Callable[[int], None]
-"""Called with a layer's index once a chunk's KV of it is final and readable; what it raises ends the chunk."""
+"""Called with the index of a layer when the chunk's KV of that layer is final. If it raises, the chunk ends."""
 
 
 @dataclass(frozen=True, slots=True)

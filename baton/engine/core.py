@@ -511,7 +511,7 @@ class LaunchedPass:
 
 
 class InflightPasses:
-    """The passes whose results were not returned yet, oldest first; those that were read are first."""
+    """Passes whose results the caller has not taken yet, oldest first: the read ones come before the unread ones."""
 
     def __init__(self) -> None:
         self.passes: deque[LaunchedPass] = deque()

@@ -117,7 +117,7 @@ class AttemptBreakers:
             self._breakers.record_success(key)
 
     def pass_trial(self, key: Key | None) -> None:
-        """Record success for a trial as soon as its work has begun; other attempts count as successes at their end."""
+        """Record success now if the attempt is the trial of this breaker; other attempts are recorded at their end."""
         if key in self._trials:
             self.record_success(key)
 
@@ -127,7 +127,7 @@ class AttemptBreakers:
             self._breakers.record_fault(key, self._trials.pop(key, None))
 
     def end(self) -> None:
-        """End the attempt. If it has no result for a breaker that it was to try, another attempt may try that one."""
+        """End the attempt. A trial without a result is given back, so that another attempt can be the trial."""
         for key, permit in self._trials.items():
             self._breakers.release(key, permit)
         self._trials.clear()
