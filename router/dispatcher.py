@@ -36,8 +36,7 @@ from router.placement.policy import SelectionCriteria, WorkerSelection, can_serv
 from router.placement.scheduler import PlacementScheduler, selection_criteria
 from router.placement.waiter import PlacementRequest, Refusal, Waiter
 from router.workers.decode_session import DecodeCall
-from router.workers.events import Deliver
-from router.workers.failures import AttemptBreakers, Breakers, Suspicion
+from router.workers.failures import AttemptBreakers, Breakers, Deliver, Suspicion
 from router.workers.pool import WorkerLink, WorkerPool
 from router.workers.prefill_call import PrefillAssignment
 

@@ -52,10 +52,18 @@ from router.dispatcher import Dispatcher, Placement
 from router.output import OutputProcessor
 from router.placement.prefix_directory import BlockHasher
 from router.placement.waiter import PlacementRequest
+from router.request import Request
 from router.serving.threads import TenantThreads
-from router.serving.validator import Request
-from router.workers.events import DecodeEnded, Event
-from router.workers.failures import AvoidedWorker, Blame, Cause, FailureEvent, RetryBudget, RetryHistory
+from router.workers.failures import (
+    AvoidedWorker,
+    Blame,
+    Cause,
+    DecodeEnded,
+    Event,
+    FailureEvent,
+    RetryBudget,
+    RetryHistory,
+)
 from router.workers.pool import WorkerPool
 from router.workers.prefill_call import (
     LARGE_REQUEST,

@@ -36,8 +36,9 @@ from baton.rpc.channel import LATE_S
 from baton.telemetry.metrics import CLIENTS_STALLED, REQUESTS
 from router.dispatcher import Dispatcher
 from router.output import OutputProcessor, Update
+from router.request import ChatPrompt, TextPrompt, UncheckedRequest
 from router.request_runner import RequestRunner
-from router.serving.validator import ChatPrompt, RequestValidator, ServedModel, TextPrompt, UncheckedRequest
+from router.serving.validator import RequestValidator, ServedModel
 from router.workers.pool import WorkerPool
 
 DRAIN_LIMIT_S = 5.0

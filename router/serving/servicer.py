@@ -35,9 +35,9 @@ from baton.rpc.convert import (
 )
 from baton.rpc.errors import begin, utf8_pieces, write
 from router.output import ChoiceUpdate, Update
+from router.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt, UncheckedRequest
 from router.serving.front_door import HEADER, Caller, FrontDoor, Tenants
 from router.serving.large_messages import ReceivedMessage, deserializer_for
-from router.serving.validator import ChatPrompt, Prompt, TextPrompt, TokenPrompt, UncheckedRequest
 
 SERVICE = "baton.v1.Inference"
 OPEN_SERVICES = (health.SERVICE_NAME, reflection.SERVICE_NAME)

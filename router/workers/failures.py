@@ -1,4 +1,4 @@
-"""Failures of attempts: their kinds, the workers to avoid after them, and the rules for retries. Pure.
+"""Events and failures of attempts: their kinds, the workers to avoid, and the rules for retries. Pure.
 
 There is a breaker (`baton.breaker`) for each worker and each (prefill, decode) pair, shared by all requests of a
 router. A request avoids workers that failed it before. An open breaker makes all requests avoid a worker that has
@@ -37,6 +37,7 @@ from dataclasses import dataclass, field, replace
 
 from baton.breaker import Breaker, Permit
 from baton.errors import BatonError, Overloaded
+from baton.request import Output, Prefilled, PrefillProgress, PromptLogprobs
 from router.placement.policy import DecodeView, OpenBreakers, PrefillView
 
 
@@ -81,6 +82,17 @@ class FailureEvent:
     cause: Cause = Cause.FAULT
     loss: WorkerLoss | None = None
     """The loss of the worker, if the request is one of its suspects."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeEnded:
+    """The attempt has ended at the decode worker without a fault, and holds nothing there."""
+
+
+Event = PrefillProgress | PromptLogprobs | Prefilled | Output | DecodeEnded | FailureEvent
+"""An event of an attempt, from one of its two workers."""
+
+Deliver = Callable[[Event], None]
 
 
 Key = tuple[str, ...]
