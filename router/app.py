@@ -109,14 +109,7 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
         stalls = StallGuard(config.client_stall_s)
         await stack.enter_async_context(stalls.run())
         door = FrontDoor(
-            model,
-            validator,
-            pool,
-            dispatcher,
-            request_runner,
-            tenants,
-            stalls,
-            request_timeout_s=config.request_timeout_s,
+            model, validator, pool, dispatcher, request_runner, tenants, stalls, request_timeout_s=config.request_timeout_s
         )
 
         def add(server: grpc.aio.Server) -> None:

@@ -80,11 +80,7 @@ class ExportFetcher:
 
     def _open(self, export: RemoteExport, timeout_s: float) -> AbstractAsyncContextManager[list[KvSource]]:
         return open_sources(
-            self._channels,
-            export,
-            timeout_s=timeout_s,
-            stall_timeout_s=self._stall_timeout_s,
-            consumer=self._consumer,
+            self._channels, export, timeout_s=timeout_s, stall_timeout_s=self._stall_timeout_s, consumer=self._consumer
         )
 
 
