@@ -76,7 +76,8 @@ class AsyncClient(_Connection):
 
     `model` is the name of the served model; if empty, the only one is used. Every `timeout` is in seconds, and is also
     the deadline of the request on the server; the message of DeadlineExceeded has the number of tokens so far. Raises
-    ConfigError, which names the setting, if a TLS setting can't be used.
+    ConfigError, which names the setting, if a TLS setting can't be used, and InvalidRequest if `api_key` is empty or
+    has other characters than printable ASCII.
     """
 
     def __init__(
@@ -110,7 +111,8 @@ class AsyncClient(_Connection):
         """Stream the completion of `prompt`: a text, token ids, or a conversation.
 
         `sampling` are the fields of `SamplingParams`; `timeout` is in seconds. Raises InvalidRequest, Overloaded,
-        Unavailable, NotFound, Unauthenticated, or DeadlineExceeded; BatonError if the model runtime failed.
+        Unavailable, NotFound, Unauthenticated, PermissionDenied, or DeadlineExceeded; TransferError if KV could not be
+        moved in any attempt; EngineError if the model runtime failed; TypeError for an unknown argument.
         """
         request = calls.generate_request(
             self._model, prompt, sampling, cache=cache, cache_salt=cache_salt, report_progress=report_progress
@@ -226,7 +228,8 @@ class Client(_Connection):
         """Stream the completion of `prompt`: a text, token ids, or a conversation.
 
         `sampling` are the fields of `SamplingParams`; `timeout` is in seconds. Raises InvalidRequest, Overloaded,
-        Unavailable, NotFound, Unauthenticated, or DeadlineExceeded; BatonError if the model runtime failed.
+        Unavailable, NotFound, Unauthenticated, PermissionDenied, or DeadlineExceeded; TransferError if KV could not be
+        moved in any attempt; EngineError if the model runtime failed; TypeError for an unknown argument.
         """
         request = calls.generate_request(
             self._model, prompt, sampling, cache=cache, cache_salt=cache_salt, report_progress=report_progress

@@ -17,7 +17,7 @@
 
 **Pages** (`Admission`). A fork that lacks pages waits, and blocks no other sequence. Contexts that wait for forks may
 use at most half of the pages. A single such context may use more. The oldest attempt and the attempt with the fewest
-pending choices take turns (`Attempts.pending`). Every fork ends; decision 10 has the proof.
+pending choices take turns. Every fork ends; decision 10 has the proof.
 
 After a preemption, the pages that the batch needs for its next steps do not count as free
 (`DecodeLoop.pages_kept_for_batch`).
@@ -41,13 +41,13 @@ from baton.errors import InvalidRequest, OutOfPages, Overloaded
 from baton.kv.cached_blocks import SLICE_NODES
 from baton.rates import DecayingAverage, DecayingSum
 from decode_svc.attempts import Attempts, DecodeAttempt
-from decode_svc.reservation import AttemptKey, ReservationSize, Reserve
+from decode_svc.reservation import AttemptKey, ReservationSize, Reserve, size_reservation
 from decode_svc.scheduler import DecodeSequence
 
 T = TypeVar("T")
 
 CONTEXTS_DIVISOR = 2
-"""At most one page in this many may be in contexts that are kept for further choices."""
+"""Contexts that are kept for further choices use at most 1 / CONTEXTS_DIVISOR of the pages."""
 
 SPAN_S = 10.0
 """Seconds after which a completion counts with a weight of 1/e."""
@@ -55,7 +55,8 @@ SPAN_S = 10.0
 MIN_RETRY_S, MAX_RETRY_S, USUAL_RETRY_S = 0.02, 5.0, 0.5
 
 FORK_HEADROOM_DIVISOR, FORK_HEADROOM_S = 8, 0.5
-"""Forks leave one slot in this many free, or as many as the reservations of so many last seconds if that is more."""
+"""Forks leave 1 / FORK_HEADROOM_DIVISOR of the slots free, or as many slots as were reserved in the last
+FORK_HEADROOM_S seconds if that is more."""
 
 REFUSED_PRIORITY_S, GRANTED_PRIORITY_S = 1.0, 0.1
 """For REFUSED_PRIORITY_S seconds after a refusal, forks take no free slot, so that the refused reservation can come
@@ -82,6 +83,7 @@ class SlotForecast:
         self._ends, self._grants = DecayingSum(SPAN_S), DecayingSum(SPAN_S)
         self._lead_s = DecayingAverage(_LEAD_WEIGHT)
         self._fork_owed = False
+        """Whether the next free slot is for a fork, because a reservation took the last one."""
         self.forks_wait_until = -math.inf
         """Until this time, a fork may start only if the next slot is promised to a fork (`_fork_owed`)."""
 
@@ -185,7 +187,7 @@ class _Claim:
 class Claims:
     """All claims on a worker's pages; times are seconds on the caller's clock.
 
-    `record_free` must be called with the number of free pages before each question, and after each new claim.
+    `record_free` must be called with the number of free pages before each question.
     """
 
     def __init__(self) -> None:
@@ -259,25 +261,30 @@ class ForkResult:
 class Admission:
     """Decides for one worker; times are seconds on the caller's clock.
 
-    `pages_kept_for_batch` returns the number of free pages that only the batch may take. `reclaim` frees pages that no
-    request holds, and returns False if there were none.
+    `reserve_tokens` is the most outputs of a choice for which pages are reserved. `pages_kept_for_batch` returns the
+    number of free pages that only the batch may take. `reclaim` frees pages that no request holds, and returns False if
+    there were none.
     """
 
     def __init__(
         self,
         engine: Engine,
         attempts: Attempts,
+        reserve_tokens: int,
         forecast: SlotForecast,
         pages_kept_for_batch: abc.Callable[[], int],
         reclaim: abc.Callable[[], bool],
     ) -> None:
         self._engine = engine
         self._attempts = attempts
+        self._reserve_tokens = reserve_tokens
         self.forecast = forecast
         self._pages_kept_for_batch = pages_kept_for_batch
         self._reclaim = reclaim
         self.claims = Claims()
         self._context_claims = Claims()
+        self._oldest_leads = True
+        """Whether the oldest attempt, not the one with the fewest pending choices, has the next turn to fork."""
 
     def evict_for(self, session_number: int, reservation: Reserve, now: float) -> bool:
         """Evict a slice of the cached blocks that a long context replaces; False if `admit` should be called now.
@@ -290,7 +297,7 @@ class Admission:
             size = self._check(session_number, reservation, now)
         except (InvalidRequest, OutOfPages, Overloaded):
             return False
-        return self._attempts.evict_for(reservation, size)
+        return self._engine.evict_for(size.tokens, reservation.pinnable_digests, reservation.context_tokens)
 
     def admit(self, session_number: int, reservation: Reserve, now: float, limit_s: float = math.inf) -> DecodeAttempt:
         """Take the pages of a reservation.
@@ -313,7 +320,10 @@ class Admission:
 
     def _check(self, session_number: int, reservation: Reserve, now: float) -> ReservationSize:
         """Raise what `admit` raises before it takes pages; returns the size of the reservation."""
-        size, claimant = self._attempts.size(session_number, reservation), (session_number, reservation.key)
+        claimant = session_number, reservation.key
+        if (live := self._attempts.get(*claimant)) is not None:
+            raise InvalidRequest("reserve.key", f"attempt {live.key} is {live.lifecycle.state.value} already")
+        size = size_reservation(self._engine.spec, reservation, self._reserve_tokens)
         self.claims.renew(claimant, now)
         self.claims.record_free(self._free(), now)
         self._context_claims.renew(claimant, now)
@@ -349,7 +359,7 @@ class Admission:
         The caller must give each sequence a slot, and end each attempt that failed.
         """
         forked = ForkResult()
-        while turns := self._attempts.pending:
+        while turns := self._fork_order():
             if not self._may_fork(now):
                 return forked
             started = self._fork(turns, forked, now)
@@ -362,7 +372,8 @@ class Admission:
 
     def free_context_tokens(self) -> int:
         """Tokens of the largest context that a request without a claim could reserve after the last refusal."""
-        return self._attempts.largest_context(self._free() - self.claims.pages_set_aside())
+        pages = self._free() - self.claims.pages_set_aside()
+        return max(pages * self._engine.spec.page_size - self._reserve_tokens, 0)
 
     def wake_at(self, now: float) -> float:
         """Time at which the caller must call `start_forks` even if nothing happens; infinite if it need not."""
@@ -370,6 +381,15 @@ class Admission:
 
     def _may_fork(self, now: float) -> bool:
         return self.forecast.may_fork(self._attempts.sequences, now)
+
+    def _fork_order(self) -> abc.Sequence[DecodeAttempt]:
+        """Attempts with pending choices, in the order of their turns.
+
+        The oldest attempt and the one with the fewest such choices take turns at the front. So contexts are freed one
+        after the other, and neither requests with few choices nor requests with many wait for all others.
+        """
+        oldest = self._attempts.pending
+        return oldest if self._oldest_leads else sorted(oldest, key=lambda attempt: attempt.pending_choices)
 
     def _fork(self, turns: abc.Sequence[DecodeAttempt], forked: ForkResult, now: float) -> bool:
         """Fork the first attempt that has the pages. If there is none, claim pages and return False."""
@@ -385,6 +405,7 @@ class Admission:
             except Exception as error:
                 forked.failed.append((attempt, error))
                 return False
+            self._oldest_leads = not self._oldest_leads
             self.claims.remove_granted(FORKS, self._free())
             return True
         self._claim(FORKS, self._fork_claim(turns), now)

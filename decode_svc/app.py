@@ -11,11 +11,9 @@ from dataclasses import dataclass
 import grpc
 
 from baton.config.worker import DecodeConfig
-from baton.engine.contract import Engine, KvHandle
+from baton.engine.contract import Engine
 from baton.kv.prefix.contract import PrefixCache
 from baton.pb import decode_pb2_grpc
-from baton.request import Handoff, RemoteExport
-from baton.rpc.tls import Tls
 from baton.transfer.export import ExportRegistry
 from baton.transfer.fetcher import ExportFetcher
 from baton.transfer.transport import SERVICE as KV_SERVICE
@@ -26,7 +24,7 @@ from baton.worker.start import Service, WorkerAddresses, serve_listeners, start_
 from baton.worker.status import PrefixChangeFeed, StatusHub, WorkerRole
 from decode_svc.attempts import FailureKind
 from decode_svc.servicer import DecodeServicer
-from decode_svc.worker import DecodeWorker, KvFetcher
+from decode_svc.worker import DecodeWorker
 
 DECODE_SERVICE = "baton.v1.Decode"
 
@@ -86,14 +84,15 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
         stack.push_async_callback(cache.close)
         await cache.check()
         exports = ExportRegistry(base.engine, base.identity.incarnation, shards=base.identity.shards)
-        fetch_kv = await stack.enter_async_context(_fetching(config, base.engine, base.identity.consumer, base.tls))
+        fetcher = ExportFetcher(base.engine, base.tls, base.identity.consumer, config.fetch_stall_s)
+        stack.push_async_callback(fetcher.close)
         watchdog = Watchdog(work_counter=base.engine.work_counter)
         prefix_changes = PrefixChangeFeed(base.engine, cache, lambda: status.notify())
         stack.callback(prefix_changes.close)
         status = StatusHub(base.identity, lambda: worker.load_report(), prefix_changes)
         cache_tiers = CacheTiers(base.engine, cache)
         worker = DecodeWorker(
-            config, base.engine, base.identity, fetch_kv, exports, cache, cache_tiers, watchdog, status.notify
+            config, base.engine, base.identity, fetcher, exports, cache, cache_tiers, watchdog, status.notify
         )
 
         def add_decode(server: grpc.aio.Server) -> None:
@@ -118,18 +117,3 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
         stack.push_async_callback(worker.close)
         stack.callback(status.drain)
         yield DecodeApp(addresses, worker, cache, status, base.engine, config)
-
-
-@contextlib.asynccontextmanager
-async def _fetching(config: DecodeConfig, engine: Engine, consumer: str, tls: Tls | None) -> AsyncIterator[KvFetcher]:
-    """Yield a function that fetches over gRPC, as `consumer`, with the limits of the settings."""
-    exports = ExportFetcher(engine, tls, consumer, config.fetch_stall_s)
-
-    async def fetch_kv(source: RemoteExport, handle: KvHandle, *, tokens: range, length: int) -> Handoff:
-        limit_s = config.fetch_limit_s(length)
-        return await exports.fetch(source, handle, tokens=tokens, length=length, timeout_s=limit_s)
-
-    try:
-        yield fetch_kv
-    finally:
-        await exports.close()

@@ -7,7 +7,8 @@ A reservation takes pages for the context and for the first outputs of one choic
 the commit the first choice becomes a sequence. Further choices are pending: a handle of their own (`context_handle`)
 keeps the pages of the context, and each choice is forked from it when a slot is free (`decode_svc.admission`). The last
 choice takes over that handle. The choices share all pages of the context, except the last page if the context fills it
-only in part. The reservation includes a copy of that page (`spare`), so that the commit can't run out of pages.
+only in part. The reservation includes a page for a copy of that one (`spare`), unless the first choice alone needs the
+whole pool. Then the commit may raise OutOfPages, and the attempt is preempted.
 
 The engine thread takes more pages as generation goes on. A request that could not be generated even with the whole pool
 is refused here. Handles are freed here too, in any state of the attempt. This is safe at any time: if the engine thread
@@ -32,7 +33,7 @@ from collections import abc
 from dataclasses import dataclass, field
 
 from baton.engine.contract import Engine, KvHandle
-from baton.errors import BatonError, EngineError, IncompleteTransfer, InvalidRequest, OutOfPages, SourceUnreachable
+from baton.errors import BatonError, EngineError, IncompleteTransfer, OutOfPages, SourceUnreachable
 from baton.ledger import LedgerEntry
 from baton.lifecycle import Lifecycle, State
 from baton.request import FirstToken, Handoff, SequenceState
@@ -42,7 +43,6 @@ from decode_svc.reservation import (
     Reserve,
     check_handoff,
     context_ids,
-    size_reservation,
 )
 from decode_svc.scheduler import DecodeSequence, RollingBlockHasher
 
@@ -228,19 +228,16 @@ class Attempts:
     def __init__(
         self,
         engine: Engine,
-        reserve_tokens: int,
         on_published: abc.Callable[[PublishedBlocks], object] = lambda _: None,
         *,
         shares_kv: bool = True,
     ) -> None:
         self._engine = engine
-        self._reserve_tokens = reserve_tokens
         self._on_published = on_published
         self._shares_kv = shares_kv
         self._live: dict[tuple[int, AttemptKey], DecodeAttempt] = {}
         self._owners: dict[int, tuple[DecodeAttempt, int]] = {}
         self._pending: dict[DecodeAttempt, None] = {}
-        self._oldest_leads = True
         self._numbers = itertools.count()
         self._ids = itertools.count()
 
@@ -257,13 +254,8 @@ class Attempts:
 
     @property
     def pending(self) -> abc.Sequence[DecodeAttempt]:
-        """The attempts with choices that are still to be forked, in the order of their turns.
-
-        The oldest attempt and the one with the fewest such choices take turns at the front. So contexts are freed one
-        after the other, and neither requests with few choices nor requests with many wait for all others.
-        """
-        oldest = list(self._pending)
-        return oldest if self._oldest_leads else sorted(oldest, key=lambda attempt: attempt.pending_choices)
+        """The attempts with choices that are still to be forked, the oldest first."""
+        return list(self._pending)
 
     @property
     def pending_choices(self) -> int:
@@ -291,16 +283,6 @@ class Attempts:
     def find_owner(self, sequence_id: int) -> tuple[DecodeAttempt, int] | None:
         """The attempt of a sequence and the index of its choice; None if the sequence has ended."""
         return self._owners.get(sequence_id)
-
-    def size(self, session_number: int, reservation: Reserve) -> ReservationSize:
-        """Compute the size of a reservation.
-
-        Raises ReservationTooLarge if it can never be granted, InvalidRequest if it is malformed or repeats the key of a
-        live attempt.
-        """
-        if (live := self.get(session_number, reservation.key)) is not None:
-            raise InvalidRequest("reserve.key", f"attempt {live.key} is {live.lifecycle.state.value} already")
-        return size_reservation(self._engine.spec, reservation, self._reserve_tokens)
 
     def take_pages(
         self,
@@ -335,10 +317,6 @@ class Attempts:
         )
         self._live[session_number, key] = attempt
         return attempt
-
-    def evict_for(self, reservation: Reserve, size: ReservationSize) -> bool:
-        """Evict a slice of the cached blocks that a reservation replaces (`Engine.evict_for`)."""
-        return self._engine.evict_for(size.tokens, reservation.pinnable_digests, reservation.context_tokens)
 
     def start(
         self, attempt: DecodeAttempt, now: float, limit_s: float = math.inf, deadline_s: float | None = None
@@ -423,15 +401,8 @@ class Attempts:
         coming = (each for each in self._live.values() if not each.committed and each.reservation.choices > 1)
         return self.context_pages + sum(pages_for(each.reservation.context_tokens) for each in coming)
 
-    def largest_context(self, pages: int) -> int:
-        """Number of tokens of the largest context that, with its first outputs, fits in `pages` pages."""
-        return max(pages * self._engine.spec.page_size - self._reserve_tokens, 0)
-
     def fork(self, attempt: DecodeAttempt) -> DecodeSequence:
-        """Make a sequence of the attempt's next pending choice. Raises OutOfPages.
-
-        The other rule of `pending` selects the next attempt.
-        """
+        """Make a sequence of the attempt's next pending choice. Raises OutOfPages."""
         pending = attempt.pending
         if pending is None:
             raise EngineError(f"{attempt.key}: no choice is pending")
@@ -443,7 +414,6 @@ class Attempts:
             context, owner = attempt.reservation.context_tokens, f"{attempt.key}/{index}"
             handle = self._engine.fork(pending.context_handle, owner, context, attempt.tokens)
         del pending.first_tokens[index]
-        self._oldest_leads = not self._oldest_leads
         if not pending.first_tokens:
             del self._pending[attempt]
             attempt.pending = None
@@ -490,14 +460,14 @@ class Attempts:
         if not attempt.lifecycle.end(now):
             return []
         del self._live[attempt.session_number, attempt.key]
-        published = [self._release(choice) for choice in choices] if publish else []
+        published = [self._release(choice) if publish else () for choice in choices]
         self._free(held)
         self._pending.pop(attempt, None)
         attempt.pending = None
         attempt.choices.clear()
         for choice in choices:
             del self._owners[choice.sequence_id]
-        for choice, digests in zip(choices, published, strict=False):
+        for choice, digests in zip(choices, published, strict=True):
             self._report_published(attempt, choice, digests)
         return [choice.sequence_id for choice in choices]
 

@@ -27,10 +27,9 @@ import itertools
 import logging
 import math
 from collections import abc
-from typing import Protocol
 
 from baton.config.worker import DecodeConfig
-from baton.engine.contract import Engine, KvHandle
+from baton.engine.contract import Engine
 from baton.errors import BatonError, OutOfPages, Overloaded
 from baton.kv.prefix.contract import PrefixCache
 from baton.ledger import Ledger, LedgerEntry
@@ -40,6 +39,7 @@ from baton.rates import DecayingAverage
 from baton.request import Handoff, Output, RemoteExport, ReserveResult
 from baton.telemetry import metrics
 from baton.transfer.export import ExportRegistry
+from baton.transfer.fetcher import ExportFetcher
 from baton.worker.cache_tiers import BlockCopier, CacheTiers
 from baton.worker.health import IdleAudit, Watchdog, build_ledger
 from baton.worker.status import WorkerIdentity, WorkerLoad
@@ -56,12 +56,6 @@ _log = logging.getLogger(__name__)
 _RATE_WEIGHT = 0.1
 
 
-class KvFetcher(Protocol):
-    """Function that fetches `tokens` of an export of `length` tokens into the handle; raises TransferError."""
-
-    async def __call__(self, source: RemoteExport, handle: KvHandle, *, tokens: range, length: int) -> Handoff: ...
-
-
 class DecodeWorker:
     """All sessions and attempts of one worker, and its engine thread; used on the asyncio loop only.
 
@@ -73,7 +67,7 @@ class DecodeWorker:
         config: DecodeConfig,
         engine: Engine,
         identity: WorkerIdentity,
-        fetch_kv: KvFetcher,
+        fetcher: ExportFetcher,
         exports: ExportRegistry,
         cache: PrefixCache,
         cache_tiers: CacheTiers,
@@ -84,7 +78,7 @@ class DecodeWorker:
         self._config = config
         self._engine = engine
         self._identity = identity
-        self._fetch_kv = fetch_kv
+        self._fetcher = fetcher
         self._exports = exports
         self._cache = cache
         self._cache_tiers = cache_tiers
@@ -105,7 +99,7 @@ class DecodeWorker:
             short_of_pages=lambda: self.decode_loop.pages_kept_for_batch() > 0,
             changed=self._check_idle,
         )
-        self.attempts = Attempts(engine, config.reserve_tokens, self.write_backs.add, shares_kv=not config.convert_kv)
+        self.attempts = Attempts(engine, self.write_backs.add, shares_kv=not config.convert_kv)
         self.sessions: dict[int, RouterSession] = {}
         self._numbers = itertools.count()
         self._transfers: dict[DecodeAttempt, asyncio.Task[None]] = {}
@@ -119,7 +113,7 @@ class DecodeWorker:
         )
         forecast = SlotForecast(engine.spec.slots, loop.time())
         kept, reclaim = self.decode_loop.pages_kept_for_batch, self.write_backs.release_pages
-        self.admission = Admission(engine, self.attempts, forecast, kept, reclaim)
+        self.admission = Admission(engine, self.attempts, config.reserve_tokens, forecast, kept, reclaim)
         self._audit = IdleAudit(self.ledger, lambda: not self.attempts and not self.write_backs, self.fail_engine)
         self._audit_task: asyncio.Future[None] | None = None
         self._loop_run: asyncio.Future[None] | None = None
@@ -243,9 +237,11 @@ class DecodeWorker:
     async def _transfer(self, attempt: DecodeAttempt, source: RemoteExport) -> None:
         """Fetch an attempt's KV, except the pinned blocks, and commit it. A failure ends the attempt."""
         started, length = self._loop.time(), attempt.reservation.context_tokens
-        missing = range(attempt.handle.cached_tokens, length)
+        missing, limit_s = range(attempt.handle.cached_tokens, length), self._config.fetch_limit_s(length)
         try:
-            handoff = await self._fetch_kv(source, attempt.handle, tokens=missing, length=length)
+            handoff = await self._fetcher.fetch(
+                source, attempt.handle, tokens=missing, length=length, timeout_s=limit_s
+            )
             digests = None
             if self.attempts.needs_digests(attempt):
                 digests = await self._blocks.hash_blocks(context_ids(handoff), attempt.reservation.cache_salt)
@@ -397,7 +393,7 @@ class DecodeWorker:
     # The worker as a whole.
 
     def load_report(self) -> WorkerLoad:
-        """The worker's load; also sets the page gauges."""
+        """The worker's load."""
         return self._load_meter.report(self.attempts.requests_without_token)
 
     async def ledger(self) -> Ledger:
@@ -493,10 +489,8 @@ class LoadMeter:
             self._tokens_per_second.add(tokens / report.seconds)
 
     def report(self, requests_without_token: int) -> WorkerLoad:
-        """The load now, given the number of attempts without a token; also sets the page gauges."""
+        """The load now, given the number of attempts without a token."""
         stats, spec = self._engine.stats(), self._engine.spec
-        for state, pages in (("used", stats.used), ("free", stats.free), ("cached", stats.cached)):
-            metrics.PAGES.labels("decode", state).set(pages)
         return WorkerLoad(
             pages_used=stats.used,
             pages_total=stats.total,

@@ -110,7 +110,7 @@ class WriteBacks:
         """Pin the leading blocks that are still cached; returns None if no block after the context is among them."""
         if not self._short_of_pages():
             # If a block is evicted in between, the handle has an empty page in its place.
-            with contextlib.suppress(OutOfPages):
+            with contextlib.suppress(OutOfPages, EngineError):
                 cached = self._engine.match_prefix(published.digests)
                 handle = self._engine.reserve(f"{published.owner}/write_back", cached, published.digests)
                 if self._count_pinned(handle) > published.context_blocks:

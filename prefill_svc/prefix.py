@@ -207,11 +207,10 @@ class PrefixLoader:
                 job.export.mark_final(layer, min(tokens, len(job.token_ids) - 1))
 
     def should_defer(self, job: PrefillJob, other: PrefillJob, behind: float) -> bool:
-        """Whether `other` is about to compute and publish at least half of the tokens that `job` still needs.
+        """Whether `job` should wait for `other`, which will publish at least half of the tokens that `job` still needs.
 
-        `behind` is the number of tokens by which `other` comes after `job` in the scheduler's order. If it is larger
-        than the number of tokens that the wait would save, only the chunk that `other` computes now counts, so that a
-        short job does not wait for a long one.
+        `behind` is the number of tokens by which `other` comes after `job` in the scheduler's order. If the wait would
+        save fewer tokens, only the running chunk of `other` counts, so that a short job does not wait for a long one.
         """
         if not (job.request.reads and other.request.cache.writes):
             return False
@@ -308,8 +307,8 @@ def add_peer(
 ) -> list[TierRun]:
     """Add a peer that has the first `peer_blocks` blocks to the runs of the cache's hits; returns the new runs.
 
-    The peer supplies its blocks after the end of the runs. If it is known to be faster than the tier of some run, it
-    also supplies its blocks of the first such run and of all later runs. Blocks before `have` are in the pages.
+    The peer supplies its blocks after the end of the runs. It also supplies its blocks of the first run whose tier is
+    known to be slower, and of all runs after that one. Blocks before `have` are in the pages.
     """
     kept: list[TierRun] = []
     for run in runs:

@@ -131,10 +131,8 @@ class PrefillWorker:
         self._exports.release(transfer_id, incarnation, "was abandoned")
 
     def load_report(self) -> WorkerLoad:
-        """The worker's load; also sets the page gauges."""
+        """The worker's load."""
         stats, scheduler = self._engine.stats(), self._scheduler
-        for state, pages in (("used", stats.used), ("free", stats.free), ("cached", stats.cached)):
-            metrics.PAGES.labels("prefill", state).set(pages)
         return WorkerLoad(
             pending_tokens=scheduler.pending_tokens,
             pages_used=stats.used,

@@ -108,15 +108,9 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
         request_runner = RequestRunner(pool, dispatcher, config, threads, router_id=router_id, signer=signer)
         stalls = StallGuard(config.client_stall_s)
         await stack.enter_async_context(stalls.run())
+        timeout_s = config.request_timeout_s
         door = FrontDoor(
-            model,
-            validator,
-            pool,
-            dispatcher,
-            request_runner,
-            tenants,
-            stalls,
-            request_timeout_s=config.request_timeout_s,
+            model, validator, pool, dispatcher, request_runner, tenants, stalls, request_timeout_s=timeout_s
         )
 
         def add(server: grpc.aio.Server) -> None:

@@ -10,7 +10,8 @@
 `placement/scheduler.py` decides which request is placed and where; this module waits, and asks the workers. Changes
 of workers and released assignments cause step 2.
 
-Requests also wait in the queue while a role has no workers, each for `worker_wait_s` seconds.
+Requests also wait in the queue while a role has no workers, each for at most `worker_wait_s` seconds; then it fails
+with Unavailable.
 
 A request that is suspected of killing workers waits outside the queue for workers of its own (`isolation.py`).
 """
@@ -35,8 +36,7 @@ from router.placement.policy import SelectionCriteria, WorkerSelection, can_serv
 from router.placement.scheduler import PlacementScheduler, selection_criteria
 from router.placement.waiter import PlacementRequest, Refusal, Waiter
 from router.workers.decode_session import DecodeCall
-from router.workers.events import Deliver
-from router.workers.failures import AttemptBreakers, Breakers, Suspicion
+from router.workers.failures import AttemptBreakers, Breakers, Deliver, Suspicion
 from router.workers.pool import WorkerLink, WorkerPool
 from router.workers.prefill_call import PrefillAssignment
 
@@ -72,7 +72,7 @@ class Dispatcher:
             pool,
             self._breakers,
             self._changed,
-            lambda: self.scheduler.retry_round,
+            lambda: self.scheduler.fleet_epoch,
             wait_s=config.isolation_wait_s,
             worker_wait_s=config.worker_wait_s,
         )
@@ -139,14 +139,14 @@ class Dispatcher:
         self, request: PlacementRequest, deliver: Deliver, suspicion: Callable[[], Suspicion]
     ) -> Placement | None:
         """A placement on workers of its own; None if the request may run among others."""
-        request = replace(request, alone=True)
+        request = replace(request, isolated=True)
 
         async def reserve(
-            criteria: SelectionCriteria, selection: WorkerSelection, too_small_workers: Mapping[str, str]
+            criteria: SelectionCriteria, selection: WorkerSelection, too_small_reasons: Mapping[str, str]
         ) -> Placement | Refusal:
             assignment, answer = self._assign(selection, criteria), None
             try:
-                answer = await self._reserver.reserve(request, assignment, selection, deliver, too_small_workers)
+                answer = await self._reserver.reserve(request, assignment, selection, deliver, too_small_reasons)
             finally:
                 if not isinstance(answer, Placement):
                     assignment.release()
@@ -198,8 +198,8 @@ class Dispatcher:
         """Ask the selected decode workers; None if all refuse, and the waiter is back in the queue."""
         answer = None
         try:
-            too_small_workers = waiter.refusal.too_small_workers
-            answer = await self._reserver.reserve(waiter.request, assignment, selection, deliver, too_small_workers)
+            too_small_reasons = waiter.refusal.too_small_reasons
+            answer = await self._reserver.reserve(waiter.request, assignment, selection, deliver, too_small_reasons)
             if isinstance(answer, Placement):
                 self.scheduler.grant(waiter, self._loop.time())
                 return answer
@@ -225,7 +225,7 @@ class Dispatcher:
         Only retries wait, because they ran on such a worker before. Raises InvalidRequest for a new request, and
         Unavailable after `worker_wait_s` seconds.
         """
-        request, reasons = waiter.request, "; ".join(waiter.refusal.too_small_workers.values())
+        request, reasons = waiter.request, "; ".join(waiter.refusal.too_small_reasons.values())
         problem = (
             f"{request.context_tokens} tokens of context and {request.max_new_tokens} of output need more than any "
             f"decode worker can hold (--kv-memory, --max-model-len): {reasons}"
@@ -247,7 +247,7 @@ class Dispatcher:
         self._give_turns()
 
     def _on_update(self) -> None:
-        self.scheduler.begin_retry_round()
+        self.scheduler.begin_epoch()
         self._breakers.retain(self._pool.fleet)
         workers, pairs = self._breakers.count_open()
         BREAKERS_OPEN.labels("worker").set(workers)
@@ -325,7 +325,7 @@ class Peer:
 class Placement:
     """The workers of an attempt; `decode` is None if the attempt needs no decode worker.
 
-    `consumer` is the audience of KV tickets for the decode worker. `breakers` count faults and successes of the
+    `consumer` is the decode worker's name in KV tickets. `breakers` count faults and successes of the
     workers. The decode worker has pinned the KV of the first `pinned_tokens` tokens; prefill can fetch it from `peer`,
     unless that is None.
     """
@@ -339,7 +339,7 @@ class Placement:
     pinned_tokens: int = 0
     peer: Peer | None = None
     isolation: IsolationGrant | None = None
-    """The grant of the attempt, if its request runs alone."""
+    """The grant of the attempt, if its request runs isolated."""
 
     def describe(self) -> str:
         """The workers, for the ledger's reader."""
@@ -364,7 +364,7 @@ class Reserver:
         assignment: PrefillAssignment,
         selection: WorkerSelection,
         deliver: Deliver,
-        too_small_workers: Mapping[str, str],
+        too_small_reasons: Mapping[str, str],
     ) -> Placement | Refusal:
         """Ask the decode workers, one after the other, until one grants pages.
 
@@ -373,7 +373,7 @@ class Reserver:
         if not request.needs_decode:
             self._expect_blocks(request, assignment, selection)
             return Placement(assignment, self._breakers.begin_attempt(selection.prefill, None))
-        addresses = (*selection.decode, *self._avoided_decodes(request, selection, too_small_workers))
+        addresses = (*selection.decode, *self._avoided_decodes(request, selection, too_small_reasons))
         request.lifecycle.enter(State.RESERVING, self._loop.time(), self._timeout_s * len(addresses))
         answers: dict[str, ReserveResult] = {}
         refused = self._refused.setdefault((request.request_id, request.attempt_number), {})
@@ -382,7 +382,7 @@ class Reserver:
             if link is None or link.session is None or not link.session.open:
                 continue
             # The selection may have been made before the worker was isolated for another request.
-            if address in self._pool.fleet.isolated and not request.alone:
+            if address in self._pool.fleet.isolated and not request.isolated:
                 continue
             call, consumer = link.session.begin_call(request.request_id, request.attempt_number, deliver), link.consumer
             incarnation = link.status.identity.incarnation if link.status else ""
@@ -399,7 +399,7 @@ class Reserver:
                 cached = answer.cached_tokens
                 return Placement(assignment, breakers, call, address, incarnation, consumer, cached, peer)
         request.lifecycle.enter(State.QUEUED, self._loop.time())
-        return self._refusal(request, selection, answers, too_small_workers)
+        return self._refusal(request, selection, answers, too_small_reasons)
 
     def withdraw(self, request: PlacementRequest) -> None:
         """Tell decode workers that refused the request not to set pages aside: it will not ask again."""
@@ -411,18 +411,18 @@ class Reserver:
         request: PlacementRequest,
         selection: WorkerSelection,
         answers: Mapping[str, ReserveResult],
-        too_small_workers: Mapping[str, str],
+        too_small_reasons: Mapping[str, str],
     ) -> Refusal:
-        too_small_workers = {**too_small_workers}
+        too_small_reasons = {**too_small_reasons}
         for address, answer in answers.items():
             if answer.too_small:
                 link = self._pool.decode_link(address)
-                too_small_workers[address] = f"decode worker {link.name if link else address}: {answer.reason}"
+                too_small_reasons[address] = f"decode worker {link.name if link else address}: {answer.reason}"
         room = max((answer.reservable_tokens for answer in answers.values()), default=0)
         paired = {decode for prefill, decode in request.avoided_pairs if prefill == selection.prefill}
-        excluded = too_small_workers.keys() | self._pool.fleet.isolated | paired
+        excluded = too_small_reasons.keys() | self._pool.fleet.isolated | paired
         return Refusal(
-            too_small_workers,
+            too_small_reasons,
             min((each.retry_after_s for each in answers.values() if each.retry_after_s), default=math.inf),
             room,
             unasked_workers=frozenset(address for address in excluded if address in self._pool.fleet.decode),
@@ -430,17 +430,17 @@ class Reserver:
         )
 
     def _avoided_decodes(
-        self, request: PlacementRequest, selection: WorkerSelection, too_small_workers: Mapping[str, str]
+        self, request: PlacementRequest, selection: WorkerSelection, too_small_reasons: Mapping[str, str]
     ) -> list[str]:
         """Addresses of decode workers that the request avoids, to ask after all others: that is better than to wait.
 
-        Empty for a request that must run alone.
+        Empty for a request that must run isolated.
         """
         fleet = self._pool.fleet
         prefill = fleet.prefill.get(selection.prefill)
-        if request.alone or not request.avoided_workers or prefill is None:
+        if request.isolated or not request.avoided_workers or prefill is None:
             return []
-        criteria = selection_criteria(request, too_small_workers, fleet, self._pool.prefixes)
+        criteria = selection_criteria(request, too_small_reasons, fleet, self._pool.prefixes)
         excluded = {decode for prefill, decode in criteria.avoided_pairs if prefill == selection.prefill}
         excluded.update(criteria.too_small_workers, selection.decode)
         addresses = (view.address for view in fleet.compatible_decodes(prefill))

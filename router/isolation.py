@@ -38,7 +38,7 @@ ReserveAt: TypeAlias = Callable[[SelectionCriteria, WorkerSelection, Mapping[str
 class Isolation:
     """Places requests on workers that serve no other request; `WorkerPool.isolate` keeps new requests away from them.
 
-    `changed` is set at each change of a worker or of the queue. `retry_round` is that of `RefusalGate`.
+    `changed` is set at each change of a worker or of the queue. `fleet_epoch` is that of `RefusalGate`.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Isolation:
         pool: WorkerPool,
         breakers: Breakers,
         changed: asyncio.Event,
-        retry_round: Callable[[], int],
+        fleet_epoch: Callable[[], int],
         *,
         wait_s: float,
         worker_wait_s: float,
@@ -54,7 +54,7 @@ class Isolation:
         self._pool = pool
         self._breakers = breakers
         self._changed = changed
-        self._retry_round = retry_round
+        self._fleet_epoch = fleet_epoch
         self._wait_s = wait_s
         self._worker_wait_s = worker_wait_s
         self._attempts: dict[str, int] = {}
@@ -105,7 +105,7 @@ class Isolation:
     async def _place(
         self, request: PlacementRequest, reserve: ReserveAt[P], suspicion: Callable[[], Suspicion]
     ) -> tuple[P, IsolationGrant] | None:
-        too_small_workers: Mapping[str, str] = {}
+        too_small_reasons: Mapping[str, str] = {}
         refused, no_workers_since = None, None
         while suspected := suspicion():
             self._changed.clear()
@@ -120,7 +120,7 @@ class Isolation:
                     self._empty_by = None
             elif self._is_first(request.request_id):
                 no_workers_since = None
-                criteria = selection_criteria(request, too_small_workers, self._pool.fleet, self._pool.prefixes)
+                criteria = selection_criteria(request, too_small_reasons, self._pool.fleet, self._pool.prefixes)
                 of_pair = suspected is Suspicion.PAIR
                 found = self._select(criteria, of_pair=of_pair)
                 if found is None:
@@ -129,16 +129,16 @@ class Isolation:
                 own = frozenset((selection.prefill, *(selection.decode if of_pair else ())))
                 self._pool.isolate(self._own.union(own, selection.decode if refused else ()))
                 until = self._empty_by = self._empty_by or now + self._wait_s
-                if empty and refused != (selection, self._retry_round()):
-                    refused = selection, self._retry_round()
-                    answer = await reserve(criteria, selection, too_small_workers)
+                if empty and refused != (selection, self._fleet_epoch()):
+                    refused = selection, self._fleet_epoch()
+                    answer = await reserve(criteria, selection, too_small_reasons)
                     if not isinstance(answer, Refusal):
                         self._pair, self._own = selection, self._own | own
                         self._pool.isolate(self._own)
                         # Other choices of the request may be placed now.
                         self._changed.set()
                         return answer, IsolationGrant(partial(self._leave, request.request_id), of_pair=of_pair)
-                    too_small_workers = answer.too_small_workers
+                    too_small_reasons = answer.too_small_reasons
                     continue
                 if now >= until:
                     return None

@@ -39,7 +39,7 @@ from baton.request import (
     Usage,
 )
 from baton.telemetry.metrics import ITL, TTFT
-from router.serving.validator import Request
+from router.request import Request
 
 
 @dataclass(slots=True)

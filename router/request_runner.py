@@ -52,10 +52,18 @@ from router.dispatcher import Dispatcher, Placement
 from router.output import OutputProcessor
 from router.placement.prefix_directory import BlockHasher
 from router.placement.waiter import PlacementRequest
+from router.request import Request
 from router.serving.threads import TenantThreads
-from router.serving.validator import Request
-from router.workers.events import DecodeEnded, Event
-from router.workers.failures import AvoidedWorker, Blame, Cause, FailureEvent, RetryBudget, RetryHistory
+from router.workers.failures import (
+    AvoidedWorker,
+    Blame,
+    Cause,
+    DecodeEnded,
+    Event,
+    FailureEvent,
+    RetryBudget,
+    RetryHistory,
+)
 from router.workers.pool import WorkerPool
 from router.workers.prefill_call import (
     LARGE_REQUEST,
@@ -179,7 +187,7 @@ class RequestRunner:
         loss, losses = failure.failed.loss, self._deps.pool.losses
         if loss is None:
             return
-        history.record_loss(loss, at_decode=failure.failed.blame is Blame.DECODE, alone=failure.alone)
+        history.record_loss(loss, at_decode=failure.failed.blame is Blame.DECODE, isolated=failure.isolated)
         if not history.has_killed_workers(losses.count_others(history.losses)):
             return
         settled, until = asyncio.Event(), min(self._loop.time() + DEATH_WAIT_S, request.deadline)
@@ -249,14 +257,14 @@ _FINAL = (InvalidRequest, NotFound, DeadlineExceeded)
 class AttemptFailed(Exception):
     """A failed attempt that may be followed by another; `blamed` is the address of the worker or pair at fault.
 
-    `alone` tells whether no other request ran at the worker.
+    `isolated` tells whether no other request ran at the worker.
     """
 
-    def __init__(self, failed: FailureEvent, blamed: str, *, alone: bool) -> None:
+    def __init__(self, failed: FailureEvent, blamed: str, *, isolated: bool) -> None:
         super().__init__(str(failed.error))
         self.failed = failed
         self.blamed = blamed
-        self.alone = alone
+        self.isolated = isolated
 
 
 @dataclass(frozen=True, slots=True)
@@ -568,8 +576,8 @@ class Attempt:
         if self._prefilled and not self._fetched and placement.decode is not None:
             WASTED_PREFILL_TOKENS.inc(len(self._request.prompt_ids) + len(self._output_ids))
         grant = placement.isolation
-        alone = grant is not None and not grant.released and (failed.blame is Blame.PREFILL or grant.of_pair)
-        return AttemptFailed(failed, self._record_blame(placement, failed), alone=alone)
+        isolated = grant is not None and not grant.released and (failed.blame is Blame.PREFILL or grant.of_pair)
+        return AttemptFailed(failed, self._record_blame(placement, failed), isolated=isolated)
 
     def _record_blame(self, placement: Placement, failed: FailureEvent) -> str:
         """Let the next attempts avoid the worker or pair at fault. Returns its address, or both addresses."""

@@ -14,7 +14,7 @@ from baton.kv.format import PartData
 from baton.kv.hashing import block_digests, chain_root
 from baton.request import FirstToken, Handoff, SamplingParams, SequenceState, finish_reason
 from decode_svc.attempts import Attempts, DecodeAttempt
-from decode_svc.reservation import Reserve
+from decode_svc.reservation import Reserve, size_reservation
 from tests.engine_calls import prefill_chunk
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
@@ -47,10 +47,16 @@ def digests(engine: Engine, ids: Sequence[int], salt: bytes = b"") -> list[bytes
 
 
 def take_pages(
-    attempts: Attempts, session_number: int, reservation: Reserve, now: float, limit_s: float = math.inf
+    attempts: Attempts,
+    session_number: int,
+    reservation: Reserve,
+    now: float,
+    limit_s: float = math.inf,
+    *,
+    reserve_tokens: int = 100,
 ) -> DecodeAttempt:
     """Size a reservation and take its pages, as admission does."""
-    size = attempts.size(session_number, reservation)
+    size = size_reservation(attempts._engine.spec, reservation, reserve_tokens)
     return attempts.take_pages(session_number, reservation, size, now, limit_s)
 
 

@@ -25,6 +25,7 @@ from baton.rpc.channel import control_channel, kv_channel
 from baton.rpc.convert import cache_policy_to_proto, sampling_to_proto
 from baton.transfer.fetcher import fetch
 from baton.transfer.transport import GrpcSource
+from baton.transfer.wire import KvSlice
 from prefill_svc.app import PrefillApp, run
 from prefill_svc.job import PrefillJob
 from tests.engine_calls import insert
@@ -125,7 +126,8 @@ class Client:
             (shard,) = identity.shards
             export = RemoteExport(transfer_id, identity.incarnation, identity.shards)
             source = GrpcSource(channel, export, shard, timeout_s=WAIT_S, stall_timeout_s=WAIT_S)
-            return await fetch([source], engine, handle, tokens=range(tokens), length=tokens, timeout_s=WAIT_S)
+            kv_slice = KvSlice(range(tokens), shard.layers, shard.heads)
+            return await fetch([source], engine, handle, kv_slice, length=tokens, timeout_s=WAIT_S)
 
     async def status(self, wanted: Callable[[worker_pb2.WorkerStatus], bool]) -> worker_pb2.WorkerStatus:
         async with asyncio.timeout(WAIT_S):

@@ -191,7 +191,7 @@ class DecodeConfig(WorkerConfig):
     slots: int = option(32, help="Largest number of sequences in the generation batch.", minimum=1)
     reserve_tokens: int = option(
         256,
-        help="New tokens of a choice for which a reservation has pages; longer outputs get more pages later.",
+        help="Output tokens of a choice for which pages are reserved at first; longer outputs get more pages later.",
         minimum=1,
     )
     convert_kv: bool = option(

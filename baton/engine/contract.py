@@ -111,14 +111,14 @@ class EngineSequence:
     `output_ids` are its tokens so far; `state` shows them too. The engine appends those of each pass that is read.
     """
 
-    __slots__ = ("failed", "handle", "output_ids", "planned_pages", "slot", "state", "unread")
+    __slots__ = ("failed", "handle", "in_flight_tokens", "output_ids", "planned_pages", "slot", "state")
 
     def __init__(self, handle: KvHandle, state: SequenceState) -> None:
         """`state` is copied."""
         self.handle = handle
         self.output_ids = list(state.output_ids)
         self.state = replace(state, output_ids=self.output_ids)
-        self.unread = 0
+        self.in_flight_tokens = 0
         """Tokens that are sampled for it by passes in flight."""
         self.slot = -1
         self.planned_pages: int | None = None
@@ -134,12 +134,12 @@ class EngineSequence:
     @property
     def next_positions(self) -> range:
         """Positions at which the next step writes KV: that of the newest token, which may be on the device only."""
-        newest = len(self.state.prompt_ids) + len(self.output_ids) - 1 + self.unread
+        newest = len(self.state.prompt_ids) + len(self.output_ids) - 1 + self.in_flight_tokens
         return range(newest, newest + 1)
 
 
 OnLayer = Callable[[int], None]
-"""Called with a layer's index once a chunk's KV of it is final and readable; what it raises ends the chunk."""
+"""Called with the index of a layer when the chunk's KV of that layer is final. If it raises, the chunk ends."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -487,7 +487,7 @@ class LaunchedPass:
         self._waited = True
         self._chunk_results, rows = self._chunks.results(self._wait().rows)
         for each, sampled, row in zip(self.batch, self.sampled, rows, strict=True):
-            each.unread -= sampled
+            each.in_flight_tokens -= sampled
             if each.failed:
                 continue
             if row.problem:
@@ -511,7 +511,7 @@ class LaunchedPass:
 
 
 class InflightPasses:
-    """The passes whose results were not returned yet, oldest first; those that were read are first."""
+    """Passes whose results the caller has not taken yet, oldest first: the read ones come before the unread ones."""
 
     def __init__(self) -> None:
         self.passes: deque[LaunchedPass] = deque()
@@ -525,7 +525,7 @@ class InflightPasses:
         """Add the newest pass."""
         self.passes.append(launched)
         for each, sampled in zip(launched.batch, launched.sampled, strict=True):
-            each.unread += sampled
+            each.in_flight_tokens += sampled
 
     def read(self) -> LaunchedPass:
         """Read the oldest unread pass and return it; if it raises, all unread passes are undone."""
@@ -546,7 +546,7 @@ class InflightPasses:
         """Undo all unread passes; `error` becomes the error of the oldest one, and the cause of the others."""
         for index, launched in enumerate(self.unread):
             for each, sampled in zip(launched.batch, launched.sampled, strict=True):
-                each.unread -= sampled
+                each.in_flight_tokens -= sampled
             cause = EngineError(f"undone, because a pass before it failed: {error}")
             launched.undo(cause if index else error)
             self.remove(launched)

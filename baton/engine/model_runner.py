@@ -216,14 +216,14 @@ class ModelRunner:
                 on_layer(layer)
 
         # On a CUDA device this is needed even without `on_layer`: reads of a layer wait for its event.
-        told = finished if self._cuda is not None or on_layer is not None else None
+        layer_done = finished if self._cuda is not None or on_layer is not None else None
         if self._native is not None and all(each.prompt.prompt_logprobs is None for each in prompts):
             samplers = [each.sampler for each in prompts if each.prompt.sample]
             samplers += [self._sampler] if context_lens else []
             logits = not all(sampler.all_greedy for sampler in samplers)
-            output = self._native.forward_head(ids, batch, self._kv, told, read, logits)
+            output = self._native.forward_head(ids, batch, self._kv, layer_done, read, logits)
             return _Forwarded(prompts, output, [()] * len(prompts))
-        hidden = self._decoder.forward(ids, batch.positions, batch, self._kv, told, read)
+        hidden = self._decoder.forward(ids, batch.positions, batch, self._kv, layer_done, read)
         places = {token: place for place, token in enumerate(read)}
         infos = [self._prompt_logprobs(hidden, places, each, finished) for each in prompts]
         sampled = [places[each.begin + offset] for each in prompts for offset in each.row.sampled]

@@ -156,7 +156,7 @@ class CachedBlockIndex:
         return PrefixPages(pages[: whole * width], unit[: -(-rest // self._page_size)], unit, tokens)
 
     def insert(self, pages: Pages, digests: Sequence[bytes], *, ends: bool = False) -> None:
-        """Cache the units of a sequence that owns `pages`. Runs that are already cached stay in their pages.
+        """Cache the units of a sequence that owns `pages`. Units that are already cached stay in their pages.
 
         A last unit that is not full is cached only if the sequence `ends`, because nothing is written after it then.
         Nothing is cached while there are uncached nodes: their blocks would be reported as dropped later.

@@ -135,7 +135,7 @@ class PageStates:
     device_pages: int
 
     def check(self, counts: Counts) -> list[str]:
-        """Descriptions of contradictions; empty if there are none. `counts`: owners of each page, counted again."""
+        """Compare with `counts`, each page's number of owners by the handles; returns a text for each contradiction."""
         faults = []
         free = np.bincount(np.concatenate(self.free), minlength=len(counts))
         if (

@@ -3,7 +3,7 @@
 Each of these keeps the tokens whose logit is at or above some value, so together they are one threshold for each row.
 Tokens as likely as the last kept one are kept too, so the order of a sort does not matter. The threshold and the token
 are searched among the 64 most likely tokens. A row that keeps more is drawn without top_p (`draw_wide`), and its token
-is kept if the mass of the likelier ones is below p. If not, neither that token nor a less likely one is in the nucleus,
+is kept if the mass of the likelier ones is below p. If not, the token and all less likely ones are outside the nucleus,
 and the row is drawn again from the likelier ones. The token that is drawn last has the highest score of all tokens in
 the nucleus.
 """

@@ -3,8 +3,8 @@
     each shard:  frames up to the commit ──▶ Receiver.add_frame (in an executor) ──▶ fetch each gap once more
     all shards:  ──▶ release
 
-`fetch` fetches the KV of a request, except tokens that are here already, and its handoff. `fetch_prefix` fetches KV
-only. `ExportFetcher` calls them with the sources of an export. A fetch is complete when all shards are complete.
+`ExportFetcher` opens the sources of an export, and calls `fetch` for the KV of a request, except tokens that are here
+already, and its handoff, or `fetch_prefix` for KV only. A fetch is complete when all shards are complete.
 
 While one frame is checked and written, the next one is received; there is no other read-ahead. A write can't be
 cancelled, so these functions return or raise only after the last write has ended. Then the caller may free the handle.
@@ -52,14 +52,23 @@ class ExportFetcher:
     async def fetch(
         self, export: RemoteExport, handle: KvHandle, *, tokens: range, length: int, timeout_s: float
     ) -> Handoff:
-        """As `fetch`, from all shards of `export`."""
+        """Fetch `tokens` of `export`, which has `length` tokens, into the handle, in at most `timeout_s` seconds.
+
+        If `tokens` is empty, only manifests and commits are fetched. The export is released, also after an error.
+        Raises TransferError and its subclasses.
+        """
+        kv_slice = _whole(self._engine, tokens)
         async with self._open(export, timeout_s) as sources:
-            return await fetch(sources, self._engine, handle, tokens=tokens, length=length, timeout_s=timeout_s)
+            return await fetch(sources, self._engine, handle, kv_slice, length=length, timeout_s=timeout_s)
 
     async def fetch_prefix(
         self, export: RemoteExport, handle: KvHandle, *, tokens: range, length: int, digest: bytes, timeout_s: float
     ) -> None:
-        """As `fetch_prefix`, from all shards of `export`."""
+        """Fetch `tokens` of `export`, which has `length` tokens and no handoff, in at most `timeout_s` seconds.
+
+        `digest` is the expected digest of its last full block. The export is released, also after an error. Raises
+        WrongPrefix if the exporter has another digest, and TransferError and its subclasses.
+        """
         async with self._open(export, timeout_s) as sources:
             await fetch_prefix(
                 sources, self._engine, handle, tokens=tokens, length=length, digest=digest, timeout_s=timeout_s
@@ -71,24 +80,28 @@ class ExportFetcher:
 
     def _open(self, export: RemoteExport, timeout_s: float) -> AbstractAsyncContextManager[list[KvSource]]:
         return open_sources(
-            self._channels,
-            export,
-            timeout_s=timeout_s,
-            stall_timeout_s=self._stall_timeout_s,
-            consumer=self._consumer,
+            self._channels, export, timeout_s=timeout_s, stall_timeout_s=self._stall_timeout_s, consumer=self._consumer
         )
 
 
 async def fetch(
-    sources: Sequence[KvSource], engine: Engine, handle: KvHandle, *, tokens: range, length: int, timeout_s: float
+    sources: Sequence[KvSource], engine: Engine, handle: KvHandle, kv_slice: KvSlice, *, length: int, timeout_s: float
 ) -> Handoff:
-    """Fetch `tokens` of an export of `length` tokens into the handle, and release the export, also after an error.
+    """Fetch a slice of an export of `length` tokens into the handle, and release the export, also after an error.
 
-    `sources` are the shards of the export. If `tokens` is empty, only manifests and commits are fetched.
-    `timeout_s` limits the whole fetch. Raises TransferError and its subclasses, and no other errors.
+    `sources` are the shards of the export; those that have a part of the slice are read. A bad frame is fetched once
+    more. `timeout_s` limits the whole fetch. Raises TransferError and its subclasses, which are counted in the metrics,
+    and no other errors.
     """
-    async with _release_at_end(sources):
-        return await fetch_slice(sources, engine, handle, _whole(engine, tokens), length=length, timeout_s=timeout_s)
+    async with _release_at_end(sources), _limit_time(timeout_s):
+        first, *others = [
+            receiver.handoff for receiver in await _fetch_shards(sources, engine, handle, kv_slice, length)
+        ]
+        if first is None:
+            raise IncompleteTransfer("the commit has no handoff: the export is a prefix")
+        if any(other != first for other in others):
+            raise IncompleteTransfer("the shards hand over different requests")
+        return first
 
 
 async def fetch_prefix(
@@ -111,25 +124,6 @@ async def fetch_prefix(
             if (held := receiver.prefix_digest) != digest:
                 name = held.hex() or "none"
                 raise WrongPrefix(f"the prefix's last block is {digest.hex()}, the exporter sent {name}")
-
-
-async def fetch_slice(
-    sources: Sequence[KvSource], engine: Engine, handle: KvHandle, kv_slice: KvSlice, *, length: int, timeout_s: float
-) -> Handoff:
-    """Fetch one slice of an export of `length` tokens into the handle, from all shards that have a part of the slice.
-
-    The export stays open. A bad frame is fetched once more. Raises TransferError and its subclasses, which are counted
-    in the metrics.
-    """
-    async with _limit_time(timeout_s):
-        first, *others = [
-            receiver.handoff for receiver in await _fetch_shards(sources, engine, handle, kv_slice, length)
-        ]
-        if first is None:
-            raise IncompleteTransfer("the commit has no handoff: the export is a prefix")
-        if any(other != first for other in others):
-            raise IncompleteTransfer("the shards hand over different requests")
-        return first
 
 
 def _whole(engine: Engine, tokens: range) -> KvSlice:
@@ -294,6 +288,7 @@ class Receiver:
                     f"the stream ended without {'manifest' if self._manifest is None else 'commit'}"
                 )
         if not missing and not self.committed:
+            # A slice without tokens asks for manifest and commit only.
             return [KvSlice(range(self._length, self._length), self.kv_slice.layers, self.kv_slice.heads)]
         return missing
 
@@ -336,7 +331,7 @@ class Receiver:
         handoff, lengths = None, {commit.length}
         if commit.handoff is not None:
             if commit.version != HANDOFF_VERSION:
-                raise TransferError(f"the handoff has version {commit.version}, this is {HANDOFF_VERSION}")
+                raise TransferError(f"the handoff has version {commit.version}, this worker reads {HANDOFF_VERSION}")
             handoff = unpack(commit.handoff, self._engine.spec.vocab_size)
             lengths.add(len(handoff.prompt_ids) + len(handoff.output_ids))
         if lengths != {self._length}:

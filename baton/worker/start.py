@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import faulthandler
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
@@ -29,6 +30,7 @@ from baton.process.sockets import bind
 from baton.rpc.admin import ADMIN_SERVICE, AdminSources, CacheClearer, CacheSource, LedgerSource, add_admin
 from baton.rpc.server import Listener, check_reach, listen
 from baton.rpc.tls import Tls
+from baton.telemetry.metrics import PAGES
 from baton.transfer.tickets import TicketVerifier
 from baton.worker.health import Watchdog, watch_engine
 from baton.worker.status import StatusHub, WorkerIdentity, WorkerRole, WorkerServicer, new_identity
@@ -69,9 +71,28 @@ async def start_runtime(
             engine = await thread.run(_build, config)
             stack.callback(engine.close)
         _warn_of_small_memory(engine.spec)
+        stack.enter_context(_page_gauges(role, engine))
         principal = tls.principal if tls else ""
         identity = new_identity(config, role, engine.spec, digest, converts_kv=converts_kv, principal=principal)
         yield WorkerRuntime(thread, engine, identity, tls, tickets)
+
+
+@contextlib.contextmanager
+def _page_gauges(role: WorkerRole, engine: Engine) -> Iterator[None]:
+    """Let the page gauges count the engine's pages whenever they are read, until the block ends."""
+    gauges = {state: PAGES.labels(role.value, state) for state in ("used", "free", "cached")}
+
+    def count(state: str) -> float:
+        return float(getattr(engine.stats(), state))
+
+    for state, gauge in gauges.items():
+        gauge.set_function(partial(count, state))
+    try:
+        yield
+    finally:
+        for gauge in gauges.values():
+            # Otherwise the gauge would keep the engine's memory.
+            gauge.set_function(lambda: 0)
 
 
 def _warn_of_small_memory(spec: EngineSpec) -> None:

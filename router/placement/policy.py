@@ -4,8 +4,8 @@ The prefill worker is the one with the least (waiting tokens + a fraction of the
 tokens of the prompt) / measured rate: it will finish the prompt first. Decode workers are ordered by room: a free slot
 first, then free pages and cached tokens of the prompt. Draining workers, and pairs whose KV formats do not match, are
 left out. A worker or pair that failed the request before, or has an open breaker, gets a penalty, and only those with
-the least penalty are used. A request that must run alone gets the pair with the fewest requests of this router; while
-it waits for that pair and runs there, no other request is placed there.
+the least penalty are used. A request that must run isolated gets the pair with the fewest requests of this router;
+while it waits for that pair and runs there, no other request is placed there.
 
 A view is the state of one worker as the router knows it, and each new view replaces the last one. Workers with the same
 KV format form a group, so that formats are compared for each pair of groups, and not for each pair of workers. Draining
@@ -102,7 +102,7 @@ class FleetView:
         self.prefill: dict[str, PrefillView] = {}
         self.decode: dict[str, DecodeView] = {}
         self.isolated: frozenset[str] = frozenset()
-        """Addresses of the workers of a request that runs alone; no other request is placed there."""
+        """Addresses of the workers of a request that runs isolated; no other request is placed there."""
         self._prefill_groups: dict[KvFormat, Group[PrefillView]] = {}
         self._decode_groups: dict[tuple[KvFormat, bool], Group[DecodeView]] = {}
         self._compatible_groups: list[tuple[Collection[PrefillView], list[Collection[DecodeView]]]] | None = None
@@ -314,7 +314,7 @@ def least_loaded_pair(
     *,
     of_pair: bool = True,
 ) -> tuple[WorkerSelection, bool] | None:
-    """The pair for a request that runs alone, and whether it serves no request of this router now.
+    """The pair for a request that runs isolated, and whether it serves no request of this router now.
 
     Without `of_pair`, only the prefill worker must be empty. None if there is no pair.
     """

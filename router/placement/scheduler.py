@@ -59,11 +59,11 @@ class Turn:
 
 
 def selection_criteria(
-    request: PlacementRequest, too_small_workers: Mapping[str, str], fleet: FleetView, prefixes: PrefixDirectory
+    request: PlacementRequest, too_small_reasons: Mapping[str, str], fleet: FleetView, prefixes: PrefixDirectory
 ) -> SelectionCriteria:
     """The placement criteria of a request, for the fleet and the known prefixes as they are now.
 
-    `too_small_workers` has the reason of each decode worker that can never hold the request, by address.
+    `too_small_reasons` has the reason of each decode worker that can never hold the request, by address.
     """
     views = (
         (each, fleet.prefill.get(each.worker) or fleet.decode.get(each.worker)) for each in request.avoided_workers
@@ -73,7 +73,7 @@ def selection_criteria(
         request.needs_decode,
         avoided_workers=frozenset(each.worker for each, view in views if view is not None and each.applies(view)),
         avoided_pairs=request.avoided_pairs,
-        too_small_workers=frozenset(too_small_workers),
+        too_small_workers=frozenset(too_small_reasons),
         prefill_match=prefixes.match_prefill(request.digests),
         decode_match=prefixes.match_decode(request.digests),
     )
@@ -97,9 +97,9 @@ class PlacementScheduler:
         self._no_workers_since: float | None = None
 
     @property
-    def retry_round(self) -> int:
-        """Number of the current round; in each one, refused waiters may ask again."""
-        return self._gate.retry_round
+    def fleet_epoch(self) -> int:
+        """Number of the current epoch; in each one, refused waiters may ask again."""
+        return self._gate.fleet_epoch
 
     def __len__(self) -> int:
         """Number of requests in the queue."""
@@ -159,26 +159,26 @@ class PlacementScheduler:
             self._gate.begin_reserving(waiter)
 
     def end_turn(self, waiter: Waiter) -> None:
-        """The turn of the waiter is over, with a placement or without."""
+        """End the waiter's turn, whether it got a placement or not."""
         self._gate.end_reserving(waiter)
 
     def release_prefill(self, tenant: str) -> None:
-        """A request of the tenant is no longer at a prefill worker."""
+        """Count one request fewer of the tenant at prefill workers."""
         self._in_flight[tenant] -= 1
         if not self._in_flight[tenant]:
             del self._in_flight[tenant]
 
     def grant(self, waiter: Waiter, now: float) -> None:
-        """The turn of the waiter has brought a placement."""
+        """Record that the waiter got its placement."""
         self._queue.record_departure(now)
         if waiter.request.needs_decode:
             self._gate.record_grant(waiter)
             self._queue.worker_retry_after_s = 0.0
 
     def refuse(self, waiter: Waiter, refusal: Refusal, now: float) -> None:
-        """Return a refused waiter to the queue. It asks again in a later round: each status of a worker begins one."""
+        """Return a refused waiter to the queue. It asks again in a later epoch: each status of a worker begins one."""
         waiter.refusal = refusal
-        # Others may have more workers to ask than a restricted waiter, or only one choice.
+        # Others may have more workers to ask than a partial waiter, or only one choice.
         all_refuse = not (refusal.lacks_room_for_choices or refusal.unasked_workers)
         self.push_again(waiter, now, first=all_refuse)
         self._gate.record_refusal(waiter, now)
@@ -189,8 +189,8 @@ class PlacementScheduler:
         """Return a waiter to the front: of the whole queue if `first`, else of its tenant's queue."""
         push = self._queue.push_first if first else self._queue.push_front
         push(waiter, tenant=waiter.request.tenant, deadline=waiter.request.deadline)
-        if waiter is self._queue.refused_first:
-            self._gate.record_refused_first(waiter, now)
+        if waiter is self._queue.head_of_line:
+            self._gate.record_head_of_line(waiter, now)
 
     def leave_queue(self, waiter: Waiter) -> bool:
         """Remove the waiter from the queue; False if it was not in it."""
@@ -200,27 +200,27 @@ class PlacementScheduler:
         """Delete all that is known of a waiter that will not return to the queue."""
         self._gate.drop(waiter)
 
-    def begin_retry_round(self) -> None:
+    def begin_epoch(self) -> None:
         """Let refused waiters ask again."""
-        self._gate.begin_retry_round()
+        self._gate.begin_epoch()
 
     def is_too_large(self, waiter: Waiter, fleet: FleetView) -> bool:
         """Whether the request is too large for every decode worker that is there."""
-        too_small_workers = waiter.refusal.too_small_workers
+        too_small_reasons = waiter.refusal.too_small_reasons
         return (
-            bool(too_small_workers)
+            bool(too_small_reasons)
             and bool(matching := matching_decodes(fleet))
-            and too_small_workers.keys() >= matching
+            and too_small_reasons.keys() >= matching
         )
 
     def forget_departed(self, waiter: Waiter, fleet: FleetView) -> None:
         """Delete the answers of decode workers that have left: a larger one may come at the address."""
-        if waiter.refusal.too_small_workers:
+        if waiter.refusal.too_small_reasons:
             matching = matching_decodes(fleet)
-            too_small_workers = {
-                name: reason for name, reason in waiter.refusal.too_small_workers.items() if name in matching
+            too_small_reasons = {
+                name: reason for name, reason in waiter.refusal.too_small_reasons.items() if name in matching
             }
-            waiter.refusal = replace(waiter.refusal, too_small_workers=too_small_workers)
+            waiter.refusal = replace(waiter.refusal, too_small_reasons=too_small_reasons)
 
     @property
     def lacks_workers(self) -> bool:
@@ -242,7 +242,7 @@ class PlacementScheduler:
         late, next_at = [], math.inf
         if self._no_workers_since is not None:
             for waiter in self._queue:
-                until = max(self._no_workers_since, waiter.since) + worker_wait_s
+                until = max(self._no_workers_since, waiter.queued_at) + worker_wait_s
                 if until > now:
                     next_at = min(next_at, until)
                 elif not can_serve(fleet, needs_decode=waiter.request.needs_decode):
@@ -260,14 +260,14 @@ class PlacementScheduler:
 
     def _candidates(self, fleet: FleetView, now: float, most: int) -> Iterator[Waiter]:
         """Waiters among the first `most` that may have a turn now, in order."""
-        restricted = self._gate.restricted
+        partial = self._gate.partial_waiter
         if (
-            restricted is not None
-            and restricted in self._queue
-            and restricted.request.deadline > now
-            and self._gate.restricted_may_reserve(self._queue.refused_first)
+            partial is not None
+            and partial in self._queue
+            and partial.request.deadline > now
+            and self._gate.partial_may_reserve(self._queue.head_of_line)
         ):
-            yield restricted
+            yield partial
         # Waiters that need decode workers must not hide waiters that need none.
         can_decode = can_serve(fleet, needs_decode=True)
         waiting = self._queue.candidates(now)
@@ -275,15 +275,15 @@ class PlacementScheduler:
             waiting = (waiter for waiter in waiting if not waiter.request.needs_decode)
         for waiter in itertools.islice(waiting, most):
             if not waiter.request.needs_decode or self._gate.may_reserve(
-                waiter, self._queue.refused_first, fleet.isolated
+                waiter, self._queue.head_of_line, fleet.isolated
             ):
                 yield waiter
 
     def _criteria(self, waiter: Waiter, fleet: FleetView) -> SelectionCriteria:
-        return selection_criteria(waiter.request, waiter.refusal.too_small_workers, fleet, self._prefixes)
+        return selection_criteria(waiter.request, waiter.refusal.too_small_reasons, fleet, self._prefixes)
 
     def _limit(self, tenant: str, tenants: int, fleet: FleetView) -> int:
-        """Number of requests at a prefill worker from which on it gets no further request of the tenant.
+        """The limit of requests at a prefill worker for the tenant: one that has so many gets no more of its requests.
 
         The number is doubled for a tenant with less than its share of the places at prefill workers. So it need not
         wait until long prompts of another tenant have ended, and a worker computes its shortest prompt first.
@@ -317,7 +317,7 @@ class RequestQueue(Generic[T]):
         self._in_flight = in_flight
         self._queue: FairQueue[T] = FairQueue()
         self._deadlines: dict[T, float] = {}
-        self._refused_first: tuple[T, str] | None = None
+        self._head_of_line: tuple[T, str] | None = None
         self._busy_s, self._departures = DecayingSum(_SPAN_S), DecayingSum(_SPAN_S)
         self._busy_clock = 0.0
         """Seconds of all busy periods together: the clock of the two decaying sums."""
@@ -338,12 +338,12 @@ class RequestQueue(Generic[T]):
     @property
     def tenants(self) -> Collection[str]:
         """Tenants that have waiters."""
-        return {*self._queue.tenants, *(() if self._refused_first is None else (self._refused_first[1],))}
+        return {*self._queue.tenants, *(() if self._head_of_line is None else (self._head_of_line[1],))}
 
     @property
-    def refused_first(self) -> T | None:
+    def head_of_line(self) -> T | None:
         """The waiter that all workers refused and that goes before the whole queue; None if there is none."""
-        return None if self._refused_first is None else self._refused_first[0]
+        return None if self._head_of_line is None else self._head_of_line[0]
 
     def check(self, tenant: str) -> None:
         """Raise Overloaded, with the seconds until a retry, if the tenant's part of the queue is full."""
@@ -377,8 +377,8 @@ class RequestQueue(Generic[T]):
 
         If a waiter is there already, add to the front of the tenant's queue, and put this tenant before the others.
         """
-        if self._refused_first is None:
-            self._refused_first, self._deadlines[waiter] = (waiter, tenant), deadline
+        if self._head_of_line is None:
+            self._head_of_line, self._deadlines[waiter] = (waiter, tenant), deadline
         else:
             self.push_front(waiter, tenant=tenant, deadline=deadline)
             self._queue.advance(tenant)
@@ -386,19 +386,19 @@ class RequestQueue(Generic[T]):
     def candidates(self, now: float) -> Iterator[T]:
         """All waiters in order; the queue must not change meanwhile.
 
-        The waiter refused first comes first, then the first waiter of each tenant, then the second of each, and so on.
+        The head of line comes first, then the first waiter of each tenant, then the second of each, and so on.
         So waiters of one tenant that find no workers do not hide another tenant's. Waiters past their deadline are left
         out.
         """
         self._drop_late(now)
-        if self._refused_first is not None:
-            yield self._refused_first[0]
+        if self._head_of_line is not None:
+            yield self._head_of_line[0]
         deadlines = self._deadlines
         yield from self._queue.round_robin(self._in_flight, lambda waiter: deadlines[waiter] > now)
 
     def pop(self, waiter: T) -> None:
-        """Remove a waiter, and put its tenant behind the other tenants unless it was `refused_first`."""
-        if waiter == self.refused_first:
+        """Remove a waiter, and put its tenant behind the other tenants unless it was `head_of_line`."""
+        if waiter == self.head_of_line:
             self.remove(waiter)
         else:
             self._queue.pop(waiter)
@@ -408,8 +408,8 @@ class RequestQueue(Generic[T]):
         """Remove a waiter; False if it was not in the queue."""
         if self._deadlines.pop(waiter, None) is None:
             return False
-        if self._refused_first is not None and self._refused_first[0] == waiter:
-            self._refused_first = None
+        if self._head_of_line is not None and self._head_of_line[0] == waiter:
+            self._head_of_line = None
         else:
             self._queue.remove(waiter)
         return True
@@ -448,15 +448,15 @@ class RequestQueue(Generic[T]):
         own = self._queue.count(tenant)
         # Until the new waiter is reached, no other tenant is served more often than this one.
         others = sum(min(self._queue.count(name), own + 1) for name in self._queue.tenants if name != tenant)
-        before = own + others + (self._refused_first is not None)
+        before = own + others + (self._head_of_line is not None)
         if not before or self._counted < _MIN_DEPARTURES:
             return 0.0
         standstill = 0.0 if self._last_departure is None else now - self._last_departure
         return before * self._interval + max(standstill - self._interval, 0.0)
 
     def _drop_late(self, now: float) -> None:
-        if self._refused_first is not None and self._deadlines[self._refused_first[0]] <= now:
-            self.remove(self._refused_first[0])
+        if self._head_of_line is not None and self._deadlines[self._head_of_line[0]] <= now:
+            self.remove(self._head_of_line[0])
         while late := [waiter for waiter in self._queue.heads() if self._deadlines[waiter] <= now]:
             for waiter in late:
                 self.remove(waiter)

@@ -17,9 +17,9 @@ class PlacementRequest:
     """The request of one attempt for workers.
 
     `is_retry` is set for an attempt that goes before new requests, because its request was accepted before;
-    `needs_decode` if the attempt needs a decode worker; `alone` if no other request may run at its workers. The state
-    of `lifecycle` changes from QUEUED to RESERVING when decode workers are asked, and back when all refuse. `digests`
-    are the hashes of the context's blocks, and are empty for a request that must not read the prefix cache.
+    `needs_decode` if the attempt needs a decode worker; `isolated` if no other request may run at its workers. The
+    state of `lifecycle` changes from QUEUED to RESERVING when decode workers are asked, and back when all refuse.
+    `digests` are the hashes of the context's blocks, and are empty for a request that must not read the prefix cache.
     """
 
     request_id: str
@@ -31,7 +31,7 @@ class PlacementRequest:
     choices: tuple[int, ...]
     is_retry: bool
     needs_decode: bool = True
-    alone: bool = False
+    isolated: bool = False
     digests: Digests = field(default_factory=dict)
     salt: bytes = b""
     cache: CachePolicy = CachePolicy.READ_WRITE
@@ -50,10 +50,10 @@ class PlacementRequest:
 class Refusal:
     """The answer of decode workers when all of them refuse a request; `retry_after_s` is infinite if they gave no time.
 
-    `too_small_workers` has the reason of each decode worker that can never hold the request, by address.
+    `too_small_reasons` has the reason of each decode worker that can never hold the request, by address.
     """
 
-    too_small_workers: Mapping[str, str] = field(default_factory=dict)
+    too_small_reasons: Mapping[str, str] = field(default_factory=dict)
     retry_after_s: float = math.inf
     reservable_tokens: int = 0
     """The largest context, in tokens, for which another request could get pages now."""
@@ -65,13 +65,13 @@ class Refusal:
 
 @dataclass(eq=False, slots=True)
 class Waiter:
-    """A request in the queue, which it joined at `since`, in seconds on the caller's clock."""
+    """A request in the queue, which it joined at `queued_at`, in seconds on the caller's clock."""
 
     request: PlacementRequest
-    since: float
+    queued_at: float
     refusal: Refusal = field(default_factory=Refusal)
     """The latest refusal."""
-    asked_in_round: int = 0
-    """The round (`RefusalGate.retry_round`) in which its latest turn began."""
-    overtook_refused_first: bool = False
-    """Whether its latest turn began while the waiter refused first had to wait for a change of a worker."""
+    asked_in_epoch: int = 0
+    """The epoch (`RefusalGate.fleet_epoch`) in which its latest turn began."""
+    overtook_head_of_line: bool = False
+    """Whether its latest turn began while the head of line had to wait for the next epoch."""

@@ -36,8 +36,9 @@ from baton.rpc.channel import LATE_S
 from baton.telemetry.metrics import CLIENTS_STALLED, REQUESTS
 from router.dispatcher import Dispatcher
 from router.output import OutputProcessor, Update
+from router.request import ChatPrompt, TextPrompt, UncheckedRequest
 from router.request_runner import RequestRunner
-from router.serving.validator import ChatPrompt, RequestValidator, ServedModel, TextPrompt, UncheckedRequest
+from router.serving.validator import RequestValidator, ServedModel
 from router.workers.pool import WorkerPool
 
 DRAIN_LIMIT_S = 5.0
@@ -131,21 +132,21 @@ def _key(authorization: Sequence[str]) -> str:
 class ClientStream(Generic[T]):
     """The items for one client, as an iterator. A request for the next item means that the client has taken the last.
 
-    `take` returns the next item and raises StopAsyncIteration after the last one. `generated` tells whether the request
-    has ended, so that all items wait only for the client.
+    `take` returns the next item and raises StopAsyncIteration after the last one. `is_finished` tells whether the
+    request has ended, so that all items wait only for the client.
     """
 
     def __init__(
         self,
         guard: StallGuard,
         take: Callable[[], Awaitable[T]],
-        generated: Callable[[], bool],
-        ending: asyncio.Timeout,
+        is_finished: Callable[[], bool],
+        timeout: asyncio.Timeout,
     ) -> None:
         self._guard = guard
         self._take = take
-        self.generated = generated
-        self.ending = ending
+        self.is_finished = is_finished
+        self.timeout = timeout
 
     def __aiter__(self) -> ClientStream[T]:
         return self
@@ -169,18 +170,18 @@ class StallGuard:
 
     @contextlib.asynccontextmanager
     async def stream(
-        self, take: Callable[[], Awaitable[T]], generated: Callable[[], bool]
+        self, take: Callable[[], Awaitable[T]], is_finished: Callable[[], bool]
     ) -> AsyncIterator[ClientStream[T]]:
         """A stream for one client. Raises DeadlineExceeded if the client takes no item for too long."""
         try:
-            async with asyncio.timeout(None) as ending:
-                stream = ClientStream(self, take, generated, ending)
+            async with asyncio.timeout(None) as timeout:
+                stream = ClientStream(self, take, is_finished, timeout)
                 try:
                     yield stream
                 finally:
                     self.writing.pop(stream, None)
         except TimeoutError:
-            if not ending.expired():
+            if not timeout.expired():
                 raise
             CLIENTS_STALLED.inc()
             problem = f"the client took none of its waiting output for {self.limit_s:g} s"
@@ -214,7 +215,7 @@ class StallGuard:
         # Each stream is ended once, because a timeout that has fired can't be rescheduled.
         del self.writing[stream]
         try:
-            stream.ending.reschedule(now)
+            stream.timeout.reschedule(now)
         except Exception:
             _logger.exception("a stream whose client reads nothing could not be ended")
 
@@ -223,7 +224,7 @@ class StallGuard:
         found = []
         for stream, since in self.writing.items():
             waited = now - since
-            if waited >= self.limit_s or (self.draining and waited >= short_s and stream.generated()):
+            if waited >= self.limit_s or (self.draining and waited >= short_s and stream.is_finished()):
                 found.append(stream)
             elif waited < short_s:
                 break

@@ -44,7 +44,7 @@ class ReceivedMessage(Generic[M]):
     """A message, and its size in bytes, which is kept because `ByteSize` serializes all of the message.
 
     `long_ids` are the token ids of a long prompt. `texts` are its text, or the texts of its chat, as bytes that are not
-    checked yet. What is here is not in the message.
+    checked yet. The message lacks these parts.
     """
 
     message: M
@@ -133,4 +133,7 @@ _TAKERS: dict[str, Callable[[memoryview], Taken]] = {
     "token_ids": _take_long_ids,
     "chat": _take_contents,
 }
-"""Take the long part out of each kind of prompt; raise CorruptFrame for one to be read by the generated class."""
+"""A function for each kind of prompt that takes the long part out.
+
+It raises CorruptFrame if the generated class must read the prompt.
+"""

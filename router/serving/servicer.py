@@ -35,9 +35,9 @@ from baton.rpc.convert import (
 )
 from baton.rpc.errors import begin, utf8_pieces, write
 from router.output import ChoiceUpdate, Update
+from router.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt, UncheckedRequest
 from router.serving.front_door import HEADER, Caller, FrontDoor, Tenants
 from router.serving.large_messages import ReceivedMessage, deserializer_for
-from router.serving.validator import ChatPrompt, Prompt, TextPrompt, TokenPrompt, UncheckedRequest
 
 SERVICE = "baton.v1.Inference"
 OPEN_SERVICES = (health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -81,23 +81,23 @@ class InferenceServicer:
         async def receive(messages: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
             caller = self._door.authenticate(_authorization(context.invocation_metadata() or ()))
             with self._door.receive(caller):
-                sent = await anext(messages, None)
-            if sent is None:
+                received = await anext(messages, None)
+            if received is None:
                 raise InvalidRequest("message", "is missing")
-            await serve(sent, caller, context)
+            await serve(received, caller, context)
 
         return receive
 
     async def Generate(
         self,
-        sent: ReceivedMessage[inference_pb2.GenerateRequest],
+        received: ReceivedMessage[inference_pb2.GenerateRequest],
         caller: Caller,
         context: grpc.aio.ServicerContext,
     ) -> None:
         """Stream the completion of one prompt."""
         remaining = context.time_remaining()
         deadline = None if remaining is None else asyncio.get_running_loop().time() + remaining
-        request = generate_request(sent)
+        request = generate_request(received)
         async with self._door.generate(request, caller, deadline) as (request_id, updates):
             begun = False
             async for update in updates:
@@ -108,13 +108,13 @@ class InferenceServicer:
 
     async def Tokenize(
         self,
-        sent: ReceivedMessage[inference_pb2.TokenizeRequest],
+        received: ReceivedMessage[inference_pb2.TokenizeRequest],
         caller: Caller,
         context: grpc.aio.ServicerContext,
     ) -> None:
         """Tokenize a text or a chat."""
-        prompt = tokenize_prompt(sent)
-        async with self._door.tokenize(prompt, sent.size, caller, model=sent.message.model) as answers:
+        prompt = tokenize_prompt(received)
+        async with self._door.tokenize(prompt, received.size, caller, model=received.message.model) as answers:
             async for token_ids in answers:
                 await begin(context)
                 parts = []
@@ -181,23 +181,23 @@ def _refusal(error: BatonError) -> Any:
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-def generate_request(sent: ReceivedMessage[inference_pb2.GenerateRequest]) -> UncheckedRequest:
+def generate_request(received: ReceivedMessage[inference_pb2.GenerateRequest]) -> UncheckedRequest:
     """The request in a message; neither a text nor a repeated field is read."""
-    message, sampling = sent.message, sent.message.sampling
+    message, sampling = received.message, received.message.sampling
     prompt: Prompt | None = None
     match message.WhichOneof("prompt"):
         case "text":
-            prompt = TextPrompt(_text(sent))
+            prompt = TextPrompt(_text(received))
         case "chat":
-            prompt = _chat(sent)
+            prompt = _chat(received)
         case "token_ids":
-            ids, long_ids = message.token_ids.ids, sent.long_ids or message.token_ids.long_ids
+            ids, long_ids = message.token_ids.ids, received.long_ids or message.token_ids.long_ids
             if ids and long_ids:
                 raise InvalidRequest("token_ids", "ids and long_ids can't both be set")
             prompt = TokenPrompt(ids or long_ids)
     return UncheckedRequest(
         prompt=prompt,
-        size=sent.size,
+        size=received.size,
         make_params=partial(sampling_from_proto, sampling),
         max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
         allowed_tokens=len(sampling.allowed_token_ids),
@@ -208,34 +208,34 @@ def generate_request(sent: ReceivedMessage[inference_pb2.GenerateRequest]) -> Un
     )
 
 
-def tokenize_prompt(sent: ReceivedMessage[inference_pb2.TokenizeRequest]) -> TextPrompt | ChatPrompt | None:
+def tokenize_prompt(received: ReceivedMessage[inference_pb2.TokenizeRequest]) -> TextPrompt | ChatPrompt | None:
     """The text to tokenize."""
-    message = sent.message
+    message = received.message
     match message.WhichOneof("input"):
         case "text":
             special = message.add_special_tokens if message.HasField("add_special_tokens") else True
-            return TextPrompt(_text(sent), add_special_tokens=special)
+            return TextPrompt(_text(received), add_special_tokens=special)
         case "chat":
-            return _chat(sent)
+            return _chat(received)
     return None
 
 
-def _text(sent: ReceivedMessage[Any]) -> Callable[[], bytes]:
+def _text(received: ReceivedMessage[Any]) -> Callable[[], bytes]:
     """A function that returns the text of a message in UTF-8; it raises InvalidRequest for other bytes."""
 
     def read() -> bytes:
-        if not sent.texts:
-            return bytes(sent.message.text, "utf-8")
-        deque(utf8_pieces("text", sent.texts[0]), 0)
-        return sent.texts[0]
+        if not received.texts:
+            return bytes(received.message.text, "utf-8")
+        deque(utf8_pieces("text", received.texts[0]), 0)
+        return received.texts[0]
 
     return read
 
 
-def _chat(sent: ReceivedMessage[Any]) -> ChatPrompt:
-    chat = sent.message.chat
+def _chat(received: ReceivedMessage[Any]) -> ChatPrompt:
+    chat = received.message.chat
     prompted = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
-    return ChatPrompt(chat.messages, add_generation_prompt=prompted, contents=sent.texts)
+    return ChatPrompt(chat.messages, add_generation_prompt=prompted, contents=received.texts)
 
 
 def _authorization(metadata: Sequence[tuple[str, str | bytes]]) -> list[str]:

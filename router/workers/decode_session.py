@@ -37,8 +37,7 @@ from baton.request import CachePolicy, DecodeTimings, Output, RemoteExport, Rese
 from baton.rpc.channel import HEARTBEAT_S, SILENCE_S, SilenceTimer
 from baton.rpc.convert import cache_policy_to_proto, export_to_proto, finish_from_proto, token_from_proto
 from baton.worker.status import WIRE_VERSION
-from router.workers.events import DecodeEnded, Deliver
-from router.workers.failures import Blame, Cause, FailureEvent, WorkerLoss
+from router.workers.failures import Blame, Cause, DecodeEnded, Deliver, FailureEvent, WorkerLoss
 
 PREEMPTED_RETRY_S = 1.0
 """Seconds after which a client should try again, if its request was preempted too often."""

@@ -1,4 +1,4 @@
-"""Failures of attempts: their kinds, the workers to avoid after them, and the rules for retries. Pure.
+"""Events and failures of attempts: their kinds, the workers to avoid, and the rules for retries. Pure.
 
 There is a breaker (`baton.breaker`) for each worker and each (prefill, decode) pair, shared by all requests of a
 router. A request avoids workers that failed it before. An open breaker makes all requests avoid a worker that has
@@ -17,7 +17,7 @@ Failures and the attempts that follow them:
 
     fault       an error of a worker or a pair: at most `max_attempts` attempts, and each retry is charged to the
                 budget; faults before an attempt that brought FORGIVEN_TOKENS tokens do not count
-    loss        a lost connection with a worker: not charged; after enough deaths the request runs alone, and it ends
+    loss        a lost connection with a worker: not charged; after enough deaths the request runs isolated, and it ends
                 if it kills a worker there
     drain, preemption, refusal by a full worker: not charged
 
@@ -37,6 +37,7 @@ from dataclasses import dataclass, field, replace
 
 from baton.breaker import Breaker, Permit
 from baton.errors import BatonError, Overloaded
+from baton.request import Output, Prefilled, PrefillProgress, PromptLogprobs
 from router.placement.policy import DecodeView, OpenBreakers, PrefillView
 
 
@@ -83,6 +84,17 @@ class FailureEvent:
     """The loss of the worker, if the request is one of its suspects."""
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeEnded:
+    """The attempt has ended at the decode worker without a fault, and holds nothing there."""
+
+
+Event = PrefillProgress | PromptLogprobs | Prefilled | Output | DecodeEnded | FailureEvent
+"""An event of an attempt, from one of its two workers."""
+
+Deliver = Callable[[Event], None]
+
+
 Key = tuple[str, ...]
 """Addresses of a worker, (worker,), or of a pair, (prefill, decode)."""
 
@@ -117,7 +129,7 @@ class AttemptBreakers:
             self._breakers.record_success(key)
 
     def pass_trial(self, key: Key | None) -> None:
-        """Record success for a trial as soon as its work has begun; other attempts count as successes at their end."""
+        """Record success now if the attempt is the trial of this breaker; other attempts are recorded at their end."""
         if key in self._trials:
             self.record_success(key)
 
@@ -127,7 +139,7 @@ class AttemptBreakers:
             self._breakers.record_fault(key, self._trials.pop(key, None))
 
     def end(self) -> None:
-        """End the attempt. If it has no result for a breaker that it was to try, another attempt may try that one."""
+        """End the attempt. A trial without a result is given back, so that another attempt can be the trial."""
         for key, permit in self._trials.items():
             self._breakers.release(key, permit)
         self._trials.clear()
@@ -296,7 +308,7 @@ class WorkerLosses:
 
 
 MAX_IN_A_ROW = 16
-DEATHS_UNTIL_ALONE = 2
+DEATHS_UNTIL_ISOLATION = 2
 FORGIVEN_TOKENS = 64
 """Tokens of one attempt after which earlier faults no longer count against the request."""
 MAX_EXCUSED_DEATHS = 4
@@ -358,7 +370,7 @@ class RetryHistory:
     """Losses of which the request is a suspect."""
     losses_at_decode: list[WorkerLoss] = field(default_factory=list)
     """Losses of decode workers among `losses`."""
-    losses_alone: list[WorkerLoss] = field(default_factory=list)
+    isolated_losses: list[WorkerLoss] = field(default_factory=list)
     """Losses among `losses` at which no other request was at the worker."""
 
     @property
@@ -368,14 +380,14 @@ class RetryHistory:
             return Suspicion.PAIR
         return Suspicion.PREFILL if _are_suspicious(self.losses) else Suspicion.NONE
 
-    def record_loss(self, loss: WorkerLoss, *, at_decode: bool, alone: bool) -> None:
-        """Record a loss of which the request is a suspect; `alone` if no other request of this router was there."""
+    def record_loss(self, loss: WorkerLoss, *, at_decode: bool, isolated: bool) -> None:
+        """Record a loss of which the request is a suspect; `isolated` if no other request of this router was there."""
         if loss not in self.losses:
             self.losses.append(loss)
             if at_decode:
                 self.losses_at_decode.append(loss)
-            if alone and not loss.has_foreign_suspects:
-                self.losses_alone.append(loss)
+            if isolated and not loss.has_foreign_suspects:
+                self.isolated_losses.append(loss)
 
     def clear_losses(self) -> None:
         """Clear the losses, because decode has sent a token of the latest attempt.
@@ -384,11 +396,11 @@ class RetryHistory:
         """
         self.losses.clear()
         self.losses_at_decode.clear()
-        self.losses_alone.clear()
+        self.isolated_losses.clear()
 
     def has_killed_workers(self, others: int) -> bool:
         """Whether the request has killed workers that it had for itself; `others` workers died without it meanwhile."""
-        return sum(loss.death for loss in self.losses_alone) > min(others, MAX_EXCUSED_DEATHS)
+        return sum(loss.death for loss in self.isolated_losses) > min(others, MAX_EXCUSED_DEATHS)
 
     def fork(self) -> RetryHistory:
         """A copy for one of the choices; `attempt_numbers` is shared, because it makes the keys of attempts."""
@@ -396,7 +408,7 @@ class RetryHistory:
             self,
             losses=self.losses.copy(),
             losses_at_decode=self.losses_at_decode.copy(),
-            losses_alone=self.losses_alone.copy(),
+            isolated_losses=self.isolated_losses.copy(),
         )
 
     def record_progress(self, tokens: int) -> None:
@@ -442,7 +454,7 @@ class RetryHistory:
 
 def _are_suspicious(losses: Iterable[WorkerLoss]) -> bool:
     shares = [loss.suspect_share for loss in losses if loss.death]
-    return len(shares) >= DEATHS_UNTIL_ALONE and sum(shares) >= 1 - _ROUNDING
+    return len(shares) >= DEATHS_UNTIL_ISOLATION and sum(shares) >= 1 - _ROUNDING
 
 
 def _pause(doublings: int, jitter: Callable[[float, float], float]) -> float:

@@ -196,7 +196,7 @@ class WorkerPool:
         return min(least, self._max_model_len or least)
 
     def capacity(self, role: WorkerRole) -> int:
-        """Most tokens of one request that the KV memory of a worker of `role` can hold; 0 while none is there."""
+        """Number of tokens that the KV memory of the largest worker of `role` holds; 0 while there is none."""
         loads = [link.status.load for link in self._accepted.values() if link.status is not None and link.role is role]
         return max((load.pages_total * load.page_size for load in loads), default=0)
 

@@ -29,8 +29,7 @@ from baton.rpc.convert import (
 from baton.rpc.errors import from_rpc_error
 from baton.worker.status import WorkerIdentity
 from router.placement.prefix_directory import BlockNamespace
-from router.workers.events import Deliver
-from router.workers.failures import Blame, Cause, FailureEvent, WorkerLoss
+from router.workers.failures import Blame, Cause, Deliver, FailureEvent, WorkerLoss
 
 _logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import pytest
 from baton.pb import inference_pb2, inference_pb2_grpc
 from baton.rpc import convert
 from baton.rpc.channel import control_channel
-from router.serving import tokenizer_processes, validator
+from router.serving import threads, tokenizer_processes, validator
 from router.serving.tokenizer_processes import TokenizerProcesses
 from tests.integration.router_rig import RouterRig, refused, request, router_rig, whole
 
@@ -86,13 +86,19 @@ async def test_a_process_tokenizes_long_texts_only(tmp_path: Path, monkeypatch: 
 
 async def test_a_killed_process_ends_its_request_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processes = Processes(monkeypatch)
+    # Of which one tenant may use two.
+    monkeypatch.setattr(threads, "_MIN_THREADS", 3)
     async with asyncio.timeout(WAIT_S), router_rig(tmp_path) as b:
         call = await ask_stopped(b, processes)
-        processes.taken[-1].kill()
+        killed = processes.taken[-1]
+        other = await ask_stopped(b, processes)
+        killed.kill()
         error = await refused(call)
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         assert error.details() == "the process that tokenized the text ended with status -9; try again"
-        await whole(ask(b))
+        assert processes.taken[-1] is not killed
+        os.kill(processes.taken[-1].pid, signal.SIGCONT)
+        await whole(other)
 
 
 async def test_a_client_that_leaves_frees_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

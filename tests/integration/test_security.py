@@ -92,7 +92,7 @@ async def pull(exporter: Exporter, ticket: bytes) -> None:
     async with kv_channel(exporter.address, certificates.tls("decode-1")) as channel:
         export = RemoteExport("t", INCARNATION, (WHOLE,), ticket)
         source = GrpcSource(channel, export, WHOLE, timeout_s=10, stall_timeout_s=10, consumer=CONSUMER)
-        fetched = await fetch([source], engine, handle, tokens=range(TOKENS), length=TOKENS, timeout_s=10)
+        fetched = await fetch([source], engine, handle, whole(TOKENS), length=TOKENS, timeout_s=10)
     assert fetched == handoff(TOKENS)
     expected = Engine()
     kv_slice = whole(TOKENS)

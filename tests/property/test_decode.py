@@ -14,7 +14,8 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
@@ -25,6 +26,7 @@ from baton.errors import EngineError, IncompleteTransfer
 from baton.lifecycle import PREFILL_TOKEN_S, State
 from baton.request import CachePolicy, Handoff, RemoteExport, SamplingParams
 from baton.transfer.export import ExportRegistry
+from baton.transfer.fetcher import ExportFetcher
 from baton.worker.cache_tiers import CacheTiers
 from baton.worker.health import Watchdog
 from baton.worker.status import WorkerRole, new_identity
@@ -82,7 +84,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
             config,
             self.engine,
             identity,
-            self._fetch,
+            cast(ExportFetcher, SimpleNamespace(fetch=self._fetch)),
             self.exports,
             self.cache,
             CacheTiers(self.engine, self.cache),
@@ -108,7 +110,9 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
 
         return noted
 
-    async def _fetch(self, source: RemoteExport, handle: KvHandle, *, tokens: range, length: int) -> Handoff:
+    async def _fetch(
+        self, source: RemoteExport, handle: KvHandle, *, tokens: range, length: int, timeout_s: float
+    ) -> Handoff:
         ours, engine = self.tries_of[source.transfer_id], self.engine
         assert tokens == range(ours.cached, length)
         try:

@@ -66,7 +66,7 @@ def fleet_of(draw: random.Random, least: int, most: int) -> Views:
 
 
 def criteria_of(draw: random.Random, count: int) -> tuple[SelectionCriteria, OpenBreakers, frozenset[str]]:
-    """A criteria on such a fleet, what breakers say, and who is isolated for another."""
+    """Criteria for such a fleet, what breakers say, and who is isolated for another."""
 
     def some(*names: str) -> frozenset[str]:
         return frozenset(draw.choice(names) for _ in range(draw.choice([0, 0, 1, 3])))

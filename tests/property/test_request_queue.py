@@ -108,7 +108,7 @@ class RequestQueueMachine(RuleBasedStateMachine):
     def serve(self) -> None:
         entry = next(self.queue.candidates(self.now), None)
         self._drop_what_expired_at_a_head()
-        assert self.queue.refused_first is self.first
+        assert self.queue.head_of_line is self.first
         if entry is None:
             assert not any(self.queues.values()), "somebody waits, and nobody is served"
             return

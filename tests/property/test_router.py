@@ -21,9 +21,9 @@ from baton.pb import decode_pb2
 from baton.request import SamplingParams, Usage
 from router.dispatcher import Dispatcher
 from router.output import OutputProcessor
+from router.request import Request
 from router.request_runner import RequestRunner
 from router.serving.threads import TenantThreads
-from router.serving.validator import Request
 from router.workers import pool as worker_module
 from router.workers.pool import WorkerPool
 from tests.effort import machine_test

@@ -62,7 +62,7 @@ class Outcome:
 
     @classmethod
     def of(cls, job: Job, due: float, capped: float = 0.0) -> Outcome:
-        """The outcome of a request that is sent now."""
+        """Start the record of a request that is being sent now."""
         known = None if isinstance(job.prompt, str) else len(job.prompt)
         return cls(due, time.perf_counter(), known, capped)
 

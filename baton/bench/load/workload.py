@@ -84,7 +84,7 @@ def _count(text: str) -> int:
 
 
 class Prompts:
-    """Prompts of ids below `vocab_size`, each with a prefix of one of the groups if `shared`."""
+    """Random prompts of token ids below `vocab_size`; with `shared`, each begins with the prefix of a random group."""
 
     def __init__(self, seed: str, vocab_size: int, shared: Shared | None = None) -> None:
         self._draw = random.Random(f"{seed}/prompts")
@@ -95,7 +95,7 @@ class Prompts:
         )
 
     def of(self, tokens: int) -> list[int]:
-        """A prompt with `tokens` ids of its own."""
+        """A prompt that ends with `tokens` random ids; the prefix of its group, if any, comes before them."""
         own = self._draw.choices(self._vocabulary, k=tokens)
         return [*self._draw.choice(self._prefixes), *own] if self._prefixes else own
 

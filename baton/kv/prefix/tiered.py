@@ -96,7 +96,7 @@ class WriteFilter:
             self.set(digest, BlockState.STORED)
 
     def mark_found(self, digests: Iterable[bytes]) -> None:
-        """Record that records of the right size exist; this does not change blocks whose record was refused."""
+        """Note that the store has these blocks, judging from the size alone. Refused blocks stay refused."""
         self.mark_stored(digest for digest in digests if self.state(digest) is not BlockState.REFUSED)
 
     def mark_missed(self, digests: Iterable[bytes]) -> None:

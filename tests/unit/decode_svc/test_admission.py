@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.errors import Overloaded
+from baton.errors import InvalidRequest, Overloaded
 from baton.request import SamplingParams
 from baton.worker.health import Watchdog
 from decode_svc.admission import (
@@ -79,9 +79,10 @@ class Worker:
         self.engine = LoggingEngine(page_size=PAGE, pages=pages, slots=slots, max_model_len=400)
         self.reports: list[StepReport] = []
         self.loop = DecodeLoop(self.engine, Watchdog(), self.reports.append)
-        self.attempts = Attempts(self.engine, reserve_tokens)
+        self.attempts = Attempts(self.engine)
         forecast = SlotForecast(slots, 0.0)
-        self.admission = Admission(self.engine, self.attempts, forecast, self.loop.pages_kept_for_batch, lambda: False)
+        kept = self.loop.pages_kept_for_batch
+        self.admission = Admission(self.engine, self.attempts, reserve_tokens, forecast, kept, lambda: False)
         self.asked: dict[str, Asked] = {}
         self.now = 0.0
 
@@ -281,6 +282,29 @@ def test_others_and_the_choices_of_one_request_get_places_in_turn(slots: int) ->
     # As many as there were forks to wait for, but for those of the first moment and of the last.
     assert 64 - 3 * slots <= granted <= 64 + 2 * slots
     worker.finish()
+
+
+def test_a_live_key_is_not_given_twice_but_each_session_has_its_own() -> None:
+    worker, asked = Worker(4), Reserve(AttemptKey("r", 0), 4, 4, 1)
+    first = worker.admission.admit(1, asked, 0.0)
+    with pytest.raises(InvalidRequest, match=r"reserve\.key: attempt r/0 is reserved already"):
+        worker.admission.admit(1, asked, 0.0)
+    assert worker.admission.admit(2, asked, 0.0) is not first
+    worker.attempts.end(first, 0.0)
+    worker.admission.admit(1, asked, 0.0)
+    assert len(worker.attempts) == 2
+
+
+def test_the_oldest_attempt_and_the_one_with_the_fewest_pending_choices_lead_alternately() -> None:
+    worker = Worker(64)
+    for name, n in (("a", 6), ("b", 4), ("c", 2)):
+        attempt = worker.admission.admit(1, Reserve(AttemptKey(name, 0), 5, 4, n), 0.0)
+        worker.attempts.start(attempt, 0.0)
+        params = SamplingParams(max_tokens=4, seed=1, n=n)
+        ready = prefill([1, 2, 3, 4, 5], params, request_id=name, choices=range(n), page_size=PAGE)
+        worker.attempts.commit(attempt, ready.handoff, 0.0, 0.0)
+    forked = worker.admission.start_forks(0.0)
+    assert [sequence.request_id for sequence in forked.started] == ["a", "c", "a", "a", "a", "a", "b", "b", "b"]
 
 
 def test_an_attempt_whose_forks_lack_pages_lets_the_forks_of_others_go_on() -> None:

@@ -20,10 +20,6 @@ def engine(**settings: int) -> FakeEngine:
     return FakeEngine(**{"page_size": 4, "pages": 16, "max_model_len": 40, **settings})
 
 
-def of(fake: FakeEngine, reserve_tokens: int = 100) -> Attempts:
-    return Attempts(fake, reserve_tokens)
-
-
 def committed(attempts: Attempts, ours: DecodeAttempt, **handoff: object) -> int:
     ready = replace(prefill([1, 2, 3, 4, 5]).handoff, **handoff)
     attempts.check_handoff(ours, ready, ())
@@ -44,7 +40,7 @@ def forked(attempts: Attempts, ours: DecodeAttempt, ready: Handoff, now: float =
 
 
 def test_a_request_that_was_tried_before_is_older() -> None:
-    attempts = of(engine())
+    attempts = Attempts(engine())
     tries = [("a", 0), ("b", 0), ("c", 1), ("d", 2), ("e", 1)]
     reserved = [take_pages(attempts, 1, Reserve(AttemptKey(*each), 4, 4, 1), 0.0) for each in tries]
     oldest_first = sorted(reserved, key=lambda each: each.order_key)
@@ -85,14 +81,14 @@ def test_a_reservation_holds_the_context_and_one_choices_first_outputs_and_the_p
 def test_malformed_and_too_large_reservations_are_refused(
     context: int, new: int, choices: int, error: type[BatonError], words: str
 ) -> None:
-    attempts = of(engine())
+    attempts = Attempts(engine())
     with pytest.raises(InvalidRequest, match=words) as refused:
         take_pages(attempts, 1, Reserve(KEY, context, new, choices), 0.0)
     assert type(refused.value) is error
     assert len(attempts) == 0
 
 
-def test_a_request_that_an_empty_pool_could_not_hold_is_refused_however_little_is_reserved() -> None:
+def test_what_could_not_be_generated_alone_in_an_empty_pool_is_refused_however_little_is_reserved() -> None:
     with pytest.raises(ReservationTooLarge, match="needs 10 pages, there are 9"):
         size_reservation(engine(pages=9).spec, Reserve(KEY, 10, 30, 1), 1)
     assert size_reservation(engine(pages=10).spec, Reserve(KEY, 10, 30, 1), 1).pages == 3
@@ -101,7 +97,7 @@ def test_a_request_that_an_empty_pool_could_not_hold_is_refused_however_little_i
 
 
 def test_a_reservation_takes_all_its_pages_or_none() -> None:
-    attempts = of(fake := engine())
+    attempts = Attempts(fake := engine())
     take_pages(attempts, 1, Reserve(KEY, 10, 26, 1), 0.0)
     with pytest.raises(OutOfPages, match=r"needs 8 pages, 7 of 16 are free"):
         take_pages(attempts, 1, Reserve(AttemptKey("other", 0), 9, 19, 2), 0.0)
@@ -109,19 +105,8 @@ def test_a_reservation_takes_all_its_pages_or_none() -> None:
     assert len(attempts) == 1
 
 
-def test_a_live_name_is_not_given_twice_but_each_session_has_its_own() -> None:
-    attempts = of(fake := engine())
-    first = take_pages(attempts, 1, Reserve(KEY, 4, 4, 1), 0.0)
-    with pytest.raises(InvalidRequest, match=r"reserve\.key: attempt r/0 is reserved already"):
-        take_pages(attempts, 1, Reserve(KEY, 4, 4, 1), 0.0)
-    assert take_pages(attempts, 2, Reserve(KEY, 4, 4, 1), 0.0) is not first
-    attempts.end(first, 0.0)
-    take_pages(attempts, 1, Reserve(KEY, 4, 4, 1), 0.0)
-    assert fake.stats().used == 4
-
-
 def test_further_choices_take_their_pages_one_by_one_and_the_last_takes_the_context_over() -> None:
-    attempts = of(fake := engine(pages=9))
+    attempts = Attempts(fake := engine(pages=9))
     attempt = take_pages(attempts, 1, Reserve(KEY, 6, 6, 4), 0.0)
     assert fake.audit() == {"r/0": 3, "r/0/spare": 1}
     attempts.start(attempt, 0.0)
@@ -156,7 +141,7 @@ def test_further_choices_take_their_pages_one_by_one_and_the_last_takes_the_cont
 
 
 def test_a_fork_without_pages_changes_nothing_and_its_attempt_keeps_its_turn() -> None:
-    attempts = of(fake := engine(pages=5))
+    attempts = Attempts(fake := engine(pages=5))
     attempt = started(attempts, Reserve(KEY, 6, 6, 3))
     ready = prefill([1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=6, seed=1, n=3), choices=range(3)).handoff
     attempts.commit(attempt, ready, 0.0, 0.0)
@@ -167,22 +152,8 @@ def test_a_fork_without_pages_changes_nothing_and_its_attempt_keeps_its_turn() -
     assert (fake.audit(), attempts.pending) == ({}, [])
 
 
-def test_the_oldest_attempt_and_the_one_with_the_fewest_pending_choices_lead_alternately() -> None:
-    attempts = of(engine(pages=64))
-    for name, n in (("a", 6), ("b", 4), ("c", 2)):
-        attempt = take_pages(attempts, 1, Reserve(AttemptKey(name, 0), 5, 4, n), 0.0)
-        attempts.start(attempt, 0.0)
-        params = SamplingParams(max_tokens=4, seed=1, n=n)
-        attempts.commit(attempt, prefill([1, 2, 3, 4, 5], params, request_id=name, choices=range(n)).handoff, 0, 0)
-    order = []
-    while turns := attempts.pending:
-        order.append(turns[0].key.request_id)
-        attempts.fork(turns[0])
-    assert order == ["a", "c", "a", "a", "a", "a", "b", "b", "b"]
-
-
 def test_a_pending_choice_that_is_cancelled_never_runs_and_the_last_gives_the_context_back() -> None:
-    attempts = of(fake := engine())
+    attempts = Attempts(fake := engine())
     attempt = started(attempts, Reserve(KEY, 5, 4, 3))
     ready = prefill([1, 2, 3, 4, 5], SamplingParams(max_tokens=4, seed=1, n=3), choices=range(3)).handoff
     first = attempts.commit(attempt, ready, 0.0, 0.0)
@@ -199,7 +170,7 @@ def test_a_pending_choice_that_is_cancelled_never_runs_and_the_last_gives_the_co
 
 
 def test_choices_that_ended_with_their_first_token_or_were_cancelled_are_not_decoded() -> None:
-    attempts = of(fake := engine())
+    attempts = Attempts(fake := engine())
     attempt = started(attempts, Reserve(KEY, 5, 4, 4))
     assert attempts.cancel_choice(attempt, 3, 0.0) == []
     ready = prefill([1, 2, 3, 4, 5], SamplingParams(max_tokens=4, seed=1, n=4), choices=range(4)).handoff
@@ -215,7 +186,7 @@ def test_choices_that_ended_with_their_first_token_or_were_cancelled_are_not_dec
 
 
 def test_with_no_choice_left_nothing_is_decoded_and_the_end_frees_all() -> None:
-    attempts = of(fake := engine())
+    attempts = Attempts(fake := engine())
     attempt = started(attempts, Reserve(KEY, 5, 4, 1))
     first = replace(prefill([1, 2, 3, 4, 5]).handoff.first_tokens[0], finish=FinishReason.STOP)
     assert committed(attempts, attempt, first_tokens=(first,)) == 0
@@ -238,7 +209,7 @@ def test_with_no_choice_left_nothing_is_decoded_and_the_end_frees_all() -> None:
     ],
 )
 def test_a_handoff_of_another_shape_is_refused(change: dict[str, object], error: type[BatonError], words: str) -> None:
-    attempts = of(fake := engine())
+    attempts = Attempts(fake := engine())
     attempt = started(attempts, Reserve(KEY, 5, 4, 1))
     with pytest.raises(error, match=words):
         committed(attempts, attempt, **change)
@@ -247,7 +218,7 @@ def test_a_handoff_of_another_shape_is_refused(change: dict[str, object], error:
 
 
 def test_a_replay_reserves_what_is_left_and_continues_its_choice() -> None:
-    attempts = of(engine())
+    attempts = Attempts(engine())
     attempt = started(attempts, Reserve(AttemptKey("r", 1), 7, 2, 1))
     params = SamplingParams(max_tokens=4, seed=3, n=4)
     ready = prefill([1, 2, 3, 4, 5], params, attempt=1, choices=[2], outputs=[8, 9]).handoff
@@ -258,7 +229,7 @@ def test_a_replay_reserves_what_is_left_and_continues_its_choice() -> None:
 
 
 def test_every_state_has_the_deadline_of_the_request_or_its_own_if_that_comes_first() -> None:
-    attempts = of(engine())
+    attempts = Attempts(engine())
     attempt = take_pages(attempts, 1, Reserve(KEY, 5, 4, 1, deadline_s=30.0), 100.0, 10.0)
     assert (attempt.lifecycle.state, attempt.lifecycle.deadline) == (State.RESERVED, 110.0)
     attempts.start(attempt, 105.0, 60.0)
@@ -276,7 +247,7 @@ def test_every_state_has_the_deadline_of_the_request_or_its_own_if_that_comes_fi
 
 
 def test_an_attempt_is_where_the_foremost_of_its_choices_is() -> None:
-    attempts = of(fake := engine())
+    attempts = Attempts(fake := engine())
     attempt = started(attempts, Reserve(KEY, 5, 4, 3))
     ready = prefill([1, 2, 3, 4, 5], SamplingParams(max_tokens=4, seed=1, n=3), choices=range(3))
     one, two, three = (each.id for each in forked(attempts, attempt, ready.handoff))
@@ -296,7 +267,7 @@ def test_an_attempt_is_where_the_foremost_of_its_choices_is() -> None:
 
 
 def test_the_context_takes_over_its_spare_though_others_wait_for_every_page() -> None:
-    attempts = of(fake := engine(pages=9))
+    attempts = Attempts(fake := engine(pages=9))
     attempt = started(attempts, Reserve(KEY, 6, 6, 4))
     ready = prefill([1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=6, seed=1, n=4), choices=range(4))
     # A page that is returned for a moment would be taken by others.
@@ -307,8 +278,9 @@ def test_the_context_takes_over_its_spare_though_others_wait_for_every_page() ->
 
 
 def test_the_ledger_names_every_handle_and_where_its_bytes_are() -> None:
-    attempts = of(fake := engine(), 1)
-    waiting = take_pages(attempts, 1, Reserve(AttemptKey("w", 0), 9, 30, 2, deadline_s=50.0), 10.0)
+    attempts = Attempts(fake := engine())
+    asked = Reserve(AttemptKey("w", 0), 9, 30, 2, deadline_s=50.0)
+    waiting = take_pages(attempts, 1, asked, 10.0, reserve_tokens=1)
     running = take_pages(attempts, 1, Reserve(KEY, 5, 4, 1), 10.0)
     attempts.start(running, 11.0)
     (sequence,) = forked(attempts, running, prefill([1, 2, 3, 4, 5]).handoff, 12.0)

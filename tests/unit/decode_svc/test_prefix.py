@@ -30,7 +30,7 @@ class Worker:
     def __init__(self, **settings: int) -> None:
         self.engine = engine(**settings)
         self.published: list[PublishedBlocks] = []
-        self.attempts = Attempts(self.engine, 100, self.published.append)
+        self.attempts = Attempts(self.engine, self.published.append)
 
     def reserve(self, name: str, prompt: Sequence[int] = PROMPT, **change: Any) -> DecodeAttempt:
         names = b"".join(digests(self.engine, prompt, SALT))

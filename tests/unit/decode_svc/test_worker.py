@@ -4,9 +4,10 @@ And reservations that replace many cached blocks: others are served meanwhile.
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -15,13 +16,14 @@ from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine
 from baton.request import CachePolicy, Handoff, RemoteExport, SamplingParams
 from baton.transfer.export import ExportRegistry
+from baton.transfer.fetcher import ExportFetcher
 from baton.worker.cache_tiers import CacheTiers
 from baton.worker.health import Watchdog
 from baton.worker.status import WorkerRole, new_identity
 from decode_svc.attempts import FailureKind
 from decode_svc.reservation import AttemptKey, Reserve
 from decode_svc.session import RouterSession, Start
-from decode_svc.worker import DecodeWorker, KvFetcher
+from decode_svc.worker import DecodeWorker
 from tests.decoding import GREEDY, digests, prefill
 from tests.prefix_cache import MemoryPrefixCache
 from tests.property.virtual import VirtualLoop
@@ -36,7 +38,11 @@ def loop() -> Iterator[VirtualLoop]:
     made.close()
 
 
-def made(loop: VirtualLoop, engine: FakeEngine, fetch: KvFetcher) -> DecodeWorker:
+def fetcher(fetch: Callable[..., Awaitable[Handoff]]) -> ExportFetcher:
+    return cast(ExportFetcher, SimpleNamespace(fetch=fetch))
+
+
+def made(loop: VirtualLoop, engine: FakeEngine, fetch: Callable[..., Awaitable[Handoff]]) -> DecodeWorker:
     """A worker without its engine thread. A fetch may take FETCH_S for three tokens."""
 
     def make() -> DecodeWorker:
@@ -45,7 +51,7 @@ def made(loop: VirtualLoop, engine: FakeEngine, fetch: KvFetcher) -> DecodeWorke
         config = DecodeConfig(fetch_timeout_s=FETCH_S - 0.3)
         cache, exports = MemoryPrefixCache(), ExportRegistry(engine, "ours")
         tiers = CacheTiers(engine, cache)
-        return DecodeWorker(config, engine, identity, fetch, exports, cache, tiers, Watchdog(), lambda: None)
+        return DecodeWorker(config, engine, identity, fetcher(fetch), exports, cache, tiers, Watchdog(), lambda: None)
 
     return loop.call(make)
 
@@ -55,7 +61,7 @@ def test_a_fetch_that_ends_at_the_deadline_is_in_time(loop: VirtualLoop, late_s:
     engine, ready = FakeEngine(), prefill(PROMPT, SamplingParams(max_tokens=8, seed=1), request_id="r")
     fetched: asyncio.Future[None] = loop.create_future()
 
-    async def fetch(source: RemoteExport, handle: KvHandle, *, tokens: range, length: int) -> Handoff:
+    async def fetch(source: RemoteExport, handle: KvHandle, *, tokens: range, **limits: float) -> Handoff:
         await fetched
         ready.write(engine, handle, tokens.start)
         return ready.handoff
@@ -79,7 +85,7 @@ def test_a_router_is_told_of_an_attempt_that_ends_with_its_first_token(loop: Vir
     """Its own word for it may come late: it must not take the attempt for lost meanwhile."""
     engine, ready = FakeEngine(), prefill(PROMPT, SamplingParams(max_tokens=1, seed=1), request_id="r")
 
-    async def fetch(source: RemoteExport, handle: KvHandle, *, tokens: range, length: int) -> Handoff:
+    async def fetch(source: RemoteExport, handle: KvHandle, *, tokens: range, **limits: float) -> Handoff:
         ready.write(engine, handle, tokens.start)
         return ready.handoff
 
@@ -103,7 +109,7 @@ class Evicting:
     """The requests in the order in which they were answered, and whether they were granted."""
 
     def __post_init__(self) -> None:
-        self.worker = made(self.loop, self.engine, cast(KvFetcher, None))
+        self.worker = made(self.loop, self.engine, cast(Any, None))
         self.contexts = [[number] * 16 * 7 for number in (1, 2)]
         for ids in self.contexts:
             self.engine.free(self.engine.reserve("cached", len(ids)), digests(self.engine, ids))
@@ -183,11 +189,11 @@ def test_blocks_of_a_long_context_are_published_in_slices(evicting: Evicting, mo
     monkeypatch.setattr(evicting.engine, "publish", lambda *each: (published.append(len(each[1])), publish(*each)))
     ready = prefill([7] * 90, GREEDY, page_size=16)
 
-    async def fetch(source: RemoteExport, handle: KvHandle, *, tokens: range, length: int) -> Handoff:
+    async def fetch(source: RemoteExport, handle: KvHandle, *, tokens: range, **limits: float) -> Handoff:
         ready.write(evicting.engine, handle, tokens.start)
         return ready.handoff
 
-    evicting.worker._fetch_kv = fetch
+    evicting.worker._fetcher = fetcher(fetch)
     session, key = evicting.open_session(), AttemptKey("r", 0)
     evicting.loop.spawn(evicting.worker.receive(session, Reserve(key, 90, 4, 1)))
     evicting.loop.spawn(evicting.worker.receive(session, Start(key, RemoteExport("t", "theirs", ()))))
@@ -207,11 +213,11 @@ def test_blocks_that_a_request_may_only_read_are_not_published(evicting: Evictin
     evicting.engine.free(evicting.engine.reserve("cached", 32), digests(evicting.engine, ids[:32]))
     ready = prefill(ids, GREEDY, page_size=16)
 
-    async def fetch(source: RemoteExport, handle: KvHandle, *, tokens: range, length: int) -> Handoff:
+    async def fetch(source: RemoteExport, handle: KvHandle, *, tokens: range, **limits: float) -> Handoff:
         assert tokens.start == 32
         return ready.handoff
 
-    evicting.worker._fetch_kv = fetch
+    evicting.worker._fetcher = fetcher(fetch)
     session, key = evicting.open_session(), AttemptKey("r", 0)
     names = b"".join(digests(evicting.engine, ids[:32]))
     reserve = Reserve(key, 90, 4, 1, prefix_digests=names, cache=CachePolicy.READ)
@@ -226,7 +232,7 @@ def test_blocks_that_do_not_follow_the_pinned_ones_are_not_published(loop: Virtu
     engine, ids = FakeEngine(pages=8, page_size=64), [7] * 32 + [8] * 58
     ready = prefill(ids, GREEDY, page_size=64)
 
-    async def fetch(source: RemoteExport, handle: KvHandle, *, tokens: range, length: int) -> Handoff:
+    async def fetch(source: RemoteExport, handle: KvHandle, *, tokens: range, **limits: float) -> Handoff:
         assert tokens.start == 32
         return ready.handoff
 

@@ -153,5 +153,5 @@ def test_a_step_may_write_several_tokens_and_yield_another_number() -> None:
     engine.extend(sequence.handle, 8)
     for length in (5, 7):
         ((found, tokens),) = engine.launch().result().sequences
-        assert (found, len(tokens), sequence.length, sequence.unread) == (sequence, 2, length, 0)
+        assert (found, len(tokens), sequence.length, sequence.in_flight_tokens) == (sequence, 2, length, 0)
     assert executor.rows == [Row(0, 2, 3, (0, 1, 2)), Row(0, 4, 3, (0, 1, 2))]

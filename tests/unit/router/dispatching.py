@@ -161,7 +161,7 @@ class Held:
         *,
         again: bool = False,
         needs_decode: bool = True,
-        alone: Suspicion = Suspicion.NONE,
+        isolated: Suspicion = Suspicion.NONE,
         deadline: float = math.inf,
         tokens: int = 8,
         tenant: str = "",
@@ -172,7 +172,7 @@ class Held:
         self.placed = asyncio.Event()
         self.go = asyncio.Event()
         self.place: Placement | None = None
-        self.suspected = alone
+        self.suspected = isolated
         self.lifecycle = Lifecycle(State.QUEUED, 0.0, request_deadline=deadline)
         avoided = frozenset(AvoidedWorker(worker, "") for worker in avoid)
         asked = PlacementRequest(

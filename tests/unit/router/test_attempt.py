@@ -12,11 +12,10 @@ from baton.config.router import RouterConfig
 from baton.errors import DeadlineExceeded
 from baton.request import FinishReason, FirstToken, Prefilled, SamplingParams, TokenInfo
 from router.output import OutputProcessor
+from router.request import Request
 from router.request_runner import Attempt, AttemptDeps, RequestState
 from router.serving.threads import TenantThreads
-from router.serving.validator import Request
-from router.workers.events import Deliver
-from router.workers.failures import RetryHistory
+from router.workers.failures import Deliver, RetryHistory
 from router.workers.pool import WorkerPool
 from router.workers.prefill_call import AbandonCalls
 from tests.unit.router.dispatching import FakePool, dispatcher, settle

@@ -1,4 +1,4 @@
-"""Requests that run alone: what is kept for them, for how long, and what others get meanwhile."""
+"""Requests that run isolated: what is kept for them, for how long, and what others get meanwhile."""
 
 import asyncio
 from typing import cast
@@ -24,17 +24,17 @@ async def test_alone_waits_for_an_empty_pair_and_keeps_it_until_its_end() -> Non
         d.release(held.place.prefill)
     assert pool.running == {"d": 1, "e": 1} or pool.running == {"d": 2, "e": 0}
     pool.running["e"] = 1
-    alone = Held(d, "alone", again=True, alone=Suspicion.PAIR)
+    isolated = Held(d, "isolated", again=True, isolated=Suspicion.PAIR)
     waiting = await ask(d, "waiting")
     # The only prefill worker is kept too, so that nothing else is placed.
-    assert not alone.placed.is_set()
+    assert not isolated.placed.is_set()
     assert not waiting.placed.is_set()
     pool.running["e"] = 0
     pool.notify()
-    await alone.until_placed()
+    await isolated.until_placed()
     await settle()
     assert not waiting.placed.is_set()
-    await alone.end()
+    await isolated.end()
     await waiting.until_placed()
     await asyncio.gather(waiting.end(), *(held.end() for held in before))
     assert pool.assignments == 0
@@ -43,29 +43,29 @@ async def test_alone_waits_for_an_empty_pair_and_keeps_it_until_its_end() -> Non
 async def test_alone_runs_among_others_when_no_worker_empties_in_time_and_others_go_on() -> None:
     d = dispatcher(pool := FakePool(d=GRANTED), isolation_wait_s=0.05)
     running = await place(d, "running")
-    alone, other = Held(d, "alone", again=True, alone=Suspicion.PAIR), Held(d, "other")
+    isolated, other = Held(d, "isolated", again=True, isolated=Suspicion.PAIR), Held(d, "other")
     await settle()
     assert not other.placed.is_set()
-    await asyncio.wait_for(asyncio.gather(alone.placed.wait(), other.placed.wait()), 60)
-    assert alone.place.isolation is None
-    await asyncio.gather(running.end(), alone.end(), other.end())
+    await asyncio.wait_for(asyncio.gather(isolated.placed.wait(), other.placed.wait()), 60)
+    assert isolated.place.isolation is None
+    await asyncio.gather(running.end(), isolated.end(), other.end())
     assert pool.assignments == 0
 
 
 async def test_a_request_no_longer_suspected_stops_waiting_to_run_alone() -> None:
     d = dispatcher(pool := FakePool(d=GRANTED))
     running = await place(d, "running")
-    alone = await ask(d, "alone", again=True, alone=Suspicion.PAIR)
-    assert not alone.placed.is_set()
-    alone.suspected = Suspicion.NONE
+    isolated = await ask(d, "isolated", again=True, isolated=Suspicion.PAIR)
+    assert not isolated.placed.is_set()
+    isolated.suspected = Suspicion.NONE
     pool.notify()
-    await alone.until_placed()
-    await asyncio.gather(running.end(), alone.end())
+    await isolated.until_placed()
+    await asyncio.gather(running.end(), isolated.end())
 
 
 async def test_the_wait_for_a_turn_ends_with_the_callers_patience_alone() -> None:
     d = dispatcher(FakePool(d=GRANTED), isolation_wait_s=0.01)
-    first, second = (Held(d, name, again=True, alone=Suspicion.PAIR) for name in ("first", "second"))
+    first, second = (Held(d, name, again=True, isolated=Suspicion.PAIR) for name in ("first", "second"))
     await first.until_placed()
     await asyncio.sleep(0.1)
     assert not second.task.done()
@@ -78,18 +78,18 @@ async def test_the_wait_for_a_turn_ends_with_the_callers_patience_alone() -> Non
 
 async def test_alone_tries_the_next_worker_where_one_can_never_hold_it_and_fails_typed_without_any() -> None:
     d = dispatcher(pool := FakePool(a=NEVER, b=GRANTED), worker_wait_s=0.05)
-    held = await place(d, "big", again=True, alone=Suspicion.PAIR)
+    held = await place(d, "big", again=True, isolated=Suspicion.PAIR)
     assert pool.order == ["big a", "big b"]
     await held.end()
     pool.by_name.clear()
     with pytest.raises(Unavailable, match=r"no decode worker is there after a wait of 0\.05 s"):
-        await asyncio.wait_for(Held(d, "nowhere", again=True, alone=Suspicion.PAIR).task, 60)
+        await asyncio.wait_for(Held(d, "nowhere", again=True, isolated=Suspicion.PAIR).task, 60)
     assert pool.assignments == 0
 
 
 async def test_one_request_at_a_time_runs_alone_and_a_refusal_is_no_storm() -> None:
     d = dispatcher(pool := FakePool(d=FULL))
-    first, second = (Held(d, name, again=True, alone=Suspicion.PAIR) for name in ("first", "second"))
+    first, second = (Held(d, name, again=True, isolated=Suspicion.PAIR) for name in ("first", "second"))
     await settle()
     assert pool.order == ["first d"]
     pool.answer(d=GRANTED)
@@ -101,42 +101,42 @@ async def test_one_request_at_a_time_runs_alone_and_a_refusal_is_no_storm() -> N
     assert pool.order == ["first d", "first d", "second d"]
 
 
-@pytest.mark.parametrize("alone", [False, True])
-async def test_a_worker_that_was_meanwhile_kept_for_another_is_not_asked(alone: bool) -> None:
+@pytest.mark.parametrize("isolated", [False, True])
+async def test_a_worker_that_was_meanwhile_kept_for_another_is_not_asked(isolated: bool) -> None:
     pool = FakePool(d=FULL, e=GRANTED)
     reserver = Reserver(cast(WorkerPool, pool), Breakers(asyncio.get_running_loop().time), 1.0)
     pool.isolated = frozenset({"e"})
-    request = PlacementRequest("r", 0, "", Lifecycle(State.QUEUED, 0.0), 8, 4, (0,), True, alone=alone)
+    request = PlacementRequest("r", 0, "", Lifecycle(State.QUEUED, 0.0), 8, 4, (0,), True, isolated=isolated)
     selection = WorkerSelection("p", ("d", "e"))
     assignment = cast(PrefillAssignment, pool.prefill_link("p").assign(8))
     answer = await reserver.reserve(request, assignment, selection, lambda event: None, {})
-    assert isinstance(answer, Placement) is alone
-    assert pool.order == ["r d", "r e"][: 1 + alone]
+    assert isinstance(answer, Placement) is isolated
+    assert pool.order == ["r d", "r e"][: 1 + isolated]
 
 
 async def test_alone_does_not_fall_back_on_a_worker_where_others_run() -> None:
     d = dispatcher(pool := FakePool(d=FULL, e=GRANTED))
     other = await place(d, "other")
     d.release(other.place.prefill)
-    alone = await ask(d, "alone", again=True, alone=Suspicion.PAIR, avoid=("e",))
-    assert pool.order == ["other d", "other e", "alone d"]
-    assert not alone.placed.is_set()
+    isolated = await ask(d, "isolated", again=True, isolated=Suspicion.PAIR, avoid=("e",))
+    assert pool.order == ["other d", "other e", "isolated d"]
+    assert not isolated.placed.is_set()
     pool.answer(d=GRANTED)
-    await alone.until_placed()
-    assert alone.place.decode_address == "d"
-    await asyncio.gather(alone.end(), other.end())
+    await isolated.until_placed()
+    assert isolated.place.decode_address == "d"
+    await asyncio.gather(isolated.end(), other.end())
 
 
 async def test_others_decode_beside_one_that_has_only_its_prefill_worker_for_itself() -> None:
     d = dispatcher(pool := FakePool(prefill=("p", "q"), d=GRANTED))
     before = await place(d, "before")
-    alone, other = Held(d, "alone", again=True, alone=Suspicion.PREFILL), Held(d, "other")
-    await asyncio.wait_for(asyncio.gather(alone.placed.wait(), other.placed.wait()), 60)
+    isolated, other = Held(d, "isolated", again=True, isolated=Suspicion.PREFILL), Held(d, "other")
+    await asyncio.wait_for(asyncio.gather(isolated.placed.wait(), other.placed.wait()), 60)
     assert pool.isolated == {"q"}
-    assert not alone.place.isolation.of_pair
+    assert not isolated.place.isolation.of_pair
     waiting = await place(d, "waiting", needs_decode=False)
     assert pool.seats == {"p": 3, "q": 1}
-    await alone.end()
+    await isolated.end()
     assert pool.isolated == frozenset()
     await asyncio.gather(before.end(), other.end(), waiting.end())
     assert pool.assignments == 0
@@ -144,15 +144,15 @@ async def test_others_decode_beside_one_that_has_only_its_prefill_worker_for_its
 
 async def test_a_full_decode_worker_is_kept_until_it_has_pages_for_one_that_must_not_wait_behind_others() -> None:
     d = dispatcher(pool := FakePool(prefill=("p", "q"), d=FULL))
-    alone, other = Held(d, "alone", again=True, alone=Suspicion.PREFILL), Held(d, "other")
+    isolated, other = Held(d, "isolated", again=True, isolated=Suspicion.PREFILL), Held(d, "other")
     await settle()
     assert pool.isolated == {"p", "d"}
     assert not other.placed.is_set()
     pool.answer(d=GRANTED)
-    await asyncio.wait_for(asyncio.gather(alone.placed.wait(), other.placed.wait()), 60)
+    await asyncio.wait_for(asyncio.gather(isolated.placed.wait(), other.placed.wait()), 60)
     assert pool.isolated == {"p"}
-    assert pool.order[-2:] == ["alone d", "other d"]
-    await asyncio.gather(alone.end(), other.end())
+    assert pool.order[-2:] == ["isolated d", "other d"]
+    await asyncio.gather(isolated.end(), other.end())
 
 
 async def test_one_that_gives_up_the_wait_for_its_turn_frees_no_worker_that_is_kept_for_another() -> None:
@@ -164,10 +164,10 @@ async def test_one_that_gives_up_the_wait_for_its_turn_frees_no_worker_that_is_k
             super().isolate(names)
 
     d = dispatcher(pool := Noted(prefill=("p", "q"), d=GRANTED))
-    first = await place(d, "first", request="r", again=True, alone=Suspicion.PREFILL)
+    first = await place(d, "first", request="r", again=True, isolated=Suspicion.PREFILL)
     pool.by_name["d"] = FULL
-    sibling = Held(d, "sibling", request="r", again=True, alone=Suspicion.PREFILL)
-    waiting = [Held(d, name, request="s", again=True, alone=Suspicion.PREFILL) for name in ("one", "two")]
+    sibling = Held(d, "sibling", request="r", again=True, isolated=Suspicion.PREFILL)
+    waiting = [Held(d, name, request="s", again=True, isolated=Suspicion.PREFILL) for name in ("one", "two")]
     await settle()
     assert pool.isolated == {"p", "d"}
     kept.clear()
@@ -182,7 +182,7 @@ async def test_one_that_gives_up_the_wait_for_its_turn_frees_no_worker_that_is_k
 
 async def test_a_choice_that_needs_a_decode_worker_for_itself_does_not_take_one_where_others_run() -> None:
     d = dispatcher(FakePool(prefill=("p", "q"), d=GRANTED), isolation_wait_s=0.05)
-    first = await place(d, "first", request="r", again=True, alone=Suspicion.PREFILL)
-    second = await place(d, "second", request="r", again=True, alone=Suspicion.PAIR)
+    first = await place(d, "first", request="r", again=True, isolated=Suspicion.PREFILL)
+    second = await place(d, "second", request="r", again=True, isolated=Suspicion.PAIR)
     assert second.place.isolation is None
     await asyncio.gather(first.end(), second.end())

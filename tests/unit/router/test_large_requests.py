@@ -32,8 +32,8 @@ class SharedWorker:
     def __init__(self, loop: VirtualLoop) -> None:
         self.loop = loop
         self.engine = FakeEngine(page_size=PAGE, pages=PAGES, slots=PAGES, max_model_len=PAGES * PAGE)
-        self.attempts = Attempts(self.engine, reserve_tokens=1)
-        self.admission = Admission(self.engine, self.attempts, SlotForecast(PAGES, 0.0), lambda: 0, lambda: False)
+        self.attempts = Attempts(self.engine)
+        self.admission = Admission(self.engine, self.attempts, 1, SlotForecast(PAGES, 0.0), lambda: 0, lambda: False)
         self.routers: list[RouterPool] = []
         self.asked = 0
 
@@ -180,9 +180,9 @@ def test_a_full_worker_is_asked_a_few_times_for_each_update() -> None:
     town.run(2.0)
     town.ask(0, "nearly all", 90, "large")
     town.loop.advance(0.1)
-    asked, granted, rounds = town.worker.asked, len(town.granted), town.routers[0].dispatcher.scheduler.retry_round
+    asked, granted, rounds = town.worker.asked, len(town.granted), town.routers[0].dispatcher.scheduler.fleet_epoch
     town.run(2.0)
-    rounds = town.routers[0].dispatcher.scheduler.retry_round - rounds
+    rounds = town.routers[0].dispatcher.scheduler.fleet_epoch - rounds
     # Each grant is one; besides, each router's first asks at every update, and a few others may be mistaken.
     assert town.worker.asked - asked <= len(town.granted) - granted + 2 * 3 * rounds
     town.close()

@@ -19,7 +19,7 @@ from baton.request import (
     Usage,
 )
 from router.output import ChoiceUpdate, LatencyAccount, OutputProcessor, Update
-from router.serving.validator import Request
+from router.request import Request
 
 
 class Letters:

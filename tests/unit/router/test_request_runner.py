@@ -9,9 +9,9 @@ from baton.config.router import RouterConfig
 from baton.errors import Unavailable
 from baton.request import SamplingParams
 from router.output import OutputProcessor
+from router.request import Request
 from router.request_runner import RequestRunner
 from router.serving.threads import TenantThreads
-from router.serving.validator import Request
 from router.workers.pool import WorkerPool
 from tests.unit.router.dispatching import FULL, FakePool, dispatcher
 

@@ -209,7 +209,7 @@ class RedisPrefixCache:
         return self._queue.put(digest, payload, not self._closed and self._calls.can_write(self._key(digest)))
 
     async def select_saves(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
-        """All blocks."""
+        """True for each block: every block of a saved prompt is written."""
         return [True] * len(digests)
 
     async def save(self, digests: Sequence[bytes], payloads: Sequence[Payload]) -> int:

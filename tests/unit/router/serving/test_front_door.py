@@ -5,10 +5,11 @@ from typing import cast
 
 from baton.request import FinishReason, Output, SamplingParams, TokenInfo
 from router.output import OutputProcessor
+from router.request import Request, TokenPrompt, UncheckedRequest
 from router.request_runner import RequestRunner
 from router.serving.front_door import Caller, FrontDoor, StallGuard, Tenants
 from router.serving.threads import TenantThreads
-from router.serving.validator import Request, RequestValidator, ServedModel, TokenPrompt, UncheckedRequest
+from router.serving.validator import RequestValidator, ServedModel
 from router.workers.pool import WorkerPool
 from tests.unit.router.dispatching import FakePool, dispatcher
 

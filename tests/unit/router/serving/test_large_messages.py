@@ -24,12 +24,13 @@ from baton.rpc.channel import CONTROL_MESSAGE_BYTES
 from baton.rpc.convert import begin_field, read_fields, token_array_from_proto, token_ids_from_proto, varint
 from baton.rpc.errors import strict, utf8_pieces
 from baton.tokenizer import Tokenizer
+from router.request import TokenPrompt
 from router.serving.front_door import ANONYMOUS
 from router.serving.large_messages import ReceivedMessage, deserializer_for
 from router.serving.servicer import InferenceServicer, generate_request, tokenize_prompt
 from router.serving.threads import TenantThreads
 from router.serving.tokenizer_processes import LONG_TEXT, TokenizerProcesses
-from router.serving.validator import MAX_CHAT_MESSAGES, RequestValidator, ServedModel, TokenPrompt
+from router.serving.validator import MAX_CHAT_MESSAGES, RequestValidator, ServedModel
 from tests.integration.router_rig import router_rig
 from tests.unread import COUNT, WithUnread
 

@@ -68,6 +68,8 @@ def test_a_write_has_its_time_each_time(rig: Rig) -> None:
 def test_a_process_that_was_paused_looks_once_more(rig: Rig) -> None:
     rig.lasts(1)
     rig.loop.now += 10 * LIMIT_S
+    rig.loop.settle()
+    assert not rig.writing.done()
     rig.taken.set()
     rig.lasts(5 * LIMIT_S)
 

@@ -10,8 +10,9 @@ import pytest
 
 from baton.errors import InvalidRequest, Overloaded
 from baton.tokenizer import Tokenizer
+from router.request import TextPrompt
 from router.serving.threads import WAITING_BYTES, TenantThreads
-from router.serving.validator import RequestValidator, ServedModel, TextPrompt
+from router.serving.validator import RequestValidator, ServedModel
 
 WAIT_S = 60
 

@@ -8,8 +8,7 @@ import pytest
 from baton.pb import decode_pb2
 from baton.request import CachePolicy
 from router.workers.decode_session import DecodeSession
-from router.workers.events import DecodeEnded, Event
-from router.workers.failures import FailureEvent
+from router.workers.failures import DecodeEnded, Event, FailureEvent
 
 
 async def granted(session: DecodeSession, events: list[Event]) -> decode_pb2.AttemptKey:

@@ -28,7 +28,7 @@ async def test_each_status_lets_refused_requests_ask_again(monkeypatch: pytest.M
         pool = WorkerPool(config, "router", "t")
         scheduler, identities = Dispatcher(pool, config).scheduler, set()
         async with asyncio.timeout(60), pool.run():
-            while scheduler.retry_round < 5:
+            while scheduler.fleet_epoch < 5:
                 identities.update(each.incarnation for each in pool.identities)
                 await asyncio.sleep(0.01)
         status.close()

@@ -13,8 +13,7 @@ from baton.pb import inference_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.request import CachePolicy, Prefilled, PromptLogprobs, SamplingParams
 from baton.rpc.channel import control_channel
 from baton.rpc.server import listen
-from router.workers.events import Event
-from router.workers.failures import FailureEvent
+from router.workers.failures import Event, FailureEvent
 from router.workers.prefill_call import PrefillAssignment, call_prefill, prefill_message
 
 

@@ -85,9 +85,9 @@ def test_faults_are_forgotten_after_many_tokens_and_not_after_a_few(history: Ret
 def test_deaths_without_a_token_from_decode_are_not_endless(history: RetryHistory) -> None:
     for _ in range(MAX_IN_A_ROW - 1):
         history.record_progress(1)
-        history.record_loss(loss(1.0), at_decode=True, alone=False)
+        history.record_loss(loss(1.0), at_decode=True, isolated=False)
         assert retry(history, LOST) == 0
-    history.record_loss(loss(1.0), at_decode=True, alone=False)
+    history.record_loss(loss(1.0), at_decode=True, isolated=False)
     with pytest.raises(Unavailable, match="silent"):
         retry(history, LOST)
 
@@ -97,7 +97,7 @@ def loss(share: float) -> WorkerLoss:
 
 
 @pytest.mark.parametrize(
-    ("shares", "alone"),
+    ("shares", "isolated"),
     [
         ([1.0], False),
         ([1.0, 0.05], True),
@@ -107,11 +107,11 @@ def loss(share: float) -> WorkerLoss:
         ([0.1] * 9, False),
     ],
 )
-def test_two_deaths_that_say_enough_isolate(history: RetryHistory, shares: list[float], alone: bool) -> None:
+def test_two_deaths_that_say_enough_isolate(history: RetryHistory, shares: list[float], isolated: bool) -> None:
     for share in shares:
-        history.record_loss(loss(share), at_decode=True, alone=False)
-    assert history.suspicion is (Suspicion.PAIR if alone else Suspicion.NONE)
-    assert history.fork().suspicion is (Suspicion.PAIR if alone else Suspicion.NONE)
+        history.record_loss(loss(share), at_decode=True, isolated=False)
+    assert history.suspicion is (Suspicion.PAIR if isolated else Suspicion.NONE)
+    assert history.fork().suspicion is (Suspicion.PAIR if isolated else Suspicion.NONE)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_two_deaths_that_say_enough_isolate(history: RetryHistory, shares: list[
 def test_only_deaths_of_decode_give_a_request_one_of_its_own(at_decode: tuple[bool, ...], suspicion: Suspicion) -> None:
     history = RetryHistory()
     for each in at_decode:
-        history.record_loss(loss(1.0), at_decode=each, alone=False)
+        history.record_loss(loss(1.0), at_decode=each, isolated=False)
     assert history.suspicion is history.fork().suspicion is suspicion
     history.clear_losses()
     assert history.suspicion is Suspicion.NONE
@@ -136,13 +136,13 @@ def test_only_deaths_of_decode_give_a_request_one_of_its_own(at_decode: tuple[bo
 def test_failures_other_than_deaths_after_a_token_count_for_nothing() -> None:
     history, broken = RetryHistory(), loss(1.0)
     for each in (broken, broken, loss(1.0)):
-        history.record_loss(each, at_decode=True, alone=False)
+        history.record_loss(each, at_decode=True, isolated=False)
     assert history.suspicion
     fork = history.fork()
     broken.settle(death=False)
     assert not history.suspicion
     assert not fork.suspicion
-    fork.record_loss(loss(1.0), at_decode=True, alone=True)
+    fork.record_loss(loss(1.0), at_decode=True, isolated=True)
     assert fork.suspicion
     assert fork.has_killed_workers(0)
     assert not history.has_killed_workers(0), "choices that part have histories of their own"
@@ -153,10 +153,10 @@ def test_failures_other_than_deaths_after_a_token_count_for_nothing() -> None:
 
 def test_a_death_alone_is_proof_unless_others_die_without_it_and_several_always_are(history: RetryHistory) -> None:
     for deaths in range(1, MAX_EXCUSED_DEATHS + 1):
-        history.record_loss(loss(1.0), at_decode=True, alone=True)
+        history.record_loss(loss(1.0), at_decode=True, isolated=True)
         assert history.has_killed_workers(deaths - 1)
         assert not history.has_killed_workers(deaths)
-    history.record_loss(loss(1.0), at_decode=True, alone=True)
+    history.record_loss(loss(1.0), at_decode=True, isolated=True)
     assert history.has_killed_workers(1000)
 
 
@@ -166,12 +166,12 @@ def test_a_death_is_no_proof_where_requests_of_another_router_were() -> None:
         history.record_loss(
             losses.record_loss("decode d:1", str(number), 1, 10.0 * number, has_foreign_suspects=True),
             at_decode=True,
-            alone=True,
+            isolated=True,
         )
     assert history.suspicion
     assert not history.has_killed_workers(0)
     history.record_loss(
-        losses.record_loss("decode d:1", "last", 1, 100.0, has_foreign_suspects=False), at_decode=True, alone=True
+        losses.record_loss("decode d:1", "last", 1, 100.0, has_foreign_suspects=False), at_decode=True, isolated=True
     )
     assert history.has_killed_workers(0)
 

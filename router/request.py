@@ -1,0 +1,102 @@
+"""A client's request in the router: as a front end gives it, unchecked, and checked and tokenized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from baton.request import CachePolicy, SamplingParams
+from baton.tokenizer import Detokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """A prompt as text; `read` returns it in UTF-8, which takes milliseconds for a long one."""
+
+    read: Callable[[], bytes]
+    add_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """A prompt as token ids, not checked yet."""
+
+    token_ids: Sequence[int]
+
+
+class ChatMessage(Protocol):
+    """One message of a chat."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A prompt as a chat, for the model's template; its messages are not checked yet."""
+
+    messages: Sequence[ChatMessage]
+    add_generation_prompt: bool = True
+    contents: Sequence[bytes] = ()
+    """Contents of the messages as unchecked bytes; if not empty, they replace the contents in `messages`."""
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UncheckedRequest:
+    """A client's request from a front end, not checked yet.
+
+    `make_params` returns the sampling parameters for a vocabulary of a given size, or raises InvalidRequest.
+    `allowed_tokens` is the number of their allowed token ids, which determines its time. `size` is the size of the
+    request in memory, in bytes.
+    """
+
+    prompt: Prompt | None
+    size: int
+    make_params: Callable[[int], SamplingParams]
+    max_tokens: int | None = None
+    allowed_tokens: int = 0
+    model: str = ""
+    cache: CachePolicy = CachePolicy.READ_WRITE
+    cache_salt: str = ""
+    report_progress: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A checked and tokenized request; `salt` is at the root of its prefix chain, `tenant` is "" without keys.
+
+    `arrived` and `deadline` are in seconds on the event loop's clock.
+    """
+
+    id: str
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    max_tokens: int
+    arrived: float
+    deadline: float
+    tenant: str = ""
+    cache: CachePolicy = CachePolicy.READ_WRITE
+    salt: bytes = b""
+    report_progress: bool = False
+    detokenizer: Callable[[], Detokenizer] = field(default=lambda: NoText())
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether cached KV may be used; it may not if log-probabilities of the whole prompt are needed."""
+        return self.cache.reads and self.params.prompt_logprobs is None
+
+
+class NoText:
+    """The detokenizer of a model without a tokenizer, whose output has no text."""
+
+    def push(self, token_id: int) -> str:
+        """No text."""
+        return ""
+
+    def flush(self) -> str:
+        """No text."""
+        return ""
