@@ -208,6 +208,18 @@ def test_every_file_is_used() -> None:
         assert files == {name for name in named if Path(name).suffix}, path
 
 
+def test_the_snippets_of_the_docs_fit(tmp_path: Path) -> None:
+    """The label and prefix of a fleet, and the patch that names the routers' hosts."""
+    blocks = re.findall(r"^```yaml\n((?:resources|patches):.*?)^```", DOCS, re.DOTALL | re.MULTILINE)
+    fleet, patch = sorted(blocks, key=lambda block: block.startswith("patches"))
+    here = os.path.relpath(KUBERNETES / "overlays", tmp_path)
+    (tmp_path / "kustomization.yaml").write_text(fleet.replace("..", here) + patch)
+    documents = build(tmp_path)
+    assert names_of(documents, "Certificate") >= {"chat-baton-router"}
+    (router,) = (each for each in of_kind(documents, "Certificate") if name_of(each) == "chat-baton-router")
+    assert router["spec"]["dnsNames"] == ["router.baton", "localhost", "chat-baton-router", "baton-router.baton.svc"]
+
+
 # ------------------------------------------------------------------------------------------------- pods
 
 
