@@ -184,6 +184,7 @@ def _bad(flag: str, problem: str) -> click.BadParameter:
 _OFFERED = (
     "model",
     "served_model_name",
+    "generation_config",
     "device",
     "dtype",
     "kv_dtype",

@@ -9,7 +9,7 @@ import math
 import numbers
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -44,12 +44,12 @@ def generate_request(
     report_progress: bool = False,
 ) -> pb.GenerateRequest:
     """A Generate request. A str prompt is text; in other sequences the first element tells token ids from messages."""
-    params = _params(sampling)
+    params, given = _params(sampling)
     if not isinstance(report_progress, int):
         raise _wrong("report_progress", "must be true or false", report_progress)
     request = pb.GenerateRequest(
         model=model,
-        sampling=convert.sampling_to_proto(params),
+        sampling=convert.sampling_to_proto(params, given),
         cache=convert.cache_policy_to_proto(_policy(cache)),
         cache_salt=_salt(cache_salt),
         report_progress=report_progress,
@@ -95,8 +95,11 @@ def _salt(cache_salt: Any) -> str:
     return str(cache_salt)
 
 
-def _params(given: Mapping[str, Any]) -> SamplingParams:
-    """Sampling parameters from any Python values; raises InvalidRequest naming a value of the wrong type."""
+def _params(given: Mapping[str, Any]) -> tuple[SamplingParams, Collection[str]]:
+    """Sampling parameters from any Python values, and the names of those that are given.
+
+    Raises InvalidRequest naming a value of the wrong type.
+    """
     if unknown := given.keys() - PARAMETERS.keys():
         raise TypeError(f"generate() and complete() have no argument {min(unknown)!r}")
     wanted = {
@@ -106,7 +109,7 @@ def _params(given: Mapping[str, Any]) -> SamplingParams:
     }
     params = SamplingParams(**wanted)
     params.check_vocabulary(_TOKEN_IDS)
-    return params
+    return params, wanted.keys()
 
 
 def _switch(name: str, value: Any) -> bool:
@@ -197,7 +200,8 @@ def _token_ids(name: str, token_ids: Any) -> list[int]:
         ids = [operator.index(token_id) for token_id in token_ids]
     except TypeError:
         raise _wrong(name, "must be text, token ids or messages", token_ids) from None
-    check_token_ids(name, ids, _TOKEN_IDS)
+    # As a router names them, whatever the argument is called.
+    check_token_ids("token_ids", ids, _TOKEN_IDS)
     return ids
 
 
