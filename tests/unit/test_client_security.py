@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,7 +68,7 @@ def test_a_key_that_can_not_be_sent_is_refused_and_not_shown(key: str) -> None:
     assert not key or key not in str(caught.value)
 
 
-async def test_generate_takes_the_key_from_the_environment() -> None:
+async def test_generate_takes_the_key_from_the_environment_a_flag_or_a_file(tmp_path: Path) -> None:
     router = Router()
     async with served(router, tls=tls("router")) as listener:
         arguments = ["generate", f"--target={listener.address}", f"--ca={fleet() / 'ca.crt'}", "--quiet", "x"]
@@ -77,7 +78,13 @@ async def test_generate_takes_the_key_from_the_environment() -> None:
 
         assert await asyncio.to_thread(run, BATON_API_KEY="from-environment") == 0
         assert await asyncio.to_thread(run, "--api-key=from-flag", BATON_API_KEY="from-environment") == 0
-    assert [caller.authorization for caller in router.callers] == ["Bearer from-environment", "Bearer from-flag"]
+        file = tmp_path / "api.key"
+        file.write_text("from-file\n")
+        assert await asyncio.to_thread(run, f"--api-key-file={file}", BATON_API_KEY="from-environment") == 0
+        assert await asyncio.to_thread(run, f"--api-key-file={file}", "--api-key=from-flag") == 2
+        assert await asyncio.to_thread(run, f"--api-key-file={tmp_path}") == 2
+    keys = ["from-environment", "from-flag", "from-file"]
+    assert [caller.authorization for caller in router.callers] == [f"Bearer {key}" for key in keys]
 
 
 @pytest.mark.parametrize(
