@@ -194,6 +194,6 @@ def _load(config: RouterConfig) -> tuple[ServedModel, int, str]:
     sampling = default_sampling(directory) if config.generation_config == "auto" else {}
     if sampling:
         values = ", ".join(f"{name} {value}" for name, value in sampling.items())
-        _log.info("requests that do not set them get from generation_config.json: %s", values)
+        _log.info("sampling defaults from generation_config.json: %s", values)
     model = ServedModel(config.model_name, numbers.vocab_size, numbers.eos_token_ids, tokenizer, processes, sampling)
     return model, numbers.max_position_embeddings, digest
