@@ -100,6 +100,12 @@ async def test_what_can_not_be_said_of_the_cache_or_progress_is_refused(argument
         client.generate("x", **arguments)
 
 
+def test_an_unknown_argument_is_named() -> None:
+    unknown: dict[str, Any] = {"max_token": 1}
+    with Client("127.0.0.1:1") as client, pytest.raises(TypeError, match=r"complete\(\) have no argument 'max_token'$"):
+        client.generate("x", **unknown)
+
+
 async def test_an_argument_of_none_equals_an_omitted_one(router: Router) -> None:
     async with served(router) as listener, AsyncClient(listener.address) as client:
         await client.complete("x", stop=None, stop_token_ids=None, allowed_token_ids=None, logit_bias=None, seed=None)
