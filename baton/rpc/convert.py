@@ -365,8 +365,8 @@ def progress_from_proto(message: inference_pb2.PrefillProgress) -> PrefillProgre
 
 
 def timings_to_proto(timings: Timings) -> inference_pb2.Timings:
-    """The message of a latency account, in milliseconds, rounded to microseconds."""
-    return inference_pb2.Timings(**{each.name: round(getattr(timings, each.name), 3) for each in fields(timings)})
+    """The message of a latency account, in milliseconds."""
+    return inference_pb2.Timings(**{each.name: getattr(timings, each.name) for each in fields(timings)})
 
 
 def timings_from_proto(message: inference_pb2.Timings) -> Timings:

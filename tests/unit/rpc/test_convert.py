@@ -45,11 +45,6 @@ def test_sampling_parameters_survive_the_wire(params: SamplingParams) -> None:
     assert convert.sampling_from_proto(inference_pb2.SamplingParams.FromString(wire)) == params
 
 
-def test_timings_are_rounded_to_microseconds() -> None:
-    message = convert.timings_to_proto(Timings(*[1.23456789] * 8))
-    assert {getattr(message, field.name) for field in message.DESCRIPTOR.fields} == {1.235}
-
-
 def test_an_empty_message_means_the_defaults() -> None:
     assert convert.sampling_from_proto(inference_pb2.SamplingParams()) == SamplingParams()
 
