@@ -54,7 +54,7 @@ class _Connection:
         self._closed = False
         self._metadata = _metadata(api_key)
         credentials, options = client_credentials(**security)
-        self._secure = credentials is not None
+        self._tls = None if credentials is None else security
         if credentials is None:
             self._channel = api.insecure_channel(target, options=options)
         else:
@@ -64,7 +64,7 @@ class _Connection:
         self._admin: Any = AdminStub(self._channel)
 
     def _call(self, timeout: float | None) -> ClientCall:
-        return ClientCall(self._target, timeout, secure=self._secure)
+        return ClientCall(self._target, timeout, self._tls)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -178,7 +178,7 @@ class AsyncClient(_Connection):
         try:
             return await method(request, timeout=call.timeout, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise call.to_error(error) from None
+            raise await call.to_error_async(error) from None
 
     async def _stream(self, request: pb.GenerateRequest, call: ClientCall) -> AsyncGenerator[Delta, None]:
         self._check_open()
@@ -189,7 +189,7 @@ class AsyncClient(_Connection):
                 for delta in call.count_tokens(calls.deltas(response)):
                     yield delta
         except grpc.RpcError as error:
-            raise call.to_error(error) from None
+            raise await call.to_error_async(error) from None
         finally:
             stream.cancel()
 

@@ -73,7 +73,8 @@ class SamplingParams:
     """Parameters of sampling, and of the end of a choice.
 
     Names and meanings are those of vLLM, with two exceptions: `include_stop_in_output` is vLLM's
-    `include_stop_str_in_output`, and without `max_tokens` a choice may have all tokens that fit.
+    `include_stop_str_in_output`, and without `max_tokens` a choice may have all tokens that fit. A router replaces
+    defaults by those in the model's generation_config.json.
 
     The message in `inference.proto` has the same names. Conversion, checks of types and the flags of `baton generate`
     follow from this declaration. `logprobs` and `prompt_logprobs` None mean no report.

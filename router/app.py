@@ -16,7 +16,7 @@ import grpc
 from baton.config.router import RouterConfig
 from baton.kv.hashing import request_salt
 from baton.model.checkpoint import resolve, tokenizer_digest
-from baton.model.config import ModelConfig
+from baton.model.config import ModelConfig, default_sampling
 from baton.process import allocator, executors
 from baton.process.executors import WORK
 from baton.process.ops import serve_ops
@@ -184,5 +184,11 @@ def _load(config: RouterConfig) -> tuple[ServedModel, int, str]:
     digest = tokenizer_digest(directory)
     tokenizer = Tokenizer.load(directory) if digest else None
     processes = TokenizerProcesses(directory, digest, tokenizer) if tokenizer else None
-    model = ServedModel(config.model_name, numbers.vocab_size, numbers.eos_token_ids, tokenizer, processes)
+    if tokenizer is None:
+        _log.warning("the checkpoint has no tokenizer.json: prompts must be token ids, and output has no text")
+    sampling = default_sampling(directory) if config.generation_config == "auto" else {}
+    if sampling:
+        values = ", ".join(f"{name} {value}" for name, value in sampling.items())
+        _log.info("sampling defaults from generation_config.json: %s", values)
+    model = ServedModel(config.model_name, numbers.vocab_size, numbers.eos_token_ids, tokenizer, processes, sampling)
     return model, numbers.max_position_embeddings, digest

@@ -79,7 +79,7 @@ class LatencyAccount:
         return (now - last) / count if seen else None
 
     def timings(self, now: float) -> Timings:
-        """The account in milliseconds of a request that ends at `now`."""
+        """The account in milliseconds, rounded to microseconds, of a request that ends at `now`."""
         total = 1e3 * (now - self.arrived)
         queue = 1e3 * ((now if self.placed is None else self.placed) - self.arrived)
         until_first = 1e3 * ((now if self.first_token is None else self.first_token) - self.arrived)
@@ -92,15 +92,19 @@ class LatencyAccount:
         decode = max(left - transfer - slot_wait, 0.0)
         gaps = sum(count - 1 for _, _, count in self.tokens.values())
         spans = sum(last - first for first, last, _ in self.tokens.values())
+        mean_itl = 1e3 * spans / gaps if gaps else 0.0
+        queue, prefill, transfer, slot_wait, decode = (
+            round(part, 3) for part in (queue, prefill, transfer, slot_wait, decode)
+        )
         return Timings(
             queue=queue,
             prefill=prefill,
             transfer=transfer,
             slot_wait=slot_wait,
             decode=decode,
-            total=queue + prefill + transfer + slot_wait + decode,
-            first_token=until_first,
-            mean_itl=1e3 * spans / gaps if gaps else 0.0,
+            total=round(queue + prefill + transfer + slot_wait + decode, 3),
+            first_token=round(until_first, 3),
+            mean_itl=round(mean_itl, 3),
         )
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from baton.request import CachePolicy, SamplingParams
 from baton.tokenizer import Detokenizer
@@ -49,14 +49,15 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 class UncheckedRequest:
     """A client's request from a front end, not checked yet.
 
-    `make_params` returns the sampling parameters for a vocabulary of a given size, or raises InvalidRequest.
+    `make_params` returns the sampling parameters for a vocabulary of a given size, with the given values for those that
+    the request does not set, or raises InvalidRequest. `max_tokens` is None if the request does not set it.
     `allowed_tokens` is the number of their allowed token ids, which determines its time. `size` is the size of the
     request in memory, in bytes.
     """
 
     prompt: Prompt | None
     size: int
-    make_params: Callable[[int], SamplingParams]
+    make_params: Callable[[int, Mapping[str, Any]], SamplingParams]
     max_tokens: int | None = None
     allowed_tokens: int = 0
     model: str = ""

@@ -59,7 +59,7 @@ def demo(verbose: bool) -> None:
     if problem:
         click.echo(f"error: {problem}", err=True)
         sys.exit(1)
-    console.print(f"all {len(family) + 1} processes have ended", style="dim")
+    console.print(f"baton up and its {len(family)} processes have ended", style="dim")
 
 
 def _target(fleet: subprocess.Popen[str]) -> str:

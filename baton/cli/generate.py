@@ -71,7 +71,10 @@ def generate(
     quiet: bool,
     **flags: Any,
 ) -> None:
-    """Complete PROMPT, or the prompt of --prompt-file, --token-ids or --chat."""
+    """Complete PROMPT, or the prompt of --prompt-file, --token-ids or --chat.
+
+    Sampling flags that are not given have the values of the model's generation_config.json, or else the defaults below.
+    """
     reach = connection(flags)
     wanted = _prompt(prompt, prompt_file, token_ids, chat)
     for name in ("logprobs", "prompt_logprobs"):

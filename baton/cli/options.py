@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 
@@ -36,6 +37,7 @@ def connection_options(command: F) -> F:
     for option in reversed(
         (
             click.option("--api-key", envvar="BATON_API_KEY", help="API key; better in the variable BATON_API_KEY."),
+            click.option("--api-key-file", type=file, help="File with the API key, such as api.key of --secure."),
             click.option("--tls", is_flag=True, help="Use TLS, with the CAs that gRPC trusts by default."),
             click.option(
                 "--ca", type=file, help="PEM file with the CA that signed the router's certificate; implies TLS."
@@ -52,8 +54,20 @@ def connection_options(command: F) -> F:
 
 
 def connection(flags: dict[str, Any]) -> dict[str, Any]:
-    """Remove the flags of `connection_options` from `flags`, and return them as arguments of the client."""
-    return {name: flags.pop(name) for name in _CONNECTION}
+    """Remove the flags of `connection_options` from `flags`, and return them as arguments of the client.
+
+    A file with the key overrides the variable. Raises click.UsageError for a file that can't be read, or two keys.
+    """
+    found = {name: flags.pop(name) for name in _CONNECTION}
+    if (file := flags.pop("api_key_file")) is not None:
+        if click.get_current_context().get_parameter_source("api_key") is ParameterSource.COMMANDLINE:
+            raise click.UsageError("give one of --api-key and --api-key-file")
+        try:
+            found["api_key"] = file.read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "is not text"
+            raise click.BadParameter(f"{str(file)!r} can't be read: {why}", param_hint="'--api-key-file'") from None
+    return found
 
 
 class AddressList(click.ParamType[list[str]]):
@@ -128,9 +142,11 @@ class TokenIds(click.ParamType[list[int]]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
         """The ids."""
         ids = []
-        for text in str(value).split(","):
+        for index, text in enumerate(str(value).split(",")):
             if not text.strip().isdecimal():
-                self.fail(str(InvalidRequest("token id", "must be a number", text.strip())), param, ctx)
+                # As a router names it.
+                name = f"{param.name if param else 'token_ids'}[{index}]"
+                self.fail(str(InvalidRequest(name, "must be a number of at least 0", text.strip())), param, ctx)
             ids.append(int(text))
         return ids
 
@@ -153,10 +169,12 @@ _KINDS: dict[str, dict[str, Any]] = {
 def sampling_options(command: F) -> F:
     """Add a flag for each sampling parameter; a flag that is not given is None or empty."""
     for name, parameter in reversed(PARAMETERS.items()):
-        flag = flag_of(name) if len(name) > 1 else f"-{name}"
-        flags = f"{flag}/--no-{flag[2:]}" if parameter.kind == "bool" else flag
+        flag = flag_of(name)
+        flags = [f"{flag}/--no-{flag[2:]}"] if parameter.kind == "bool" else [flag]
+        if len(name) == 1:
+            flags.insert(0, f"-{name}")
         default = "" if parameter.default in (None, ()) else f"  [default: {str(parameter.default).lower()}]"
-        command = click.option(flags, default=None, help=parameter.help + default, **_KINDS[parameter.kind])(command)
+        command = click.option(*flags, default=None, help=parameter.help + default, **_KINDS[parameter.kind])(command)
     return command
 
 

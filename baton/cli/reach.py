@@ -30,13 +30,12 @@ from baton.cli.options import (
 from baton.client import Client
 from baton.config.options import usage_errors
 from baton.errors import BatonError, Unavailable
+from baton.rpc.calls import OTHER_NAMES
 from baton.rpc.tls import role_name
 
 T = TypeVar("T")
 
 _WORKERS = (role_name("prefill"), role_name("decode"))
-_OTHER_NAME = "Hostname Verification Check failed"
-"""Part of gRPC's message about a certificate that has another name."""
 
 
 def survey_options(
@@ -119,13 +118,6 @@ def ask(target: str, reach: dict[str, Any], question: Callable[[Client], T]) -> 
             try:
                 return question(client)
             except Unavailable as error:
-                if name == names[-1] or _OTHER_NAME not in str(error):
-                    raise _explain(error, names) from None
+                if name == names[-1] or OTHER_NAMES not in str(error):
+                    raise
     raise Unavailable(f"{target} was not called")
-
-
-def _explain(error: Unavailable, names: Sequence[str | None]) -> Unavailable:
-    if len(names) == 1 or _OTHER_NAME not in str(error):
-        return error
-    asked = ", ".join(name for name in names if name)
-    return Unavailable(f"the certificate names neither the host nor any of {asked}; --server-name says what it names")

@@ -47,7 +47,7 @@ from baton.native.mapping import unnamed_file
 from baton.process import cores
 from baton.process.service import STOP_S, Signals, signals, stop_signals
 from baton.process.sockets import bind
-from baton.process.supervisor import Supervisor, parse_listeners
+from baton.process.supervisor import End, SupervisedProcess, Supervisor, parse_listeners
 from baton.rpc.channel import control_channel
 from baton.rpc.tls import Tls
 
@@ -184,6 +184,7 @@ def _bad(flag: str, problem: str) -> click.BadParameter:
 _OFFERED = (
     "model",
     "served_model_name",
+    "generation_config",
     "device",
     "dtype",
     "kv_dtype",
@@ -207,6 +208,9 @@ _NEEDED = ("drain_s", "log_level")
 """Settings that `up` uses itself."""
 
 _NAME_WIDTH = len("prefill-0")
+
+_BAD_SETTINGS = 2
+"""Exit status of a service that can't start with its settings, its model or its files."""
 
 _DEATH_S = 0.5
 """Seconds from the loss of a connection until the end of its process is known."""
@@ -264,7 +268,7 @@ def up(ctx: click.Context, /, **flags: Any) -> None:
 
     If a worker or the embedded Valkey dies or hangs, it is started again at the same address; standard error says which
     one and why. If the router dies, or a worker before all is ready, everything ends with status 1. Bad flags and
-    variables end with status 2.
+    variables, and a model that can't be served, end with status 2.
 
     Settings that have no flag here, such as BATON_CPUS and BATON_CONVERT_KV, are read from variables by all
     processes that know them: python -m prefill_svc, decode_svc or router --help lists them.
@@ -339,17 +343,23 @@ async def _serve(options: UpOptions, secure: SecureFleet | None) -> int:
             deaths = (workers.death, routers.death)
             try:
                 await _first(stop.first, starting, *deaths)
-                if starting.done() and not stop.first.done():
+                if starting.done() and not any(future.done() for future in (stop.first, *deaths)):
                     click.echo(starting.result())
                     await _first(stop.first, *deaths)
                 if not stop.first.done():
-                    raise Unavailable(next(death.result() for death in deaths if death.done()))
+                    raise _failure(next(death.result() for death in deaths if death.done()))
                 if starting.done():
                     await _drain(routers, options.services["drain_s"], stop)
             finally:
                 starting.cancel()
                 await asyncio.gather(starting, return_exceptions=True)
     return 0
+
+
+def _failure(end: End) -> BatonError:
+    """The error for the end of a process: its own words, if it could not start with its settings or its model."""
+    refused = end.status == _BAD_SETTINGS and end.last_line
+    return ConfigError(end.last_line) if refused else Unavailable(str(end))
 
 
 async def _drain(routers: Supervisor, drain_s: float, stop: Signals) -> None:
@@ -379,13 +389,12 @@ async def _start(
         return [*COMMANDS[role], *options.flags(role, name, secure)]
 
     names = {role: worker_names(role, getattr(options, role)) for role in ("prefill", "decode")}
+    children: dict[str, SupervisedProcess] = {}
     try:
         async with asyncio.timeout(options.start_timeout):
-            children = {
-                name: await workers.start(name, [*command(role, name), *ANYWHERE], environ)
-                for role in names
-                for name in names[role]
-            }
+            for role in names:
+                for name in names[role]:
+                    children[name] = await workers.start(name, [*command(role, name), *ANYWHERE], environ)
             listeners = {name: parse_listeners(await workers.ready(child)) for name, child in children.items()}
             found = [f"--{role}={','.join(listeners[name]['control'] for name in names[role])}" for role in names]
             router = await routers.start("router", [*command("router", "router"), *found], environ)
@@ -395,9 +404,11 @@ async def _start(
             except Unavailable as error:
                 # If the router died, its connection broke first. How it ended says more.
                 await asyncio.wait([routers.death], timeout=_DEATH_S)
-                raise Unavailable(routers.death.result() if routers.death.done() else str(error)) from None
+                raise Unavailable(str(routers.death.result() if routers.death.done() else error)) from None
     except TimeoutError:
-        raise Unavailable(f"not ready after {options.start_timeout:g} s (--start-timeout)") from None
+        late = [name for name, child in children.items() if not child.ready.done()]
+        who = ", ".join(late) or "router"
+        raise Unavailable(f"not ready after {options.start_timeout:g} s (--start-timeout): {who}") from None
     for role in names:
         for name in names[role]:
             listen = [f"--{listener}={listeners[name][listener]}" for listener in LISTENERS]

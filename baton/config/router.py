@@ -28,6 +28,12 @@ class RouterConfig(Settings):
     )
     model: str = option("", help="Checkpoint directory or hub name; empty: the bundled one.")
     served_model_name: str = option("", help="Name of the served model; empty: the last part of --model.")
+    generation_config: str = option(
+        "auto",
+        help="Defaults of sampling parameters; auto: those in the model's generation_config.json, if there are any; "
+        "none: Baton's.",
+        choices=("auto", "none"),
+    )
     max_model_len: int = option(
         0, help="Largest number of tokens of prompt and output together; 0: the limit of the workers.", minimum=0
     )

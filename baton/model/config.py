@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from baton.errors import ModelError
+from baton.errors import InvalidRequest, ModelError
 from baton.model.families import FAMILIES, AttentionKind, Bias, Family, MlpKind, Window
 from baton.model.rope import ROPE_KINDS, RopeConfig, yarn_attention_factor
+from baton.request import PARAMETERS, SamplingParams
 
 _ACTIVATIONS = ("silu", "swish")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -83,10 +84,7 @@ class ModelConfig:
         Raises ModelError with the file, or with the field and its value.
         """
         file = Path(path) if Path(path).is_file() else Path(path) / "config.json"
-        directory, raw = file.parent, _read_json(file)
-        generation_path = directory / "generation_config.json"
-        generation = _read_json(generation_path) if generation_path.is_file() else {}
-        return cls.from_dict(raw, generation)
+        return cls.from_dict(_read_json(file), _generation_config(file.parent))
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -122,6 +120,38 @@ class ModelConfig:
             bos_token_id=(_token_ids("bos_token_id", fields.get("bos_token_id")) or (None,))[0],
             dtype=_dtype(fields),
         )
+
+
+_SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Sampling parameters by their names in generation_config.json, as in vLLM."""
+
+
+def default_sampling(directory: Path) -> dict[str, Any]:
+    """Values of sampling parameters in the generation_config.json of a checkpoint; none without that file.
+
+    Raises ModelError with a value that can't be used.
+    """
+    raw = _generation_config(directory)
+    found = {ours: raw[theirs] for theirs, ours in _SAMPLING.items() if raw.get(theirs) is not None}
+    if found.get("top_k") == -1:
+        # Another way to write "all".
+        found["top_k"] = 0
+    for name, value in found.items():
+        number = type(value) is int or (type(value) is float and PARAMETERS[name].kind == "float")
+        try:
+            if not number:
+                raise InvalidRequest(name, "must be a number", value)
+            SamplingParams(**{name: value})
+        except InvalidRequest as error:
+            raise ModelError(f"generation_config.json: {error} (--generation-config none ignores the file)") from None
+    return found
 
 
 class _Fields:
@@ -161,6 +191,11 @@ class _Fields:
         if value is not None and not isinstance(value, bool):
             raise ModelError(f"{self._prefix}{name} must be true or false, not {value!r}")
         return bool(value)
+
+
+def _generation_config(directory: Path) -> dict[str, Any]:
+    path = directory / "generation_config.json"
+    return _read_json(path) if path.is_file() else {}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -41,6 +41,12 @@ CUT_S = 1.0
 LISTENING = "listening "
 """The beginning of a service's ready line: `listening name=address …`, on standard output."""
 
+FATAL = re.compile(r"(prefill|decode|router): ")
+"""The beginning of the line, on standard error, in which a service says why it can't start.
+
+It is not relayed, because whoever is told of the service's end shows it.
+"""
+
 Relay = Callable[[str, str], None]
 """Called with the name of a child and one line of its output."""
 
@@ -48,6 +54,19 @@ _LAST_OUTPUT_S = 0.5
 _CHUNK = 1 << 16
 
 _log = logging.getLogger(__name__)
+
+
+class End(NamedTuple):
+    """The end of a process that nobody had asked for."""
+
+    words: str
+    """Name of the process, how it ended, and its last line."""
+    status: int | None
+    """Exit status; negative for a signal, None for a process that was never started."""
+    last_line: str
+
+    def __str__(self) -> str:
+        return self.words
 
 
 class SupervisorTimes(NamedTuple):
@@ -144,11 +163,11 @@ class SupervisedProcess:
             for pipe in pipes:
                 os.close(pipe.write_end)
 
-    async def end(self) -> str:
-        """Wait for the end of the process; returns a description of its end, and its last line."""
+    async def end(self) -> End:
+        """Wait for the end of the process."""
         process = self._process
         if process is None:
-            return f"{self.name} has not been started"
+            return End(f"{self.name} has not been started", None, "")
         status = await process.wait()
         # Processes that it has left behind are in its session, and keep the pipes open.
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -159,7 +178,8 @@ class SupervisedProcess:
         await asyncio.gather(*late, return_exceptions=True)
         # Errors are on standard error. The order of lines in two pipes is not known.
         out, err = self._last_lines
-        return f"{self.name} {_describe_exit(status)}; its last line: {err or out or 'none'}"
+        last = err or out
+        return End(f"{self.name} {_describe_exit(status)}; its last line: {last or 'none'}", status, last)
 
     async def _follow(self, pipe: _Pipe, number: int) -> None:
         rest = b""
@@ -183,7 +203,8 @@ class SupervisedProcess:
                 self.ready.set_result(line)
             return
         self._last_lines[number] = line
-        self._relay(self.name, line)
+        if number == 0 or not FATAL.match(line):
+            self._relay(self.name, line)
 
 
 class Supervisor:
@@ -193,7 +214,7 @@ class Supervisor:
     """
 
     def __init__(self, relay: Relay, times: SupervisorTimes | None = None) -> None:
-        self.death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.death: asyncio.Future[End] = asyncio.get_running_loop().create_future()
         """The end of the first child that is not restarted, if nobody had asked for it."""
         self._relay = relay
         self._times = times or SupervisorTimes()
@@ -226,7 +247,7 @@ class Supervisor:
         either: list[asyncio.Future[Any]] = [child.ready, self.death]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not child.ready.done():
-            raise Unavailable(self.death.result())
+            raise Unavailable(str(self.death.result()))
         return child.ready.result()
 
     async def stop(self, drain_s: float = CUT_S) -> None:
@@ -249,26 +270,26 @@ class Supervisor:
 
     async def _supervise(self, child: SupervisedProcess) -> None:
         """Wait for the end of a child, and of its successors."""
-        words, pause = await child.end(), 0.0
+        ended, pause = await child.end(), 0.0
         while child.restarts and not self._stopping.is_set():
             if child.ready_s is not None and child.ready_s >= self._times.steady_s:
                 pause = 0.0
-            _log.error("%s; it is started again %s", words, f"in {pause:g} s" if pause else "at once")
+            _log.error("%s; it is started again %s", ended, f"in {pause:g} s" if pause else "at once")
             if await self._wait_for_stop(pause):
                 return
             pause = min(2 * pause, self._times.max_pause_s) or self._times.pause_s
             try:
                 await child.launch()
             except Unavailable as error:
-                words = str(error)
+                ended = End(str(error), None, "")
                 continue
             if self._stopping.is_set():
                 child.signal(signal.SIGTERM)
             watching = asyncio.create_task(self._watch_start(child), name=f"start of {child.name}")
-            words = await child.end()
+            ended = await child.end()
             watching.cancel()
         if not (self._stopping.is_set() or self.death.done()):
-            self.death.set_result(words)
+            self.death.set_result(ended)
 
     async def _watch_start(self, child: SupervisedProcess) -> None:
         """Kill a child whose start makes no progress; a large model may load for long."""

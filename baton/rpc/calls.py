@@ -9,7 +9,9 @@ import math
 import numbers
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+import socket
+import ssl
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -20,12 +22,16 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from baton.completion import Cache, Delta, Messages, Model, Prompt
-from baton.errors import BatonError, ConfigError, DeadlineExceeded, InvalidRequest, Unavailable, preview
+from baton.config.values import parse_address
+from baton.errors import BatonError, ConfigError, DeadlineExceeded, InvalidRequest, Unavailable, Unsupported, preview
 from baton.pb import inference_pb2 as pb
+from baton.process import executors
+from baton.process.executors import WORK
 from baton.request import MAX_CACHE_SALT_BYTES, PARAMETERS, CachePolicy, Sampling, SamplingParams, check_token_ids
 from baton.rpc import convert
 from baton.rpc.channel import CLIENT_OPTIONS, CONTROL_MESSAGE_BYTES, Options
 from baton.rpc.errors import from_rpc_error
+from baton.rpc.tls import role_name
 
 M = TypeVar("M", bound=Message)
 
@@ -44,12 +50,12 @@ def generate_request(
     report_progress: bool = False,
 ) -> pb.GenerateRequest:
     """A Generate request. A str prompt is text; in other sequences the first element tells token ids from messages."""
-    params = _params(sampling)
+    params, given = _params(sampling)
     if not isinstance(report_progress, int):
         raise _wrong("report_progress", "must be true or false", report_progress)
     request = pb.GenerateRequest(
         model=model,
-        sampling=convert.sampling_to_proto(params),
+        sampling=convert.sampling_to_proto(params, given),
         cache=convert.cache_policy_to_proto(_policy(cache)),
         cache_salt=_salt(cache_salt),
         report_progress=report_progress,
@@ -95,8 +101,11 @@ def _salt(cache_salt: Any) -> str:
     return str(cache_salt)
 
 
-def _params(given: Mapping[str, Any]) -> SamplingParams:
-    """Sampling parameters from any Python values; raises InvalidRequest naming a value of the wrong type."""
+def _params(given: Mapping[str, Any]) -> tuple[SamplingParams, Collection[str]]:
+    """Sampling parameters from any Python values, and the names of those that are given.
+
+    Raises InvalidRequest naming a value of the wrong type.
+    """
     if unknown := given.keys() - PARAMETERS.keys():
         raise TypeError(f"generate() and complete() have no argument {min(unknown)!r}")
     wanted = {
@@ -106,7 +115,7 @@ def _params(given: Mapping[str, Any]) -> SamplingParams:
     }
     params = SamplingParams(**wanted)
     params.check_vocabulary(_TOKEN_IDS)
-    return params
+    return params, wanted.keys()
 
 
 def _switch(name: str, value: Any) -> bool:
@@ -197,7 +206,8 @@ def _token_ids(name: str, token_ids: Any) -> list[int]:
         ids = [operator.index(token_id) for token_id in token_ids]
     except TypeError:
         raise _wrong(name, "must be text, token ids or messages", token_ids) from None
-    check_token_ids(name, ids, _TOKEN_IDS)
+    # As a router names them, whatever the argument is called.
+    check_token_ids("token_ids", ids, _TOKEN_IDS)
     return ids
 
 
@@ -274,8 +284,30 @@ MAX_TIMEOUT_S = 366 * 24 * 3600
 
 # gRPC's message when gRPC itself ends a call at its deadline.
 _SAYS_NOTHING = re.compile(r"(stream removed )?\(?(deadline exceeded)?\)?\.?", re.IGNORECASE)
-# gRPC's message when a TLS listener gets a call without TLS.
-_CLOSED = re.compile(r"failed to connect to all addresses.*Socket closed", re.DOTALL)
+_NOT_CONNECTED = "failed to connect to all addresses"
+"""The beginning of gRPC's message when the client's own connection fails. Routers report those of others."""
+
+_PLAIN_HINTS = {
+    "Socket closed": "closed the connection; if it expects TLS, give its CA (ca, --ca)",
+    "http1.x server": "speaks HTTP/1.1 and not gRPC: requests go to the grpc address of a router, not to ops",
+}
+_TLS_HINTS = {
+    "WRONG_VERSION_NUMBER": "does not speak TLS: leave out tls and ca (--tls, --ca), or check the address",
+    "certificate has expired": "has a certificate that has expired",
+    "CERTIFICATE_VERIFY_FAILED": "has a certificate that the given CA did not sign: check ca (--ca)",
+    "Socket closed": "closed the connection; if it requires a certificate, give cert and key (--cert, --key)",
+}
+"""Parts of gRPC's messages without and with TLS, and plain words for what they say of the target."""
+
+_OTHER_NAMES = "Hostname Verification Check failed"
+OTHER_NAMES = "has a certificate of other names"
+"""gRPC's words for a certificate that does not name what was expected, and ours."""
+
+_NAMES_TIMEOUT_S = 2.0
+
+_NO_METHOD = "Method not found!"
+"""gRPC's message when a listener does not have the called service."""
+
 # gRPC's messages when there is no such process, or no such host.
 _UNREACHED = re.compile(
     r"failed to connect to all addresses.*"
@@ -286,18 +318,18 @@ _UNRESOLVED = re.compile(r"(errors resolving|DNS resolution failed for) .*", re.
 
 
 class ClientCall:
-    """A call to `target` with `timeout` in seconds, or None for no deadline; `secure` if its channel has TLS.
+    """A call to `target` with `timeout` in seconds, or None for no deadline; `tls` are its settings, None without TLS.
 
     Raises InvalidRequest if `timeout` is not a finite number of at most MAX_TIMEOUT_S.
     """
 
-    def __init__(self, target: str, timeout: float | None, *, secure: bool) -> None:
+    def __init__(self, target: str, timeout: float | None, tls: Security | None) -> None:
         if timeout is not None and not (isinstance(timeout, numbers.Real) and _usable(timeout)):
             problem = f"must be a number of at most {MAX_TIMEOUT_S} seconds, got {preview(timeout)}"
             raise InvalidRequest("timeout", problem)
         self.timeout = timeout
         self._target = target
-        self._secure = secure
+        self._tls = tls
         self._tokens: int | None = None
 
     def start_stream(self) -> None:
@@ -309,14 +341,20 @@ class ClientCall:
         self._tokens = (self._tokens or 0) + sum(len(delta.tokens) for delta in deltas)
         return deltas
 
+    async def to_error_async(self, error: grpc.RpcError) -> BatonError:
+        """The same as `to_error`, without blocking the event loop."""
+        if _OTHER_NAMES in (error.details() or ""):
+            return await executors.run(WORK, self.to_error, error)
+        return self.to_error(error)
+
     def to_error(self, error: grpc.RpcError) -> BatonError:
-        """The Baton error of a failed call."""
+        """The Baton error of a failed call. If the certificate has other names, it asks the target for them."""
         code, details = error.code(), error.details() or ""
         if code is grpc.StatusCode.DEADLINE_EXCEEDED and self.timeout is not None:
             more = "" if _SAYS_NOTHING.fullmatch(details) else f": {details}"
             return DeadlineExceeded(f"the deadline of {self.timeout:g} s passed{self._progress()}{more}")
-        if not self._secure and code is grpc.StatusCode.UNAVAILABLE and _CLOSED.fullmatch(details):
-            return Unavailable(f"{details}; is it a TLS listener? Then give its CA (ca, --ca)")
+        if code is grpc.StatusCode.UNIMPLEMENTED and details == _NO_METHOD:
+            return Unsupported(f"{self._target} has no such method: requests go to the grpc address of a router")
         if code is grpc.StatusCode.UNAVAILABLE and (why := self._connection_problem(details)):
             return Unavailable(why)
         return from_rpc_error(error)
@@ -325,9 +363,14 @@ class ClientCall:
         """The reason why there is no connection, in plain words; "" if gRPC's message is about something else."""
         if _UNRESOLVED.fullmatch(details):
             return f"cannot find the host of {self._target}; check the address"
-        if (found := _UNREACHED.fullmatch(details)) is None:
+        if not details.startswith(_NOT_CONNECTED):
             return ""
-        return f"cannot connect to {self._target}: {found[1].lower()}; check the address, and that the process runs"
+        if found := _UNREACHED.fullmatch(details):
+            return f"cannot connect to {self._target}: {found[1].lower()}; check the address, and that the process runs"
+        if self._tls is not None and _OTHER_NAMES in details:
+            return f"{self._target} {OTHER_NAMES}{_describe_names(_names_at(self._target, self._tls))}"
+        hints = _PLAIN_HINTS if self._tls is None else _TLS_HINTS
+        return next((f"{self._target} {hint}" for words, hint in hints.items() if words in details), "")
 
     def _progress(self) -> str:
         if self._tokens is None:
@@ -335,6 +378,34 @@ class ClientCall:
         if not self._tokens:
             return " before the first token"
         return f" after {self._tokens} token{'s' if self._tokens > 1 else ''}"
+
+
+def _names_at(target: str, tls: Security) -> list[str]:
+    """The names in the certificate of `target`; none if it can't be read, or is not trusted."""
+    ca, cert, key = tls.get("ca"), tls.get("cert"), tls.get("key")
+    try:
+        host, port = parse_address(target)
+        context = ssl.create_default_context(cafile=ca)
+        context.check_hostname = False
+        context.set_alpn_protocols(["h2"])
+        if cert is not None:
+            context.load_cert_chain(cert, key)
+        with (
+            socket.create_connection((host, port), timeout=_NAMES_TIMEOUT_S) as connection,
+            context.wrap_socket(connection, server_hostname=host) as secured,
+        ):
+            found: Any = secured.getpeercert() or {}
+    except (OSError, ValueError, ConfigError):
+        return []
+    return [str(name) for _, name in found.get("subjectAltName", ())]
+
+
+def _describe_names(names: Sequence[str]) -> str:
+    listed = f" ({', '.join(names)})" if names else ""
+    for role in ("prefill", "decode"):
+        if role_name(role) in names:
+            return f"{listed}: it is a {role} worker, and requests go to a router"
+    return f"{listed}: server_name (--server-name) is the name to expect"
 
 
 def _usable(timeout: Any) -> bool:

@@ -15,8 +15,9 @@ import functools
 import math
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from baton.errors import CorruptFrame, InvalidRequest
@@ -84,15 +85,26 @@ _PIECE = 4096
 """Token ids converted at a time. One call keeps the GIL until it ends, so a thread must make several calls."""
 
 
-def sampling_to_proto(params: SamplingParams) -> inference_pb2.SamplingParams:
-    """The message with all set fields; token ids and counts must fit 32 bits."""
-    values = {name: getattr(params, name) for name in PARAMETERS}
-    return inference_pb2.SamplingParams(**values | {"logit_bias": dict(params.logit_bias)})
+def sampling_to_proto(
+    params: SamplingParams, names: Collection[str] = PARAMETERS.keys()
+) -> inference_pb2.SamplingParams:
+    """The message with the fields in `names`; token ids and counts must fit 32 bits."""
+    values = {name: getattr(params, name) for name in names}
+    if "logit_bias" in values:
+        values["logit_bias"] = dict(params.logit_bias)
+    return inference_pb2.SamplingParams(**values)
 
 
-def sampling_from_proto(message: inference_pb2.SamplingParams, vocab_size: int = _TOKEN_IDS) -> SamplingParams:
-    """Absent fields get their defaults; raises InvalidRequest naming a field that is too long or out of range."""
-    values: dict[str, Any] = {}
+def sampling_from_proto(
+    message: inference_pb2.SamplingParams,
+    vocab_size: int = _TOKEN_IDS,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+) -> SamplingParams:
+    """Absent fields get the values in `defaults`, else those of SamplingParams.
+
+    Raises InvalidRequest naming a field that is too long or out of range.
+    """
+    values = dict(defaults)
     for name, parameter in PARAMETERS.items():
         if name in _MAY_BE_ABSENT and not message.HasField(name):
             continue
@@ -354,16 +366,7 @@ def progress_from_proto(message: inference_pb2.PrefillProgress) -> PrefillProgre
 
 def timings_to_proto(timings: Timings) -> inference_pb2.Timings:
     """The message of a latency account, in milliseconds."""
-    return inference_pb2.Timings(
-        queue=timings.queue,
-        prefill=timings.prefill,
-        transfer=timings.transfer,
-        slot_wait=timings.slot_wait,
-        decode=timings.decode,
-        total=timings.total,
-        first_token=timings.first_token,
-        mean_itl=timings.mean_itl,
-    )
+    return inference_pb2.Timings(**{each.name: getattr(timings, each.name) for each in fields(timings)})
 
 
 def timings_from_proto(message: inference_pb2.Timings) -> Timings:

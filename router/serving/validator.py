@@ -9,10 +9,10 @@ transport: front ends make an `UncheckedRequest`.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from baton.errors import InvalidRequest, NotFound, preview
 from baton.request import MAX_CACHE_SALT_BYTES, SamplingParams, check_count
@@ -56,7 +56,8 @@ _TOKEN_BYTES = 16
 class ServedModel:
     """The served model, as the router knows it; `tokenizer` is None when the checkpoint has none.
 
-    `processes` tokenize long texts; if it is None, threads do.
+    `processes` tokenize long texts; if it is None, threads do. `default_sampling` has values for parameters that a
+    request does not set.
     """
 
     name: str
@@ -64,6 +65,7 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
     tokenizer: Tokenizer | None
     processes: TokenizerProcesses | None = None
+    default_sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
 class RequestValidator:
@@ -112,11 +114,15 @@ class RequestValidator:
         field, prompt_ids = await self._prompt(request, tenant)
         limit, count = self.max_model_len(), len(prompt_ids)
         fits = min(limit, self._decode_capacity() or limit)
-        if params.max_tokens is None and fits <= count < limit:
+        if request.max_tokens is None and fits <= count < limit:
             raise InvalidRequest(
                 field, f"{count} prompt tokens leave no room in the {fits} that the workers' KV memory holds"
             )
-        max_tokens = max(fits - count, 1) if params.max_tokens is None else params.max_tokens
+        if request.max_tokens is None:
+            # A default of the model is the most, and needs not fit.
+            max_tokens = min(max(fits - count, 1), params.max_tokens or fits)
+        else:
+            max_tokens = request.max_tokens
         if count + max_tokens > limit:
             raise InvalidRequest(
                 "max_tokens" if count < limit else field,
@@ -182,7 +188,7 @@ class RequestValidator:
         model = self._model
 
         def convert() -> SamplingParams:
-            params = request.make_params(model.vocab_size)
+            params = request.make_params(model.vocab_size, model.default_sampling)
             params.check_vocabulary(model.vocab_size, model.eos_token_ids)
             return params
 

@@ -29,7 +29,7 @@ async def test_a_request_gets_its_text_tokens_usage_and_finish_reason(b: RouterR
     t = answer.events[-1].timings
     assert t.queue + t.prefill + t.transfer + t.slot_wait + t.decode == pytest.approx(t.total, rel=1e-12)
     assert 0 < t.queue < t.first_token <= t.total
-    assert t.slot_wait == 2**-10
+    assert t.slot_wait == 0.001, "2**-10, rounded to microseconds"
     assert {event.request_id for event in answer.events} == {b.prefill[0].requests[0].request_id}
     (start,) = b.decode[0].starts
     transfer_id = b.prefill[0].requests[0].transfer_id

@@ -95,11 +95,19 @@ async def test_wrong_arguments_for_the_cache_or_progress_are_refused(arguments: 
         client.generate("x", **arguments)
 
 
+def test_an_unknown_argument_is_named() -> None:
+    unknown: dict[str, Any] = {"max_token": 1}
+    with Client("127.0.0.1:1") as client, pytest.raises(TypeError, match=r"complete\(\) have no argument 'max_token'$"):
+        client.generate("x", **unknown)
+
+
 async def test_an_argument_of_none_equals_an_omitted_one(router: Router) -> None:
     async with served(router) as listener, AsyncClient(listener.address) as client:
         await client.complete("x", stop=None, stop_token_ids=None, allowed_token_ids=None, logit_bias=None, seed=None)
         await client.complete("x")
     assert router.seen[0] == router.seen[1]
+    # So that the router can take the model's own.
+    assert not router.seen[0].sampling.ListFields()
 
 
 @pytest.mark.parametrize("face", ["async", "sync"])
@@ -200,8 +208,8 @@ async def test_an_unreachable_router_is_unavailable(target: str, words: str) -> 
         ("x" * (200 << 20), {}, "prompt", str(200 << 20)),
         (range(70 << 20), {}, "prompt", str(70 << 20)),
         ("bad \ud800", {}, "prompt", "character 4"),
-        ([1, -5], {}, "prompt[1]", "-5"),
-        ([1, 2**32], {}, "prompt[1]", str(2**32)),
+        ([1, -5], {}, "token_ids[1]", "-5"),
+        ([1, 2**32], {}, "token_ids[1]", str(2**32)),
         (["a", "b"], {}, "prompt", "'a'"),
         ([1, True], {}, "prompt", "True"),
         (b"bytes", {}, "prompt", "b'bytes'"),

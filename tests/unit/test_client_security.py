@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ from click.testing import CliRunner
 
 from baton import AsyncClient, Client
 from baton.cli.main import main
-from baton.errors import ConfigError, InvalidRequest, Unavailable
+from baton.errors import ConfigError, InvalidRequest, Unavailable, Unsupported
+from baton.process.ops import serve_ops
+from baton.rpc.server import listen
 from tests.certificates import fleet, tls
 from tests.fake_router import Caller, Router, served
 
@@ -67,7 +70,7 @@ def test_a_key_that_can_not_be_sent_is_refused_and_not_shown(key: str) -> None:
     assert not key or key not in str(caught.value)
 
 
-async def test_generate_takes_the_key_from_the_environment() -> None:
+async def test_generate_takes_the_key_from_the_environment_a_flag_or_a_file(tmp_path: Path) -> None:
     router = Router()
     async with served(router, tls=tls("router")) as listener:
         arguments = ["generate", f"--target={listener.address}", f"--ca={fleet() / 'ca.crt'}", "--quiet", "x"]
@@ -77,7 +80,13 @@ async def test_generate_takes_the_key_from_the_environment() -> None:
 
         assert await asyncio.to_thread(run, BATON_API_KEY="from-environment") == 0
         assert await asyncio.to_thread(run, "--api-key=from-flag", BATON_API_KEY="from-environment") == 0
-    assert [caller.authorization for caller in router.callers] == ["Bearer from-environment", "Bearer from-flag"]
+        file = tmp_path / "api.key"
+        file.write_text("from-file\n")
+        assert await asyncio.to_thread(run, f"--api-key-file={file}", BATON_API_KEY="from-environment") == 0
+        assert await asyncio.to_thread(run, f"--api-key-file={file}", "--api-key=from-flag") == 2
+        assert await asyncio.to_thread(run, f"--api-key-file={tmp_path}") == 2
+    keys = ["from-environment", "from-flag", "from-file"]
+    assert [caller.authorization for caller in router.callers] == [f"Bearer {key}" for key in keys]
 
 
 @pytest.mark.parametrize(
@@ -96,16 +105,46 @@ def test_files_that_can_not_be_used_are_named_by_their_flags(command: list[str],
     assert words in " ".join(result.stderr.split())
 
 
-@pytest.mark.parametrize("face", ["library", "command"])
-async def test_clients_without_tls_get_a_hint(face: str) -> None:
-    async with served(Router(), tls=tls("router")) as listener:
-        if face == "library":
-            async with AsyncClient(listener.address) as client:
-                with pytest.raises(Unavailable, match=r"is it a TLS listener\? Then give its CA \(ca, --ca\)$"):
-                    await client.get_model()
-            return
-        result = await asyncio.to_thread(CliRunner().invoke, main, ["generate", f"--target={listener.address}", "x"])
-        assert (result.exit_code, "is it a TLS listener?" in result.stderr) == (75, True)
+async def problem(face: str, address: str, **security: Any) -> str:
+    """The message of a call that finds no router, from either client."""
+    if face == "async":
+        async with AsyncClient(address, **security) as client:
+            with pytest.raises((Unavailable, Unsupported)) as caught:
+                await client.complete("x", timeout=60)
+        return str(caught.value)
+
+    def call() -> str:
+        with Client(address, **security) as client, pytest.raises((Unavailable, Unsupported)) as caught:
+            client.get_model(timeout=60)
+        return str(caught.value)
+
+    return await asyncio.to_thread(call)
+
+
+@pytest.mark.parametrize("face", ["async", "sync"])
+async def test_a_client_is_told_what_it_reached(face: str) -> None:
+    ca, others = fleet() / "ca.crt", fleet("theirs") / "ca.crt"
+    async with (
+        served(Router(), tls=tls("router")) as router,
+        served(Router(), tls=tls("prefill"), roles=("router",)) as worker,
+        listen("127.0.0.1:0", insecure=False, add=lambda server: None, services=[]) as plain,
+        serve_ops("127.0.0.1:0", ready=lambda: True) as ops,
+    ):
+        cases: list[tuple[str, dict[str, Any], str]] = [
+            (router.address, {}, "closed the connection; if it expects TLS, give its CA (ca, --ca)"),
+            (router.address, {"ca": others}, "has a certificate that the given CA did not sign: check ca (--ca)"),
+            (router.address, {"ca": ca, "server_name": "x.org"}, "server_name (--server-name) is the name to expect"),
+            (worker.address, {"ca": ca}, "): it is a prefill worker, and requests go to a router"),
+            (worker.address, {"ca": ca, "server_name": "prefill.baton"}, "give cert and key (--cert, --key)"),
+            (plain.address, {"ca": ca}, "does not speak TLS: leave out tls and ca (--tls, --ca), or check the address"),
+            (plain.address, {}, "has no such method: requests go to the grpc address of a router"),
+            (ops.address, {}, "requests go to the grpc address of a router, not to ops"),
+        ]
+        for address, security, words in cases:
+            found = await problem(face, address, **security)
+            assert found.startswith(f"{address} ")
+            assert found.endswith(words)
+        assert "has a certificate of other names (" in await problem(face, worker.address, ca=ca)
 
 
 async def test_commands_keep_grpcs_own_log_off_standard_error() -> None:

@@ -171,7 +171,8 @@ def warnings(report: Mapping[str, Any]) -> list[str]:
     """Reasons why the numbers may be those of the generator and not of the server."""
     found = []
     if (late := report["lateness_ms"]["p99"] or 0.0) > _LATE_MS:
-        found.append(f"1% of the requests were sent {late:.0f} ms late or more: the arrivals were not those asked for")
+        words = "the generator did not keep the requested rate"
+        found.append(f"1% of the requests were sent {late:.0f} ms late or more: {words}")
     if report["generator_cpu"] > _BUSY:
         found.append(f"the generator used {report['generator_cpu']:.0%} of a core: it may be what was measured")
     return found

@@ -30,6 +30,9 @@ def service(role: str) -> None:
     if way == "die":
         print("the checkpoint is damaged", file=sys.stderr, flush=True)
         sys.exit(3)
+    if way == "refuse":
+        print(f"{role}: device: cuda is not available", file=sys.stderr, flush=True)
+        sys.exit(2)
     if way == "mute":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.pause()

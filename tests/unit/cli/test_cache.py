@@ -277,7 +277,7 @@ class Picky(Router):
         ("[1, 2]", "line 2: prompt: must be an object with one of text, token_ids, messages, got [1, 2]"),
         ('{"text": "x", "token_ids": [1]}', "line 2: prompt: must be an object with one of"),
         ('{"text": ""}', "line 2: text: must be a text that is not empty, got ''"),
-        ('{"token_ids": [1, -5]}', "line 2: prompt[1]: "),
+        ('{"token_ids": [1, -5]}', "line 2: token_ids[1]: "),
         ('{"token_ids": [{"role": "user", "content": "x"}]}', "line 2: token_ids: must be a list of token ids"),
         ('{"messages": [5]}', "line 2: messages: must be a list of {role, content}"),
         ('{"messages": [{"role": "user"}]}', "line 2: prompt[0]: must have role and content"),

@@ -128,7 +128,7 @@ async def test_every_flag_reaches_the_request(router: Router) -> None:
     flags = (
         "--max-tokens=5 --min-tokens=2 --temperature=0.5 --top-p=0.5 --top-k=3 --min-p=0.25 --repetition-penalty=1.5"
         " --presence-penalty=-1 --frequency-penalty=2 --logit-bias 5 -100 --logit-bias 7 2.5 --seed=7 --stop=x --stop=y"
-        " --stop-token-ids=1,2 --ignore-eos --logprobs=1 --prompt-logprobs=2 -n 4 --allowed-token-ids=3,4"
+        " --stop-token-ids=1,2 --ignore-eos --logprobs=1 --prompt-logprobs=2 --n 4 --allowed-token-ids=3,4"
         " --no-skip-special-tokens --include-stop-in-output --json --model=tiny --cache=write --cache-salt=s"
     )
     await generate(router, "hello", *flags.split())
@@ -209,9 +209,18 @@ def test_a_bad_file_is_named(content: bytes | None, flag: str, part: str, tmp_pa
     assert part in result.stderr
 
 
-@pytest.mark.parametrize("arguments", ["hello --token-ids=1", "--token-ids=1,x", "hello --logprobs=1"])
-def test_bad_arguments_of_generate_exit_2(arguments: str) -> None:
-    assert CliRunner().invoke(main, ["generate", *arguments.split()]).exit_code == 2
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("hello --token-ids=1", "give one of PROMPT"),
+        ("--token-ids=1,x", "token_ids[1]: must be a number of at least 0, got 'x'"),
+        ("hello --stop-token-ids=-1", "stop_token_ids[0]: must be a number of at least 0, got '-1'"),
+        ("hello --logprobs=1", "--logprobs needs --json"),
+    ],
+)
+def test_bad_arguments_of_generate_exit_2(arguments: str, words: str) -> None:
+    result = CliRunner().invoke(main, ["generate", *arguments.split()])
+    assert (result.exit_code, words in result.stderr) == (2, True), result.stderr
 
 
 def test_ctrl_c_while_modules_load_ends_quietly() -> None:

@@ -187,6 +187,13 @@ def test_a_child_that_does_not_start_is_named_with_the_end_of_its_output(ups: li
     assert up.log.count("the checkpoint is damaged") == 2
 
 
+def test_settings_that_services_refuse_are_told_once(ups: list[Up]) -> None:
+    up = start(ups, prefill="refuse", decode="refuse")
+    assert up.end() == 2
+    assert re.fullmatch("error: (prefill|decode): device: cuda is not available", up.log.splitlines()[-1])
+    assert up.log.count("not available") == 1
+
+
 def test_a_router_that_listens_and_does_not_serve_is_named(ups: list[Up]) -> None:
     up = start(ups, router="absent")
     assert up.end() == 1
@@ -197,7 +204,7 @@ def test_a_router_that_listens_and_does_not_serve_is_named(ups: list[Up]) -> Non
 def test_a_child_that_never_listens_runs_into_the_limit(ups: list[Up]) -> None:
     up = start(ups, "--start-timeout=4", prefill="mute")
     assert up.end() == 1
-    assert "not ready after 4 s (--start-timeout)" in up.log
+    assert up.log.splitlines()[-1] == "error: not ready after 4 s (--start-timeout): prefill-0"
     assert gone(up.pids(2), 0)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from baton.errors import ModelError
-from baton.model.config import ModelConfig
+from baton.model.config import ModelConfig, default_sampling
 from baton.model.rope import RopeConfig
 
 LLAMA: dict[str, Any] = {
@@ -212,3 +212,30 @@ def test_unreadable_config_names_the_file(content: str | None, message: str, tmp
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ModelError, match=message):
         ModelConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("document", "found"),
+    [
+        (
+            '{"do_sample": true, "temperature": 0.7, "top_p": 0.8, "repetition_penalty": 1.05, "min_p": null}',
+            {"temperature": 0.7, "top_p": 0.8, "repetition_penalty": 1.05},
+        ),
+        ('{"top_k": -1, "max_new_tokens": 9, "temperature": 1}', {"top_k": 0, "max_tokens": 9, "temperature": 1}),
+        (None, {}),
+    ],
+)
+def test_sampling_defaults_of_a_checkpoint(tmp_path: Path, document: str | None, found: dict[str, Any]) -> None:
+    if document is not None:
+        (tmp_path / "generation_config.json").write_text(document)
+    assert default_sampling(tmp_path) == found
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [('{"top_p": 3}', "top_p: .*got 3"), ('{"top_k": "many"}', "top_k: must be a number, got 'many'")],
+)
+def test_a_bad_sampling_default_is_named(tmp_path: Path, document: str, words: str) -> None:
+    (tmp_path / "generation_config.json").write_text(document)
+    with pytest.raises(ModelError, match=f"^generation_config.json: {words}.*--generation-config none"):
+        default_sampling(tmp_path)

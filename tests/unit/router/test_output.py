@@ -1,6 +1,7 @@
 """Order, duplicates, texts, stop strings and the latency account, without a network."""
 
 import itertools
+from dataclasses import fields
 
 import pytest
 from hypothesis import given
@@ -163,9 +164,10 @@ def test_timings_add_up(line: float, prefill: float, rest: float, fetch: float, 
     if decoded:
         account.on_decode(DecodeTimings(fetch, wait))
     t = account.timings(5.0 + line + prefill + rest)
-    assert t.queue + t.prefill + t.transfer + t.slot_wait + t.decode == t.total
-    assert t.total == pytest.approx(1e3 * (line + prefill + rest), abs=1e-6)
-    assert t.first_token == pytest.approx(1e3 * (line + prefill), abs=1e-6)
+    assert t.queue + t.prefill + t.transfer + t.slot_wait + t.decode == pytest.approx(t.total, rel=1e-12)
+    assert t.total == pytest.approx(1e3 * (line + prefill + rest), abs=0.003)
+    assert t.first_token == pytest.approx(1e3 * (line + prefill), abs=0.001)
+    assert {round(getattr(t, each.name), 3) for each in fields(t)} == {getattr(t, each.name) for each in fields(t)}
     assert min(t.queue, t.prefill, t.transfer, t.slot_wait, t.decode) >= -1e-9
 
 

@@ -13,7 +13,7 @@ from router.serving.validator import RequestValidator, ServedModel
 from router.workers.pool import WorkerPool
 from tests.unit.router.dispatching import FakePool, dispatcher
 
-ONE = UncheckedRequest(prompt=TokenPrompt([1, 2]), size=2, make_params=lambda vocabulary: SamplingParams(max_tokens=2))
+ONE = UncheckedRequest(prompt=TokenPrompt([1, 2]), size=2, make_params=lambda *given: SamplingParams(max_tokens=2))
 
 
 class FakeRequestRunner:

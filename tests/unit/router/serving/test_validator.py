@@ -7,6 +7,7 @@ import pytest
 
 from baton.errors import InvalidRequest
 from baton.pb import inference_pb2
+from baton.request import SamplingParams
 from baton.tokenizer import Tokenizer
 from router.serving.large_messages import ReceivedMessage
 from router.serving.servicer import generate_request
@@ -66,3 +67,22 @@ async def test_a_prompt_must_fit_a_prefill_worker_and_leave_room_in_a_decode_wor
         await max_tokens(text="a b c d e", sampling=inference_pb2.SamplingParams(max_tokens=1))
     prefill = decode = 0
     assert await max_tokens(token_ids=ids(ids=[1] * 60)) == 40
+
+
+async def test_the_models_defaults_hold_where_a_request_says_nothing() -> None:
+    defaults = {"temperature": 0.5, "top_k": 20, "repetition_penalty": 1.1, "max_tokens": 30}
+    validator = RequestValidator(ServedModel("m", 300, (), None, None, defaults), lambda: 40, TenantThreads(1))
+
+    async def params(count: int = 1, **sampling: Any) -> SamplingParams:
+        message = inference_pb2.GenerateRequest(
+            token_ids=inference_pb2.TokenIds(ids=[1] * count), sampling=inference_pb2.SamplingParams(**sampling)
+        )
+        request = generate_request(ReceivedMessage(message, 1))
+        return (await validator.validate(request, arrived=0.0, deadline=60.0)).params
+
+    assert await params(seed=1) == SamplingParams(**defaults, seed=1)
+    given = {"temperature": 1.0, "top_k": 0, "repetition_penalty": 1.0, "max_tokens": 5}
+    assert await params(seed=1, **given) == SamplingParams(max_tokens=5, seed=1)
+    assert (await params(25)).max_tokens == 15, "the default is only the most"
+    with pytest.raises(InvalidRequest, match=r"^max_tokens: 25 prompt tokens"):
+        await params(25, max_tokens=30)
