@@ -29,6 +29,7 @@ from baton.process.sockets import bind
 from baton.rpc.admin import ADMIN_SERVICE, AdminSources, CacheClearer, CacheSource, LedgerSource, add_admin
 from baton.rpc.server import Listener, check_reach, listen
 from baton.rpc.tls import Tls
+from baton.telemetry.metrics import Exposition
 from baton.transfer.tickets import TicketVerifier
 from baton.worker.health import Watchdog, watch_engine
 from baton.worker.status import StatusHub, WorkerIdentity, WorkerRole, WorkerServicer, new_identity
@@ -151,6 +152,7 @@ async def serve_listeners(
     cache: CacheSource,
     clear: CacheClearer,
     fail: Callable[[EngineError], object],
+    measure: Callable[[], None],
     tls: Tls | None = None,
     tickets: TicketVerifier | None = None,
 ) -> AsyncIterator[WorkerAddresses]:
@@ -159,7 +161,8 @@ async def serve_listeners(
     `watchdog` decides the health of both gRPC listeners, the readiness of ops, and the stall in `status`. When the
     engine hangs, the stacks of all threads are logged, /live turns negative, and `fail` is called. Raises
     ConfigError naming an address that is not allowed or already in use. With `tls`, control accepts calls of
-    CONTROL_ROLES only, kv of KV_ROLES. Admin uses `ledger`, `cache` and `clear`. The kv service verifies tickets with
+    CONTROL_ROLES only, kv of KV_ROLES. Admin uses `ledger`, `cache` and `clear`. `measure` sets the gauges of the
+    worker, before each scrape. The kv service verifies tickets with
     `tickets`, and `status` reports their key ids to routers.
     """
 
@@ -200,6 +203,15 @@ async def serve_listeners(
         ops_listener = await stack.enter_async_context(
             serve_ops(
                 config.ops,
+                Exposition(
+                    status.identity.role.value,
+                    status.identity.model,
+                    refresh=measure,
+                    model=lambda: {
+                        "fingerprint": status.identity.fingerprint,
+                        "max_model_len": status.identity.max_model_len,
+                    },
+                ),
                 ready=lambda: not status.draining and watchdog.stalled_s() < config.stall_s,
                 live=lambda: not watching.done(),
             )

@@ -53,6 +53,11 @@ class RefusalGate:
         self._first_since: dict[Waiter, float] = {}
         """Times at which waiters became `refused_first`, or `restricted`."""
 
+    @property
+    def refused(self) -> bool:
+        """Whether all decode workers have refused a waiter, and it has not got pages since."""
+        return self._refused_in_round is not None
+
     def begin_retry_round(self) -> None:
         """Let refused waiters ask again: a worker may have changed."""
         self.retry_round += 1
