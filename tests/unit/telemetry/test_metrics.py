@@ -37,7 +37,9 @@ def test_a_worker_speaks_of_its_own_role() -> None:
 
 
 def exported(role: str, name: str) -> list[str]:
-    text = Exposition(role, "m", model=lambda: {"fingerprint": "f", "max_model_len": 9}).text().decode()
+    exposition = Exposition(role, "m", model=lambda: {"fingerprint": "f", "max_model_len": 9})
+    exposition.refresh()
+    text = exposition.text().decode()
     return [line.removeprefix(name) for line in text.splitlines() if line.startswith(f"{name}{{")]
 
 
