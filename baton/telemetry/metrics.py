@@ -129,7 +129,7 @@ FINISHED = _counter(
 )
 REFUSED = _counter(
     "baton_requests_refused_total",
-    "Requests that were refused before a worker served them, by reason.",
+    "Requests refused before a worker served them, by reason; calls of Tokenize count too if a limit refused them.",
     ROUTER,
     tenant=(),
     reason=(
@@ -351,7 +351,8 @@ class Exposition:
     """The metrics of one process: the families of its role, and those of the process itself.
 
     A scrape calls `refresh` on the event loop, which sets gauges by the function `measure` and asks `model` for the
-    values of `baton_model_info`; then `text`, on any thread, because it takes up to 50 ms.
+    values of `baton_model_info`; then `text`, on any thread, because it takes up to 50 ms. A worker sets both functions
+    when its model is loaded.
     """
 
     def __init__(
@@ -365,14 +366,14 @@ class Exposition:
         self._role = role
         self._labels = {"model_name": model_name, "role": role}
         self._metrics = [metric for name, metric in _METRICS.items() if role in FAMILIES[name].roles]
-        self._measure = measure
-        self._model = model
+        self.measure = measure
+        self.model = model
         self._model_info: Mapping[str, object] = {}
 
     def refresh(self) -> None:
         """Set all that is not counted where it arises."""
-        self._measure()
-        self._model_info = self._model()
+        self.measure()
+        self._model_info = self.model()
 
     def text(self) -> bytes:
         """All samples in Prometheus' text format."""
