@@ -136,7 +136,7 @@ def problems(query: str) -> list[str]:
     return found + [f"by {label.strip()}" for label in grouped if label.strip() and label.strip() not in labels_of]
 
 
-@pytest.mark.parametrize(("place", "query"), queries(), ids=lambda each: re.sub(r"\W+", "-", each)[:40])
+@pytest.mark.parametrize(("place", "query"), list(queries()), ids=lambda each: re.sub(r"\W+", "-", each)[:40])
 def test_a_query_names_metrics_and_labels_of_the_list(place: str, query: str) -> None:
     assert query.count("(") == query.count(")"), place
     assert not problems(query), place
