@@ -80,14 +80,18 @@ class PermissionDenied(BatonError):
 
 
 class Overloaded(BatonError):
-    """Refused now because there is no room; `retry_after` is in seconds, None if a retry can't help."""
+    """Refused now because there is no room; `retry_after` is in seconds, None if a retry can't help.
+
+    `reason` is the label of the metric of refusals.
+    """
 
     grpc_status = "RESOURCE_EXHAUSTED"
     http_status = 429
 
-    def __init__(self, message: str, retry_after: float | None = None) -> None:
+    def __init__(self, message: str, retry_after: float | None = None, *, reason: str = "workers_full") -> None:
         super().__init__(message)
         self.retry_after = retry_after
+        self.reason = reason
 
 
 class OutOfPages(Overloaded):

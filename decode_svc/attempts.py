@@ -263,6 +263,11 @@ class Attempts:
         return sum(attempt.pending_choices for attempt in self._pending)
 
     @property
+    def ready_choices(self) -> int:
+        """Number of choices whose KV is complete, pending ones included."""
+        return len(self._owners) + self.pending_choices
+
+    @property
     def requests_without_token(self) -> int:
         """Number of attempts that have not received a token from this worker."""
         return sum(not attempt.has_output for attempt in self._live.values())

@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 
 from baton.engine.contract import Engine, EngineSequence, ForwardPass
 from baton.errors import NoToken, OutOfPages
+from baton.telemetry.logs import about
 from baton.worker.health import FaultCounter, Watchdog
 from decode_svc.attempts import FailureKind
 from decode_svc.scheduler import DecodeScheduler, DecodeSequence, StepOutput
@@ -214,7 +215,7 @@ class DecodeLoop:
         # Until they are counted.
         self._pages_kept = stats.total
         message = f"{sequence.handle.owner} gives back its {self._replay_pages} pages of {stats.total}: no page is left"
-        _log.info("%s", message)
+        _log.info("%s", message, extra=about(sequence.request_id))
         self._engine.free(sequence.handle, sequence.digests)
         self._fail_sequences([sequence.id], FailureKind.PREEMPTED, message, report)
 
@@ -276,8 +277,9 @@ class DecodeLoop:
 
     def _fail_batch(self, error: Exception, report: StepReport) -> None:
         """A step failed: nobody in the batch goes on, nothing cached is trusted, and all pages must add up."""
-        ids = [sequence.id for sequence in self._scheduler.batch]
-        _log.error("a step over %d sequences failed", len(ids), exc_info=error)
+        batch = self._scheduler.batch
+        ids, extra = [sequence.id for sequence in batch], about(*(sequence.request_id for sequence in batch))
+        _log.error("a step over %d sequences failed", len(ids), exc_info=error, extra=extra)
         self._engine.drop_cached()
         self._fail_sequences(ids, FailureKind.ENGINE, f"{type(error).__name__}: {error}", report)
         self._engine.audit()
@@ -293,7 +295,7 @@ class DecodeLoop:
         if not sequence.handle.alive:
             self._free([sequence.id])
             return
-        _log.error("%s can't continue", sequence.handle.owner, exc_info=error)
+        _log.error("%s can't continue", sequence.handle.owner, exc_info=error, extra=about(sequence.request_id))
         self._fail_sequences([sequence.id], FailureKind.ENGINE, f"{type(error).__name__}: {error}", report)
 
     def _fail_without_token(

@@ -38,6 +38,7 @@ from baton.process.executors import EngineThread
 from baton.rates import DecayingAverage
 from baton.request import Handoff, Output, RemoteExport, ReserveResult
 from baton.telemetry import metrics
+from baton.telemetry.logs import about
 from baton.transfer.export import ExportRegistry
 from baton.transfer.fetcher import ExportFetcher
 from baton.worker.cache_tiers import BlockCopier, CacheTiers
@@ -224,7 +225,7 @@ class DecodeWorker:
         try:
             export = self._exports.open(transfer_id, attempt.handle, tokens)
         except BatonError as error:
-            _log.warning("%s: its prefix can't be exported: %s", attempt.key, error)
+            _log.warning("%s: its prefix can't be exported: %s", attempt.key, error, extra=about(str(attempt.key)))
             return
         attempt.prefix_transfer_id = transfer_id
         export.commit_prefix(attempt.reservation.pinnable_digests[tokens // self._engine.spec.kv_format.block_size - 1])
@@ -256,7 +257,7 @@ class DecodeWorker:
         except BatonError as error:
             self._fail(attempt, FailureKind.of(error), str(error))
         except Exception as error:
-            _log.exception("fetching %s failed", attempt.key)
+            _log.exception("fetching %s failed", attempt.key, extra=about(str(attempt.key)))
             self._fail(attempt, FailureKind.ENGINE, f"{type(error).__name__}: {error}")
         finally:
             del self._transfers[attempt]
@@ -331,6 +332,7 @@ class DecodeWorker:
                 attempt.key, Output(choice, output.output_index, output.tokens, output.finish, output.timings)
             )
             if output.finish is not None:
+                self._load_meter.record_sequence(now - attempt.choices[choice].since)
                 self.attempts.end_sequence(output.id, now, output.digests)
                 self.admission.forecast.record_end(now)
                 if self.attempts.is_finished(attempt):
@@ -362,7 +364,8 @@ class DecodeWorker:
         """End the attempts that the router does not list: it has ended them, but its message was lost."""
         for attempt in self.attempts.in_session(session.number):
             if attempt.key not in heartbeat.live:
-                _log.warning("%s ends: its router %s does not list it", attempt.key, session.router_id)
+                key, router_id = str(attempt.key), session.router_id
+                _log.warning("%s ends: its router %s does not list it", key, router_id, extra=about(key))
                 self._end(attempt)
 
     def _fail(self, attempt: DecodeAttempt, kind: FailureKind, message: str) -> None:
@@ -395,6 +398,10 @@ class DecodeWorker:
     def load_report(self) -> WorkerLoad:
         """The worker's load."""
         return self._load_meter.report(self.attempts.requests_without_token)
+
+    def measure(self) -> None:
+        """Set the gauges of the worker."""
+        self._load_meter.measure(self.attempts.ready_choices)
 
     async def ledger(self) -> Ledger:
         """The ledger: all owners of pages, and whether the sums are right."""
@@ -476,6 +483,11 @@ class LoadMeter:
         self._engine = engine
         self._running = 0
         self._tokens_per_second = DecayingAverage(_RATE_WEIGHT)
+        self._sequence_s = DecayingAverage(_RATE_WEIGHT)
+
+    def record_sequence(self, seconds: float) -> None:
+        """Record that a sequence has ended, `seconds` after it got its slot."""
+        self._sequence_s.add(seconds)
 
     def record(self, report: StepReport) -> None:
         """Count the results of one turn of the engine thread."""
@@ -500,3 +512,14 @@ class LoadMeter:
             tokens_per_second=self._tokens_per_second.value,
             requests_without_token=requests_without_token,
         )
+
+    def measure(self, ready_choices: int) -> None:
+        """Set the gauges; `ready_choices` is the number of choices whose KV is complete, in the batch or not."""
+        stats, slots = self._engine.stats(), self._engine.spec.slots
+        metrics.set_kv_usage(used=stats.used, free=stats.free, cached=stats.cached)
+        waiting = max(ready_choices - self._running, 0)
+        metrics.RUNNING.set(self._running)
+        metrics.WAITING.set(waiting)
+        metrics.SLOTS.labels("used").set(self._running)
+        metrics.SLOTS.labels("free").set(slots - self._running)
+        metrics.QUEUED_SECONDS.labels("decode").set(waiting * self._sequence_s.value / slots)

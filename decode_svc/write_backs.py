@@ -12,6 +12,7 @@ from baton.errors import EngineError, OutOfPages
 from baton.ledger import LedgerEntry
 from baton.lifecycle import State
 from baton.telemetry import metrics
+from baton.telemetry.logs import about
 from baton.worker.cache_tiers import MAX_WRITE_BACKS, BlockCopier
 from decode_svc.attempts import PublishedBlocks
 
@@ -128,9 +129,9 @@ class WriteBacks:
             await self._blocks.write_back(handle, digests, first, lambda: handle.alive, least=first)
         except EngineError as error:
             if handle.alive:
-                _log.error("%s failed: %s", handle.owner, error)
+                _log.error("%s failed: %s", handle.owner, error, extra=about(handle.owner))
         except Exception:
-            _log.exception("%s failed", handle.owner)
+            _log.exception("%s failed", handle.owner, extra=about(handle.owner))
         finally:
             self._engine.free(handle)
             task = asyncio.current_task()

@@ -56,6 +56,7 @@ from baton.rates import DecayingRate
 from baton.request import PrefixSource
 from baton.rpc.tls import Tls
 from baton.telemetry import metrics
+from baton.telemetry.logs import about
 from baton.transfer.fetcher import ExportFetcher
 from baton.worker.cache_tiers import POOL, BlockCopier, CacheTiers
 from prefill_svc.job import PrefillJob, TierRun
@@ -262,7 +263,8 @@ class PrefixLoader:
         if runs or self._cache.enabled:
             decision = self._fetch_cost.decide(to_hits(runs), self._rates(), self._prefill_rate(), time.monotonic())
             metrics.PREFIX_DECISIONS.labels(decision.name).inc()
-            _log.debug("%s: of %s after %d blocks: %s", job.request.name, runs, have, decision)
+            name = job.request.name
+            _log.debug("%s: of %s after %d blocks: %s", name, runs, have, decision, extra=about(name))
             runs = truncate(runs, decision.blocks)
         job.prefix.load_plan = runs
 
@@ -420,7 +422,7 @@ class ChunkSaver:
             prefix = job.prefix
             prefix.saved = await self._blocks.save(job.reserved_handle, prefix.digests, prefix.to_save, blocks)
         except Exception:
-            _log.exception("%s: blocks could not be saved", job.request.name)
+            _log.exception("%s: blocks could not be saved", job.request.name, extra=about(job.request.name))
 
 
 _MIN_BYTES_PER_S = 100e6
@@ -459,7 +461,8 @@ class PeerFetcher:
             )
             arrived = size
         except TransferError as error:
-            _log.info("%s: the prefix could not be fetched, and is computed: %s", handle.owner, error)
+            owner = handle.owner
+            _log.info("%s: the prefix could not be fetched, and is computed: %s", owner, error, extra=about(owner))
         finally:
             self._bytes_per_s.add(arrived, time.monotonic() - began)
         return arrived == size

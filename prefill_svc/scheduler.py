@@ -153,6 +153,11 @@ class PrefillScheduler:
         """Number of tokens still to be computed, of all prompts."""
         return sum(job.remaining for job in self._jobs)
 
+    @property
+    def pending_seconds(self) -> float:
+        """Time in seconds that these tokens take, at the measured rate or UNKNOWN_RATE."""
+        return self.pending_tokens / (self.rate.value or UNKNOWN_RATE)
+
     def admit(self, tokens: int, tenant: bytes = b"") -> ScheduledJob:
         """Add a prompt of `tenant`.
 
@@ -173,11 +178,9 @@ class PrefillScheduler:
                 tokens,
             )
         if self.waiting >= self.max_waiting:
-            seconds = self.pending_tokens / (self.rate.value or UNKNOWN_RATE)
             low, high = _RETRY_AFTER_S
-            raise Overloaded(
-                f"{self.waiting} prompts are waiting, the limit is {self.max_waiting}", min(high, max(low, seconds))
-            )
+            problem = f"{self.waiting} prompts are waiting, the limit is {self.max_waiting}"
+            raise Overloaded(problem, min(high, max(low, self.pending_seconds)))
         job = ScheduledJob(tokens, pages, next(self._orders), tenant)
         self._jobs[job] = None
         earliest = self._fair_s - BURST_S

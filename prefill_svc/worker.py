@@ -44,6 +44,7 @@ from baton.lifecycle import State
 from baton.process.executors import EngineThread, wait_to_end
 from baton.request import Prefilled
 from baton.telemetry import metrics
+from baton.telemetry.logs import about
 from baton.transfer.export import ExportRegistry
 from baton.worker.health import FaultCounter, IdleAudit, Watchdog, build_ledger
 from baton.worker.status import WorkerIdentity, WorkerLoad
@@ -142,6 +143,15 @@ class PrefillWorker:
             requests_without_token=len(self._open_jobs),
         )
 
+    def measure(self) -> None:
+        """Set the gauges of the worker."""
+        stats, scheduler = self._engine.stats(), self._scheduler
+        metrics.set_kv_usage(used=stats.used, free=stats.free, cached=stats.cached)
+        waiting = scheduler.waiting
+        metrics.WAITING.set(waiting)
+        metrics.RUNNING.set(len(self._open_jobs) - waiting)
+        metrics.QUEUED_SECONDS.labels("prefill").set(scheduler.pending_seconds)
+
     async def ledger(self) -> Ledger:
         """The ledger: all owners of pages, and whether the sums are right."""
         spec = self._engine.spec
@@ -202,7 +212,7 @@ class PrefillWorker:
         except Exception as error:
             if isinstance(error, TimeoutError) and timeout.expired():
                 return overdue_error(job)
-            _log.exception("%s: the prefill failed", job.request.name)
+            _log.exception("%s: the prefill failed", job.request.name, extra=about(job.request.name))
             return EngineError(f"{type(error).__name__}: {error}")
 
     async def _look_up(self, job: PrefillJob) -> None:
@@ -276,7 +286,7 @@ class PrefillWorker:
             else:
                 await self._prefix.give_up(job)
         except Exception:
-            _log.exception("%s: blocks could not be written back", job.request.name)
+            _log.exception("%s: blocks could not be written back", job.request.name, extra=about(job.request.name))
         if job.export is not None:
             await job.export_closed.wait()
 
@@ -372,7 +382,7 @@ class PrefillWorker:
         """The error of a chunk that raised: its job was stopped, it can't be computed, or the engine failed."""
         if error is job.error or isinstance(error, DeadlineExceeded | Overloaded | Unavailable):
             return error
-        _log.error("%s: a chunk failed", job.request.name, exc_info=error)
+        _log.error("%s: a chunk failed", job.request.name, exc_info=error, extra=about(job.request.name))
         if isinstance(error, NoToken) and job.handle is not None:
             self._engine.uncache(job.handle)
             self._faults.record_failure(job.request.request_id)

@@ -11,7 +11,7 @@ from router.processes import prepare, run_router_processes
 
 def start(config: RouterConfig) -> Running:
     """One router, or several for `--processes`, as an async context manager."""
-    configure(config.log_level, "router")
+    configure(config.log_level, "router", log_format=config.log_format)
     prepare()
     return run_router_processes(config) if config.processes > 1 else run(config)
 

@@ -23,10 +23,12 @@ from baton.process.ops import serve_ops
 from baton.rpc.admin import ADMIN_SERVICE, AdminSources, add_admin
 from baton.rpc.server import MAX_STREAMS, Listener, check_reach, listen
 from baton.rpc.tls import Tls
+from baton.telemetry.metrics import Exposition
 from baton.tokenizer import Tokenizer
 from baton.transfer.tickets import TicketSigner
 from baton.worker.status import WorkerRole
 from router.dispatcher import Dispatcher
+from router.load import RouterGauges
 from router.request_runner import RequestRunner
 from router.serving.front_door import FrontDoor, StallGuard, Tenants
 from router.serving.servicer import SERVICE, ApiKeyGuard, InferenceServicer
@@ -135,7 +137,13 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
             )
         )
         health = _Health(pool, listener)
-        ops = await stack.enter_async_context(serve_ops(config.ops, ready=lambda: health.serving))
+        metrics = Exposition(
+            "router",
+            config.model_name,
+            measure=RouterGauges(pool, dispatcher.scheduler, request_runner).measure,
+            model=lambda: {"fingerprint": door.model().fingerprint, "max_model_len": door.model().max_model_len},
+        )
+        ops = await stack.enter_async_context(serve_ops(config.ops, metrics, ready=lambda: health.serving))
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         stack.callback(failed.cancel)
         stack.push_async_callback(_stop, request_runner, door, model.processes)

@@ -30,7 +30,8 @@ from baton.errors import BatonError, InvalidRequest, Unavailable
 from baton.kv.format import Shard
 from baton.lifecycle import State
 from baton.request import ReserveResult
-from baton.telemetry.metrics import BREAKERS_OPEN, QUEUE_LENGTH
+from baton.telemetry.logs import about
+from baton.telemetry.metrics import BREAKERS_OPEN
 from router.isolation import Isolation, IsolationGrant
 from router.placement.policy import SelectionCriteria, WorkerSelection, can_serve
 from router.placement.scheduler import PlacementScheduler, selection_criteria
@@ -260,7 +261,6 @@ class Dispatcher:
         skipped: set[Waiter] = set()
         while self._give_turn(skipped):
             pass
-        QUEUE_LENGTH.set(len(self.scheduler))
         self._arm_overdue_timer()
 
     def _give_turn(self, skipped: set[Waiter]) -> bool:
@@ -476,7 +476,8 @@ class Reserver:
                     prefix_digests=digests,
                 )
         except (TimeoutError, BatonError) as error:
-            _logger.warning("reservation %s/%d failed: %r", request.request_id, request.attempt_number, error)
+            name = f"{request.request_id}/{request.attempt_number}"
+            _logger.warning("reservation %s failed: %r", name, error, extra=about(name))
         finally:
             if not answer.granted:
                 call.close()

@@ -38,7 +38,7 @@ from baton.request import (
     TokenInfo,
     Usage,
 )
-from baton.telemetry.metrics import ITL, TTFT
+from baton.telemetry import metrics
 from router.request import Request
 
 
@@ -168,6 +168,10 @@ class OutputProcessor:
         self._cached_tokens: int | None = None
         self._cached = CachedTokens()
         self._clock = clock
+        tenant = metrics.tenant_label(request.tenant)
+        self._prompt_counter = metrics.PROMPT_TOKENS.labels(tenant)
+        self._token_counter = metrics.GENERATION_TOKENS.labels(tenant)
+        self._uncounted = 0
         stops = StopStrings(request.params.stop)
         self._choices = [_Choice(index, request, stops, self.queue) for index in range(request.params.n)]
 
@@ -210,6 +214,7 @@ class OutputProcessor:
         """Emit the tokens that prefill sampled, each as the next token of its choice."""
         if self._cached_tokens is None:
             self._cached_tokens, self._cached = event.cached_tokens, event.cached
+            self._prompt_counter.inc(self._prompt_tokens)
         for first in event.first_tokens:
             self._first(first)
 
@@ -220,11 +225,19 @@ class OutputProcessor:
         self._add(event.choice_index, event.output_index, event.tokens, event.finish)
         return not 0 <= event.choice_index < len(self._choices) or self._choices[event.choice_index].finish is None
 
-    def close(self) -> None:
-        """Emit usage and timings, because the request has ended."""
+    def count_rest(self) -> None:
+        """Count the tokens that the metric does not have yet; to be called at the end of the request."""
+        self._token_counter.inc(self._uncounted)
+        self._uncounted = 0
+
+    def close(self) -> Timings:
+        """Emit usage and timings, because the request has ended; returns the timings."""
         completion = self.count_emitted(range(len(self._choices)))
         usage = Usage(self._prompt_tokens, self._cached_tokens or 0, completion, self._cached)
-        self.queue.close(usage, self.account.timings(self._clock()))
+        timings = self.account.timings(self._clock())
+        self.queue.close(usage, timings)
+        _record(usage, timings)
+        return timings
 
     def _first(self, first: FirstToken) -> None:
         index = len(self._choices[first.choice_index].output_ids)
@@ -235,12 +248,35 @@ class OutputProcessor:
             return
         count = self._choices[choice].add(index, tokens, finish)
         if count:
+            self._uncounted += count
+            if self._uncounted >= _COUNTED_TOKENS:
+                self.count_rest()
+            if (reason := self._choices[choice].finish) is not None:
+                metrics.FINISHED.labels(reason.value).inc()
             now = self._clock()
             if self.account.first_token is None:
-                TTFT.observe(now - self.account.arrived)
+                metrics.TTFT.observe(now - self.account.arrived)
             if (gap := self.account.on_tokens(choice, count, now)) is not None:
-                ITL.observe(gap)
+                metrics.ITL.observe(gap)
 
+
+def _record(usage: Usage, timings: Timings) -> None:
+    """Record the times and lengths of a request that succeeded."""
+    for histogram, milliseconds in (
+        (metrics.E2E, timings.total),
+        (metrics.QUEUE_TIME, timings.queue),
+        (metrics.PREFILL_TIME, timings.prefill),
+        (metrics.TRANSFER_TIME, timings.transfer),
+        (metrics.SLOT_WAIT_TIME, timings.slot_wait),
+        (metrics.DECODE_TIME, timings.decode),
+    ):
+        histogram.observe(milliseconds / 1e3)
+    metrics.REQUEST_PROMPT_TOKENS.observe(usage.prompt_tokens)
+    metrics.REQUEST_GENERATION_TOKENS.observe(usage.completion_tokens)
+
+
+_COUNTED_TOKENS = 16
+"""Number of tokens that are counted together: to count each one would be a third of the time of all metrics."""
 
 MESSAGE_BYTES = 8 << 10
 """Most bytes of a response on the wire.

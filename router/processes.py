@@ -122,7 +122,7 @@ def prepare() -> None:
 
 def start(config: RouterConfig) -> Running:
     """One of several routers on a port, as an async context manager."""
-    configure(config.log_level, "router", str(os.getpid()))
+    configure(config.log_level, "router", str(os.getpid()), log_format=config.log_format)
     prepare()
     return run(config, shared=True)
 

@@ -45,7 +45,9 @@ from baton.errors import (
 )
 from baton.ledger import Ledger, LedgerEntry
 from baton.lifecycle import Lifecycle, State
+from baton.rates import DecayingAverage
 from baton.request import Output, Prefilled, PrefillProgress, PrefixSource, PromptLogprobs, RemoteExport
+from baton.telemetry.logs import about
 from baton.telemetry.metrics import ATTEMPTS_FAILED, PLACED_TOKENS, REPLAYS, RETRIES_REFUSED, WASTED_PREFILL_TOKENS
 from baton.transfer.tickets import TicketSigner
 from router.dispatcher import Dispatcher, Placement
@@ -73,6 +75,8 @@ from router.workers.prefill_call import (
     call_prefill,
     prefill_message,
 )
+
+_TIME_WEIGHT = 0.1
 
 DEATH_WAIT_S = 15.0
 """Seconds after which a lost worker counts as dead, if a request may have killed it."""
@@ -116,6 +120,13 @@ class RequestRunner:
         self._attempts: dict[Attempt, None] = {}
         """Attempts that hold workers or wait for them; the values are not used."""
         self._stopped = False
+        self.decode_s = DecayingAverage(_TIME_WEIGHT)
+        """Mean time in decode of requests that have ended, in seconds."""
+
+    @property
+    def count_placed(self) -> int:
+        """Number of attempts that workers serve."""
+        return sum(attempt.is_placed for attempt in self._attempts)
 
     async def run(self, request: Request, output: OutputProcessor) -> None:
         """Serve a request to its end. Its output and its error go to the output queue; nothing is raised."""
@@ -130,13 +141,14 @@ class RequestRunner:
             await self._serve_choices(
                 RequestState(request, output, hasher), range(request.params.n), RetryHistory(), 0.0
             )
-            output.close()
+            self.decode_s.add(output.close().decode / 1e3)
         except BatonError as error:
             output.queue.fail(error)
         except Exception as error:
-            _logger.exception("request %s failed", request.id)
+            _logger.exception("request %s failed", request.id, extra=about(request.id))
             output.queue.fail(error)
         finally:
+            output.count_rest()
             del self._running[_this_task()]
 
     async def ledger(self) -> Ledger:
@@ -198,7 +210,9 @@ class RequestRunner:
         if history.has_killed_workers(losses.count_others(history.losses)):
             deaths = sum(loss.death for loss in history.losses)
             message = f"the request was present at {deaths} worker deaths, at the last one alone"
-            _logger.warning("request %s ends: %s: %s", request.id, message, failure.failed.error)
+            _logger.warning(
+                "request %s ends: %s: %s", request.id, message, failure.failed.error, extra=about(request.id)
+            )
             raise EngineError(f"{message}: {failure.failed.error}")
 
     def _retry(self, request: Request, history: RetryHistory, failure: AttemptFailed) -> float:
@@ -214,12 +228,13 @@ class RequestRunner:
             return granted
 
         level = logging.WARNING if failed.cause in (Cause.FAULT, Cause.LOST) else logging.INFO
+        described, extra = describe_failure(failed, failure.blamed), about(request.id)
         try:
             delay_s = history.retry(failed, max_attempts=self._config.max_attempts, charge=charge)
         except BatonError:
-            _logger.warning("request %s ends: %s", request.id, describe_failure(failed, failure.blamed))
+            _logger.warning("request %s ends: %s", request.id, described, extra=extra)
             raise
-        _logger.log(level, "request %s is tried again: %s", request.id, describe_failure(failed, failure.blamed))
+        _logger.log(level, "request %s is tried again: %s", request.id, described, extra=extra)
         REPLAYS.labels(failed.cause.value).inc()
         return delay_s
 
@@ -324,6 +339,11 @@ class Attempt:
             # The placement refers to this attempt: the cycle would keep the prompt until the garbage collector runs.
             self._placement = None
 
+    @property
+    def is_placed(self) -> bool:
+        """Whether workers serve it."""
+        return self._placement is not None
+
     def ledger_entry(self, now: float) -> LedgerEntry:
         """The attempt's entry in the router's ledger; `now` is in seconds on the event loop's clock."""
         return LedgerEntry(
@@ -414,7 +434,7 @@ class Attempt:
             prefilling.cancel()
             # After the cancellation: an export that it came too late for must be abandoned.
             if transfer_id and not self._fetched and not self._prefill_failed:
-                self._deps.abandon_calls.abandon(placement.prefill, transfer_id)
+                self._deps.abandon_calls.abandon(placement.prefill, transfer_id, self._request.id)
             await asyncio.gather(prefilling, return_exceptions=True)
 
     def _source(self, placement: Placement) -> PrefixSource | None:

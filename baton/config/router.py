@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from baton import bundled
 from baton.config.options import Settings, option
 from baton.errors import ConfigError
-from baton.telemetry.logs import LEVELS
+from baton.telemetry.logs import FORMATS, LEVELS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +103,7 @@ class RouterConfig(Settings):
     )
     insecure: bool = option(False, help="Let other machines reach --grpc without TLS and API keys.")
     log_level: str = option("info", help="Lowest level that is logged.", choices=LEVELS)
+    log_format: str = option("text", help="Form of log lines; json: an object on each line.", choices=FORMATS)
 
     def __post_init__(self) -> None:
         super().__post_init__()

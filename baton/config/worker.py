@@ -11,7 +11,7 @@ from baton.engine.config import KV_HOMES, EngineConfig
 from baton.kv.prefix.redis.address import check_url
 from baton.lifecycle import PREFILL_TOKEN_S
 from baton.native import KERNELS
-from baton.telemetry.logs import LEVELS
+from baton.telemetry.logs import FORMATS, LEVELS
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -106,6 +106,7 @@ class WorkerConfig(Settings):
         10.0, help="Seconds without progress after which an engine with work counts as unhealthy.", minimum=0.01
     )
     log_level: str = option("info", help="Lowest level that is logged.", choices=LEVELS)
+    log_format: str = option("text", help="Form of log lines; json: an object on each line.", choices=FORMATS)
 
     def __post_init__(self) -> None:
         super().__post_init__()

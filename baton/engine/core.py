@@ -39,6 +39,7 @@ from baton.kv.cached_blocks import PoolBlocksChanged
 from baton.kv.format import DTYPE_BYTES, KvFormat, PartData
 from baton.kv.pool import PageCopy, PageHandle, PagePool, PoolStats
 from baton.request import TokenInfo, check_token_ids
+from baton.telemetry.logs import about
 
 _log = logging.getLogger(__name__)
 
@@ -398,7 +399,7 @@ class PassChunks:
             try:
                 rows.append(row_of(chunk))
             except Exception as error:
-                self._errors[index] = _without_frames(error)
+                self._errors[index] = _without_frames(error, chunk)
             else:
                 self._planned.append(index)
         return rows
@@ -416,7 +417,7 @@ class PassChunks:
             try:
                 on_layer(layer)
             except Exception as error:
-                self._errors[index] = _without_frames(error)
+                self._errors[index] = _without_frames(error, self.chunks[index])
         if not self.step and all(self._errors[index] is not None for index in self._planned):
             raise PassEnded
 
@@ -430,10 +431,11 @@ class PassChunks:
         return results, rows[len(own) :]
 
 
-def _without_frames(error: Exception) -> Exception:
+def _without_frames(error: Exception, chunk: PromptChunk) -> Exception:
     """The error without its traceback, whose frames would keep the pass in memory until garbage is collected."""
     if not isinstance(error, BatonError):
-        _log.error("a chunk ends with an unexpected error", exc_info=error)
+        owner = chunk.handle.owner
+        _log.error("%s: a chunk ends with an unexpected error", owner, exc_info=error, extra=about(owner))
     return error.with_traceback(None)
 
 

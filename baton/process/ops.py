@@ -13,14 +13,17 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
 import uvicorn
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from baton.errors import ConfigError
+from baton.process import executors
+from baton.process.executors import WORK
 from baton.process.sockets import bind
+from baton.telemetry.metrics import Exposition
 
 _GRACE_S = 1
 
@@ -50,10 +53,10 @@ class _Server(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def serve_ops(
-    address: str, *, ready: Callable[[], bool], live: Callable[[], bool] = lambda: True
+    address: str, metrics: Exposition, *, ready: Callable[[], bool], live: Callable[[], bool] = lambda: True
 ) -> AsyncIterator[OpsListener]:
     """Serve on `address` ("host:port"; port 0: any free one); /ready and /live answer 200 if they return True, else
-    503.
+    503; /metrics answers with `metrics`.
 
     Raises ConfigError naming the address if it can't be bound.
     """
@@ -62,7 +65,7 @@ async def serve_ops(
     except ConfigError as error:
         raise ConfigError(f"ops: {error}") from None
     config = uvicorn.Config(
-        _app(ready, live),
+        _app(metrics, ready, live),
         log_config=None,
         log_level="warning",
         access_log=False,
@@ -89,14 +92,15 @@ async def _listening(server: _Server, serving: asyncio.Task[None]) -> None:
         await serving
 
 
-def _app(ready: Callable[[], bool], live: Callable[[], bool]) -> Starlette:
+def _app(metrics: Exposition, ready: Callable[[], bool], live: Callable[[], bool]) -> Starlette:
     async def is_live(request: Request) -> Response:
         return PlainTextResponse("live\n") if live() else PlainTextResponse("not live\n", 503)
 
     async def is_ready(request: Request) -> Response:
         return PlainTextResponse("ready\n") if ready() else PlainTextResponse("not ready\n", 503)
 
-    async def metrics(request: Request) -> Response:
-        return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
+    async def scrape(request: Request) -> Response:
+        metrics.refresh()
+        return Response(await executors.run(WORK, metrics.text), media_type=CONTENT_TYPE_LATEST)
 
-    return Starlette(routes=[Route("/live", is_live), Route("/ready", is_ready), Route("/metrics", metrics)])
+    return Starlette(routes=[Route("/live", is_live), Route("/ready", is_ready), Route("/metrics", scrape)])

@@ -1,19 +1,29 @@
 r"""Logs: one event, one line, on standard error.
 
     2026-01-31T12:00:00.123Z INFO prefill/prefill-0 baton.transfer.export: lease over for t-17
+    {"time": "2026-01-31T12:00:00.123Z", "level": "INFO", "role": "prefill", "worker_id": "prefill-0", ...}
 
 Line breaks within an event, such as those of a traceback, are written as `\n`, so that lines of many processes can be
-mixed.
+mixed. A line about requests names them: call sites give their ids with `extra=about(...)`.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from datetime import UTC, datetime
-from typing import TextIO
+from typing import Any, TextIO
 
 LEVELS = ("debug", "info", "warning", "error")
+FORMATS = ("text", "json")
+
+_REQUESTS = "request_ids"
+
+
+def about(*names: str) -> dict[str, Any]:
+    """The `extra` of a line about requests; each name is a request id, or "request/attempt" with anything after it."""
+    return {_REQUESTS: tuple(dict.fromkeys(name.partition("/")[0] for name in names))}
 
 
 class LineFormatter(logging.Formatter):
@@ -27,15 +37,51 @@ class LineFormatter(logging.Formatter):
         """Time of the event in UTC, to the millisecond."""
         return datetime.fromtimestamp(record.created, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
 
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The line, with the ids of requests that the message does not name."""
+        missing = [name for name in getattr(record, _REQUESTS, ()) if name not in record.message]
+        return super().formatMessage(record) + (f" (request {', '.join(missing)})" if missing else "")
+
     def format(self, record: logging.LogRecord) -> str:
         """The record in one line."""
         return super().format(record).replace("\r", "\\r").replace("\n", "\\n")
 
 
-def configure(level: str, role: str, worker_id: str = "", stream: TextIO | None = None) -> None:
-    """Write the process's logs of `level` and above to `stream` (default: stderr), marked with role and id."""
+class JsonFormatter(LineFormatter):
+    """Formats a record as one JSON object.
+
+    It has time, level, role, worker_id (of a worker or one of several routers), logger and message. A line about one
+    request has request_id, about several request_ids; an error has exception, which is the traceback.
+    """
+
+    def __init__(self, role: str, worker_id: str = "") -> None:
+        super().__init__(role)
+        self._process = {"role": role} | ({"worker_id": worker_id} if worker_id else {})
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record in one line."""
+        line: dict[str, Any] = {"time": self.formatTime(record), "level": record.levelname, **self._process}
+        line |= {"logger": record.name, "message": record.getMessage()}
+        match getattr(record, _REQUESTS, ()):
+            case (request_id,):
+                line["request_id"] = request_id
+            case (_, *_) as request_ids:
+                line["request_ids"] = request_ids
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def configure(
+    level: str, role: str, worker_id: str = "", stream: TextIO | None = None, *, log_format: str = "text"
+) -> None:
+    """Write the process's logs of `level` and above to `stream` (default: stderr), marked with role and id.
+
+    `log_format` is one of FORMATS.
+    """
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(LineFormatter(f"{role}/{worker_id}" if worker_id else role))
+    name = f"{role}/{worker_id}" if worker_id else role
+    handler.setFormatter(JsonFormatter(role, worker_id) if log_format == "json" else LineFormatter(name))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

@@ -33,6 +33,7 @@ from baton.process import executors
 from baton.process.executors import WORK
 from baton.request import SamplingParams, SequenceState
 from baton.rpc.admin import LedgerSource
+from baton.telemetry.logs import about
 from baton.worker.status import WorkerIdentity
 
 _log = logging.getLogger(__name__)
@@ -124,18 +125,19 @@ class FaultCounter:
         EngineError if there is no token. If no page is free, it tests nothing.
         """
         requests = sorted(self._requests)
+        names, extra = ", ".join(requests), about(*requests)
         self._requests.clear()
         try:
             _compute_own(engine, watchdog, step=step)
         except OutOfPages as error:
-            _log.warning("%s got no token, and the worker can't be tested: %s", ", ".join(requests), error)
+            _log.warning("%s got no token, and the worker can't be tested: %s", names, error, extra=extra)
         except Exception as error:
             raise EngineError(
                 f"{len(requests)} different requests got no token, with no good token between them, and neither did "
                 f"the worker's own prompt ({error}): {requests}"
             ) from error
         else:
-            _log.warning("%s got no token; the worker's own prompt did, so they are the cause", ", ".join(requests))
+            _log.warning("%s got no token; the worker's own prompt did, so they are the cause", names, extra=extra)
 
 
 def _compute_own(engine: Engine, watchdog: Watchdog, *, step: bool) -> None:

@@ -10,9 +10,8 @@ import asyncio
 import contextlib
 import faulthandler
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import grpc
@@ -30,7 +29,7 @@ from baton.process.sockets import bind
 from baton.rpc.admin import ADMIN_SERVICE, AdminSources, CacheClearer, CacheSource, LedgerSource, add_admin
 from baton.rpc.server import Listener, check_reach, listen
 from baton.rpc.tls import Tls
-from baton.telemetry.metrics import PAGES
+from baton.telemetry.metrics import Exposition
 from baton.transfer.tickets import TicketVerifier
 from baton.worker.health import Watchdog, watch_engine
 from baton.worker.status import StatusHub, WorkerIdentity, WorkerRole, WorkerServicer, new_identity
@@ -71,28 +70,9 @@ async def start_runtime(
             engine = await thread.run(_build, config)
             stack.callback(engine.close)
         _warn_of_small_memory(engine.spec)
-        stack.enter_context(_page_gauges(role, engine))
         principal = tls.principal if tls else ""
         identity = new_identity(config, role, engine.spec, digest, converts_kv=converts_kv, principal=principal)
         yield WorkerRuntime(thread, engine, identity, tls, tickets)
-
-
-@contextlib.contextmanager
-def _page_gauges(role: WorkerRole, engine: Engine) -> Iterator[None]:
-    """Let the page gauges count the engine's pages whenever they are read, until the block ends."""
-    gauges = {state: PAGES.labels(role.value, state) for state in ("used", "free", "cached")}
-
-    def count(state: str) -> float:
-        return float(getattr(engine.stats(), state))
-
-    for state, gauge in gauges.items():
-        gauge.set_function(partial(count, state))
-    try:
-        yield
-    finally:
-        for gauge in gauges.values():
-            # Otherwise the gauge would keep the engine's memory.
-            gauge.set_function(lambda: 0)
 
 
 def _warn_of_small_memory(spec: EngineSpec) -> None:
@@ -172,6 +152,7 @@ async def serve_listeners(
     cache: CacheSource,
     clear: CacheClearer,
     fail: Callable[[EngineError], object],
+    measure: Callable[[], None],
     tls: Tls | None = None,
     tickets: TicketVerifier | None = None,
 ) -> AsyncIterator[WorkerAddresses]:
@@ -180,7 +161,8 @@ async def serve_listeners(
     `watchdog` decides the health of both gRPC listeners, the readiness of ops, and the stall in `status`. When the
     engine hangs, the stacks of all threads are logged, /live turns negative, and `fail` is called. Raises
     ConfigError naming an address that is not allowed or already in use. With `tls`, control accepts calls of
-    CONTROL_ROLES only, kv of KV_ROLES. Admin uses `ledger`, `cache` and `clear`. The kv service verifies tickets with
+    CONTROL_ROLES only, kv of KV_ROLES. Admin uses `ledger`, `cache` and `clear`. `measure` sets the gauges of the
+    worker, before each scrape. The kv service verifies tickets with
     `tickets`, and `status` reports their key ids to routers.
     """
 
@@ -221,6 +203,15 @@ async def serve_listeners(
         ops_listener = await stack.enter_async_context(
             serve_ops(
                 config.ops,
+                Exposition(
+                    status.identity.role.value,
+                    status.identity.model,
+                    measure=measure,
+                    model=lambda: {
+                        "fingerprint": status.identity.fingerprint,
+                        "max_model_len": status.identity.max_model_len,
+                    },
+                ),
                 ready=lambda: not status.draining and watchdog.stalled_s() < config.stall_s,
                 live=lambda: not watching.done(),
             )

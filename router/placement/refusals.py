@@ -54,6 +54,11 @@ class RefusalGate:
         self._first_since: dict[Waiter, float] = {}
         """Times at which waiters became the head of line, or `partial_waiter`."""
 
+    @property
+    def refused(self) -> bool:
+        """Whether all decode workers have refused a waiter, and it has not got pages since."""
+        return self._refused_in_epoch is not None
+
     def begin_epoch(self) -> None:
         """Let refused waiters ask again: a worker may have changed."""
         self.fleet_epoch += 1

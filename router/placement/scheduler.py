@@ -101,6 +101,11 @@ class PlacementScheduler:
         """Number of the current epoch; in each one, refused waiters may ask again."""
         return self._gate.fleet_epoch
 
+    @property
+    def waits_for_decode(self) -> bool:
+        """Whether the queue waits for decode workers, which have refused its first request, and not for prefill."""
+        return self._gate.refused
+
     def __len__(self) -> int:
         """Number of requests in the queue."""
         return len(self._queue)
@@ -253,10 +258,10 @@ class PlacementScheduler:
         left_s, wait_s = request.deadline - now, self._queue.expected_wait_s(request.tenant, now)
         if 0 < left_s < wait_s:
             problem = f"the deadline is in {left_s:.1f} s, the queue is expected to take {wait_s:.1f} s"
-            raise Overloaded(problem, self._queue.retry_after())
+            raise Overloaded(problem, self._queue.retry_after(), reason="deadline")
         if 0 < self._max_wait_s < wait_s:
             problem = f"the queue is expected to take {wait_s:.1f} s, {self._max_wait_s:g} s are allowed"
-            raise Overloaded(problem, max(wait_s - self._max_wait_s, _MIN_RETRY_S))
+            raise Overloaded(problem, max(wait_s - self._max_wait_s, _MIN_RETRY_S), reason="queue_wait")
 
     def _candidates(self, fleet: FleetView, now: float, most: int) -> Iterator[Waiter]:
         """Waiters among the first `most` that may have a turn now, in order."""
@@ -351,7 +356,7 @@ class RequestQueue(Generic[T]):
         share = max(1, self._capacity // (len(tenants) + (tenant not in tenants)))
         if waiting >= share:
             problem = f"{waiting} requests are waiting, the limit is {share}; try again later"
-            raise Overloaded(problem, self.retry_after())
+            raise Overloaded(problem, self.retry_after(), reason="queue_full")
 
     def push(self, waiter: T, *, tenant: str, deadline: float = math.inf, now: float) -> None:
         """Add to the end of the tenant's queue.

@@ -30,10 +30,19 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from baton.config.watched import watch_file
-from baton.errors import BatonError, ConfigError, DeadlineExceeded, Overloaded, Unauthenticated, Unavailable
+from baton.errors import (
+    BatonError,
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    Unauthenticated,
+    Unavailable,
+)
 from baton.keys import MAX_KEY_LENGTH, ApiKey, digest, parse
 from baton.rpc.channel import LATE_S
-from baton.telemetry.metrics import CLIENTS_STALLED, REQUESTS
+from baton.telemetry.metrics import CLIENTS_STALLED, REFUSED, REQUESTS, tenant_label
 from router.dispatcher import Dispatcher
 from router.output import OutputProcessor, Update
 from router.request import ChatPrompt, TextPrompt, UncheckedRequest
@@ -109,7 +118,7 @@ class Tenants:
         tenant, limit = caller.tenant, caller.max_streams
         if limit is not None and self._streams[tenant] >= limit:
             problem = f"{self._streams[tenant]} streams of tenant {tenant} are open, {limit} are allowed"
-            raise Overloaded(f"max_streams: {problem}", _RETRY_S)
+            raise Overloaded(f"max_streams: {problem}", _RETRY_S, reason="max_streams")
         self._streams[tenant] += 1
         try:
             yield
@@ -288,9 +297,11 @@ class FrontDoor:
         refused as if it were valid.
         """
         status, now = "CANCELLED", asyncio.get_running_loop().time
+        admitted, output = False, None
         try:
             arrived = now()
             with self._admit(caller):
+                admitted = True
                 self._validator.check_model(request.model)
                 self._dispatcher.check(caller.tenant, needs_decode=request.max_tokens != 1)
                 checked = await self._validator.validate(
@@ -310,12 +321,14 @@ class FrontDoor:
             status = "OK"
         except BatonError as error:
             status = error.grpc_status
+            if admitted and (output is None or output.account.placed is None):
+                _count_refusal(caller, error)
             raise
         except Exception:
             status = "INTERNAL"
             raise
         finally:
-            REQUESTS.labels(status).inc()
+            REQUESTS.labels(tenant_label(caller.tenant), status).inc()
 
     @contextlib.asynccontextmanager
     async def tokenize(
@@ -363,9 +376,14 @@ class FrontDoor:
 
         Raises Unavailable while the router drains, Overloaded beyond the tenant's limit of streams.
         """
-        if self._draining:
-            raise Unavailable("the router is draining")
-        with self._tenants.stream(caller):
+        with contextlib.ExitStack() as stack:
+            try:
+                if self._draining:
+                    raise Unavailable("the router is draining")
+                stack.enter_context(self._tenants.stream(caller))
+            except BatonError as error:
+                _count_refusal(caller, error, draining=self._draining)
+                raise
             yield
 
     @contextlib.contextmanager
@@ -380,6 +398,16 @@ class FrontDoor:
                 self.running -= 1
                 if not self.running:
                     self._idle.set()
+
+
+_REFUSALS = {Unavailable: "unavailable", InvalidRequest: "invalid_argument", NotFound: "not_found"}
+
+
+def _count_refusal(caller: Caller, error: BatonError, *, draining: bool = False) -> None:
+    """Count a request that ended before a worker served it, if it was refused."""
+    reason = error.reason if isinstance(error, Overloaded) else _REFUSALS.get(type(error))
+    if reason is not None:
+        REFUSED.labels(tenant_label(caller.tenant), "draining" if draining else reason).inc()
 
 
 def _once(item: T) -> Callable[[], Awaitable[T]]:

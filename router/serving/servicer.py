@@ -20,7 +20,7 @@ import grpc
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
-from baton.errors import BatonError, InvalidRequest, PermissionDenied
+from baton.errors import BatonError, InvalidRequest, PermissionDenied, Unauthenticated
 from baton.pb import inference_pb2
 from baton.rpc.admin import ADMIN_SERVICE
 from baton.rpc.convert import (
@@ -34,6 +34,7 @@ from baton.rpc.convert import (
     usage_to_proto,
 )
 from baton.rpc.errors import begin, utf8_pieces, write
+from baton.telemetry.metrics import REFUSED
 from router.output import ChoiceUpdate, Update
 from router.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt, UncheckedRequest
 from router.serving.front_door import HEADER, Caller, FrontDoor, Tenants
@@ -169,6 +170,8 @@ class ApiKeyGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             if service == ADMIN_SERVICE and not caller.admin:
                 raise PermissionDenied(f"{service}: needs an admin's API key")
         except BatonError as error:
+            if isinstance(error, Unauthenticated):
+                REFUSED.labels("", "unauthenticated").inc()
             return _refusal(error)
         return handler
 

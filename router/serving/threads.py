@@ -73,10 +73,10 @@ class TenantThreads:
         """Raise Overloaded if a request of `size` bytes may not wait, because too many of the tenant's requests do."""
         if (count := self._queue.count(tenant)) >= self._capacity:
             problem = f"{count} requests wait to be tokenized, {self._capacity} are allowed"
-            raise Overloaded(f"queue_capacity: {problem}; try again later", _RETRY_S)
+            raise Overloaded(f"queue_capacity: {problem}; try again later", _RETRY_S, reason="tokenizer_queue")
         if (waiting := self._waiting_bytes[tenant]) and waiting + size > WAITING_BYTES:
             problem = f"requests of {waiting} bytes wait to be tokenized, and {size} more exceed {WAITING_BYTES}"
-            raise Overloaded(f"waiting_bytes: {problem}; try again later", _RETRY_S)
+            raise Overloaded(f"waiting_bytes: {problem}; try again later", _RETRY_S, reason="tokenizer_queue")
 
     def for_tenant(self, tenant: str) -> RunOnThread:
         """The function that runs a tenant's work on these threads."""

@@ -42,7 +42,15 @@ from baton.rates import DecayingSum
 from baton.rpc.channel import SILENCE_S, SilenceTimer, control_channel
 from baton.rpc.tls import Tls
 from baton.transfer.tickets import TicketSigner
-from baton.worker.status import WIRE_VERSION, PrefixChange, WorkerIdentity, WorkerRole, WorkerStatus, status_from_proto
+from baton.worker.status import (
+    WIRE_VERSION,
+    PrefixChange,
+    WorkerIdentity,
+    WorkerLoad,
+    WorkerRole,
+    WorkerStatus,
+    status_from_proto,
+)
 from router.placement.policy import RECENT_S, DecodeView, FleetView, PrefillView, can_pair, can_serve
 from router.placement.prefix_directory import BlockNamespace, PrefixDirectory
 from router.workers.decode_session import DecodeSession, SessionEnd
@@ -197,8 +205,11 @@ class WorkerPool:
 
     def capacity(self, role: WorkerRole) -> int:
         """Number of tokens that the KV memory of the largest worker of `role` holds; 0 while there is none."""
-        loads = [link.status.load for link in self._accepted.values() if link.status is not None and link.role is role]
-        return max((load.pages_total * load.page_size for load in loads), default=0)
+        return max((load.pages_total * load.page_size for load in self.loads(role)), default=0)
+
+    def loads(self, role: WorkerRole) -> list[WorkerLoad]:
+        """The loads of the accepted workers of `role`, as they have reported them."""
+        return [link.status.load for link in self._accepted.values() if link.status is not None and link.role is role]
 
     def signs_for(self, identity: WorkerIdentity) -> bool:
         """Whether a worker accepts this router's tickets, or needs none."""

@@ -27,6 +27,7 @@ from baton.rpc.convert import (
     token_from_proto,
 )
 from baton.rpc.errors import from_rpc_error
+from baton.telemetry.logs import about
 from baton.worker.status import WorkerIdentity
 from router.placement.prefix_directory import BlockNamespace
 from router.workers.failures import Blame, Cause, Deliver, FailureEvent, WorkerLoss
@@ -262,11 +263,11 @@ class AbandonCalls:
     def __init__(self) -> None:
         self._calls: set[asyncio.Task[None]] = set()
 
-    def abandon(self, assignment: PrefillAssignment, transfer_id: str) -> None:
+    def abandon(self, assignment: PrefillAssignment, transfer_id: str, request_id: str) -> None:
         """Start a call that ends an export; no call is made to a lost worker."""
         if assignment.lost.is_set():
             return
-        call = asyncio.create_task(_abandon(assignment, transfer_id), name=f"abandon {transfer_id}")
+        call = asyncio.create_task(_abandon(assignment, transfer_id, request_id), name=f"abandon {transfer_id}")
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
 
@@ -275,9 +276,16 @@ class AbandonCalls:
         await asyncio.gather(*self._calls, return_exceptions=True)
 
 
-async def _abandon(assignment: PrefillAssignment, transfer_id: str) -> None:
+async def _abandon(assignment: PrefillAssignment, transfer_id: str, request_id: str) -> None:
     request = prefill_pb2.AbandonRequest(transfer_id=transfer_id, incarnation=assignment.incarnation)
     try:
         await prefill_pb2_grpc.PrefillStub(assignment.link.channel).Abandon(request, timeout=_ABANDON_TIMEOUT_S)
     except grpc.aio.AioRpcError as error:
-        _logger.warning("transfer %s was not abandoned at %s: %s", transfer_id, assignment.link.name, error.code().name)
+        _logger.warning(
+            "request %s: transfer %s was not abandoned at %s: %s",
+            request_id,
+            transfer_id,
+            assignment.link.name,
+            error.code().name,
+            extra=about(request_id),
+        )

@@ -49,20 +49,6 @@ async def test_a_request_continues_where_prefill_ended_and_its_account_adds_up(a
     await all_.until_free()
 
 
-async def test_the_page_gauges_are_right_though_no_router_watches() -> None:
-    def pages() -> list[float]:
-        return [sample("baton_pages", role="decode", state=state) for state in ("used", "free")]
-
-    async with rig() as all_:
-        total = all_.engine.spec.pages
-        assert pages() == [0, total]
-        handle = all_.engine.reserve("r", 1)
-        assert pages() == [1, total - 1]
-        all_.engine.free(handle)
-        assert pages() == [0, total]
-    assert pages() == [0, 0]
-
-
 async def test_a_step_is_one_message_with_all_of_a_routers_sequences(all_: Rig) -> None:
     first, second = await all_.router(), await all_.router()
     all_.engine.gate.clear()

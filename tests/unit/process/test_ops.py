@@ -7,13 +7,13 @@ import logging
 import signal
 
 import pytest
-from prometheus_client import Counter
 
 from baton.errors import ConfigError
 from baton.process.ops import serve_ops
 from baton.telemetry.logs import LineFormatter, configure
+from baton.telemetry.metrics import SLOTS, Exposition
 
-COUNTED = Counter("baton_test_ops_total", "For the test.")
+METRICS = Exposition("decode", "m", measure=lambda: SLOTS.labels("used").set(3))
 
 
 async def get(address: str, path: str) -> tuple[int, str]:
@@ -31,16 +31,15 @@ async def get(address: str, path: str) -> tuple[int, str]:
 
 async def test_live_ready_metrics_and_nothing_else() -> None:
     ready = False
-    COUNTED.inc(3)
     before = signal.getsignal(signal.SIGTERM)
-    async with serve_ops("127.0.0.1:0", ready=lambda: ready) as ops:
+    async with serve_ops("127.0.0.1:0", METRICS, ready=lambda: ready) as ops:
         assert (await get(ops.address, "/live"))[0] == 200
         assert (await get(ops.address, "/ready"))[0] == 503
         ready = True
         assert (await get(ops.address, "/ready"))[0] == 200
         status, text = await get(ops.address, "/metrics")
         assert status == 200
-        assert "baton_test_ops_total 3.0" in text
+        assert 'baton_slots{model_name="m",role="decode",state="used"} 3.0\n' in text
         for path in ("/", "/docs", "/openapi.json", "/live/x"):
             assert (await get(ops.address, path))[0] == 404
         assert signal.getsignal(signal.SIGTERM) is before
@@ -49,9 +48,9 @@ async def test_live_ready_metrics_and_nothing_else() -> None:
 
 
 async def test_a_taken_port_is_named() -> None:
-    async with serve_ops("127.0.0.1:0", ready=lambda: True) as ops:
+    async with serve_ops("127.0.0.1:0", METRICS, ready=lambda: True) as ops:
         with pytest.raises(ConfigError, match=f"ops: {ops.address} is already in use"):
-            await serve_ops(ops.address, ready=lambda: True).__aenter__()
+            await serve_ops(ops.address, METRICS, ready=lambda: True).__aenter__()
 
 
 def test_an_event_is_one_line_with_role_and_id() -> None:

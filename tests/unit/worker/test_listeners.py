@@ -52,6 +52,7 @@ REST: dict[str, Any] = {
     "cache": nothing_cached,
     "clear": nothing_cached,
     "fail": nothing,
+    "measure": lambda: None,
 }
 
 
