@@ -11,6 +11,7 @@ import errno
 import mmap
 import os
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,8 +20,13 @@ from baton.process.madvise import HUGE_PAGE, POPULATE_READ, POPULATE_WRITE, advi
 _PIECE = 64 << 20
 
 
-def populate(address: int, size: int, *, write: bool, threads: int = 1) -> None:
-    """Bring all pages of a mapping into memory, writable if `write`. Raises OSError, with EINVAL on old kernels."""
+def populate(
+    address: int, size: int, *, write: bool, threads: int = 1, report: Callable[[], None] = lambda: None
+) -> None:
+    """Bring all pages of a mapping into memory, writable if `write`. Raises OSError, with EINVAL on old kernels.
+
+    `report` is called after each piece.
+    """
     advice = POPULATE_WRITE if write else POPULATE_READ
 
     def ask(start: int) -> int:
@@ -30,6 +36,7 @@ def populate(address: int, size: int, *, write: bool, threads: int = 1) -> None:
         for error in pool.map(ask, range(0, size, _PIECE)):
             if error:
                 raise OSError(error, os.strerror(error))
+            report()
 
 
 def huge_pages_of(fd: int) -> bool:
