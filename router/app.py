@@ -140,7 +140,9 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
             )
         )
         health = _Health(pool, listener)
-        ops = await stack.enter_async_context(serve_ops(config.ops, ready=lambda: health.serving))
+        ops = await stack.enter_async_context(
+            serve_ops(config.ops, not_ready=lambda: "" if health.serving else "not ready")
+        )
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         stack.callback(failed.cancel)
         stack.push_async_callback(_stop, request_runner, door, model.processes)

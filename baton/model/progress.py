@@ -8,10 +8,11 @@ its processors. If there is none for longer than a slow piece takes, the load st
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 PIECE = 16 << 20
 """Bytes after which progress is counted."""
@@ -58,6 +59,18 @@ class LoadProgress:
             self._step, self.total, self.done, self._first = step, total, done, done
             self._left, self._count, self._file = dict(files or {}), len(files or {}), ""
             self._began = self._moved_at = self._clock()
+
+    @contextlib.contextmanager
+    def aside(self, step: str, total: int) -> Iterator[None]:
+        """Do another step first, of `total` bytes; afterwards the current one begins."""
+        with self._lock:
+            before = self._step, self.total, self.done, self._left, self._count, self._file
+            self.begin(step, total)
+        yield
+        with self._lock:
+            self.begin(step)
+            self._step, self.total, self.done, self._left, self._count, self._file = before
+            self._first = self.done
 
     def place(self, address: int, file: str) -> None:
         """Record that memory at this address shows a file; `add` may name the address instead of the file."""
@@ -110,6 +123,6 @@ class LoadProgress:
                 at = f" ({self._file})" if self._file else ""
                 parts.append(f"{self._count - len(self._left)} of {self._count} files{at}")
             seconds, counted = self._clock() - self._began, self.done - self._first
-            if self.total and counted > 0 and seconds >= 1:
+            if self.total and counted * 100 > self.total and seconds >= 1:
                 parts.append(f"about {(self.total - self.done) * seconds / counted:.0f} s left")
             return ", ".join(parts)

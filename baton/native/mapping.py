@@ -21,22 +21,23 @@ _PIECE = 64 << 20
 
 
 def populate(
-    address: int, size: int, *, write: bool, threads: int = 1, report: Callable[[], None] = lambda: None
+    address: int, size: int, *, write: bool, threads: int = 1, report: Callable[[int], None] = lambda count: None
 ) -> None:
     """Bring all pages of a mapping into memory, writable if `write`. Raises OSError, with EINVAL on old kernels.
 
-    `report` is called after each piece.
+    `report` is called with the bytes of each piece.
     """
     advice = POPULATE_WRITE if write else POPULATE_READ
 
-    def ask(start: int) -> int:
-        return advise(address + start, min(_PIECE, size - start), advice)
+    def ask(start: int) -> tuple[int, int]:
+        count = min(_PIECE, size - start)
+        return advise(address + start, count, advice), count
 
     with ThreadPoolExecutor(threads) as pool:
-        for error in pool.map(ask, range(0, size, _PIECE)):
+        for error, count in pool.map(ask, range(0, size, _PIECE)):
             if error:
                 raise OSError(error, os.strerror(error))
-            report()
+            report(count)
 
 
 def huge_pages_of(fd: int) -> bool:

@@ -60,6 +60,20 @@ def test_a_step_with_bytes_stands_still_without_pieces_and_another_without_proce
     assert progress.stalled_s() == 70.0
 
 
+def test_a_step_aside_has_bytes_of_its_own() -> None:
+    times = Times()
+    progress = times.progress()
+    progress.begin("packing", 100 * MIB, {"a": 50 * MIB, "b": 50 * MIB})
+    progress.add(10 * MIB, "a")
+    with progress.aside("allocating", 4 * MIB):
+        progress.add(3 * MIB)
+        assert str(progress) == "allocating: 3 of 4 MiB (75 %)"
+        times.now = 9.0
+    times.now = 11.0
+    progress.add(40 * MIB, "a")
+    assert str(progress) == "packing: 50 of 100 MiB (50 %), 1 of 2 files (a), about 2 s left"
+
+
 def test_each_piece_is_published() -> None:
     progress, seen = LoadProgress(), []
     progress.publish = lambda: seen.append((progress.moves, progress.done))
