@@ -103,6 +103,7 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
                 config,
                 status,
                 watchdog,
+                base.probes,
                 control=Service(DECODE_SERVICE, add_decode),
                 kv=Service(KV_SERVICE, KvServicer(exports, base.tickets).add_to_server),
                 tls=base.tls,

@@ -98,6 +98,7 @@ async def run(config: PrefillConfig, *, engine: Engine | None = None) -> AsyncIt
                 config,
                 status,
                 watchdog,
+                base.probes,
                 control=Service(PREFILL_SERVICE, add_prefill),
                 kv=Service(KV_SERVICE, KvServicer(exports, base.tickets).add_to_server),
                 tls=base.tls,

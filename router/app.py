@@ -143,7 +143,9 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
             measure=RouterGauges(pool, dispatcher.scheduler, request_runner).measure,
             model=lambda: {"fingerprint": door.model().fingerprint, "max_model_len": door.model().max_model_len},
         )
-        ops = await stack.enter_async_context(serve_ops(config.ops, metrics, ready=lambda: health.serving))
+        ops = await stack.enter_async_context(
+            serve_ops(config.ops, metrics, not_ready=lambda: "" if health.serving else "not ready")
+        )
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         stack.callback(failed.cancel)
         stack.push_async_callback(_stop, request_runner, door, model.processes)

@@ -152,7 +152,7 @@ class _Matrices:
 
         def matrix(columns: int, rows: int) -> _Matrix:
             weight = torch.ones(rows, columns, dtype=dtype, device=device)
-            return columns, weight if library is None else PackedWeight.pack(library, weight, self._threads)
+            return columns, weight if library is None else PackedWeight.pack(library, weight)
 
         self.layers = [[matrix(*width) for width in widths] for _ in range(count)]
         self.head = [matrix(shape.hidden_size, shape.vocab_size)]
@@ -223,7 +223,7 @@ def _product(rows: int, columns: int, outputs: int, dtype: torch.dtype, device: 
 
 def _native_product(library: CDLL, rows: int, columns: int, outputs: int, dtype: torch.dtype) -> Timed:
     threads = torch.get_num_threads()
-    packed = PackedWeight.pack(library, torch.ones(outputs, columns, dtype=dtype), threads)
+    packed = PackedWeight.pack(library, torch.ones(outputs, columns, dtype=dtype))
     x = torch.ones(rows, columns)
     return 2 * rows * columns * outputs, lambda: packed.multiply(x, threads=threads)
 

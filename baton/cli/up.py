@@ -24,7 +24,7 @@ import re
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,11 @@ from baton.process.sockets import bind
 from baton.process.supervisor import End, SupervisedProcess, Supervisor, parse_listeners
 from baton.rpc.channel import control_channel
 from baton.rpc.tls import Tls
+
+_log = logging.getLogger(__name__)
+
+_SAY_S = 10.0
+"""Seconds between two lines about processes that are not ready yet."""
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # For the server, a maxmemory of 0 means no limit, and it needs some memory for itself.
@@ -395,7 +400,11 @@ async def _start(
             for role in names:
                 for name in names[role]:
                     children[name] = await workers.start(name, [*command(role, name), *ANYWHERE], environ)
-            listeners = {name: parse_listeners(await workers.ready(child)) for name, child in children.items()}
+            saying = asyncio.create_task(_say_waiting(children.values(), options.start_timeout))
+            try:
+                listeners = {name: parse_listeners(await workers.ready(child)) for name, child in children.items()}
+            finally:
+                saying.cancel()
             found = [f"--{role}={','.join(listeners[name]['control'] for name in names[role])}" for role in names]
             router = await routers.start("router", [*command("router", "router"), *found], environ)
             where = parse_listeners(await routers.ready(router))
@@ -417,6 +426,16 @@ async def _start(
         f"ready grpc={where['grpc']} ops={where['ops']} model={options.served_model_name} "
         f"prefill={options.prefill} decode={options.decode}{secure.describe() if secure else ''}"
     )
+
+
+async def _say_waiting(children: Collection[SupervisedProcess], limit_s: float) -> None:
+    """Log regularly which children are not ready yet, until cancelled. Their own lines say how far they are."""
+    waited = 0.0
+    while True:
+        await asyncio.sleep(_SAY_S)
+        waited += _SAY_S
+        if late := ", ".join(child.name for child in children if not child.ready.done()):
+            _log.info("waiting for %s: %g of %g s", late, waited, limit_s)
 
 
 def _environment(options: UpOptions, redis: str) -> dict[str, str]:

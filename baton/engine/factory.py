@@ -20,6 +20,7 @@ from baton.kv.format import KvFormat, attention_parts
 from baton.model.attention import KvCache, SegmentRing, SegmentSource, SegmentViews
 from baton.model.checkpoint import resolve
 from baton.model.config import ModelConfig
+from baton.model.progress import LoadProgress
 from baton.model.tensors import DTYPES, dtype_name
 from baton.model.zeros import RegistrationError
 from baton.native.decoder import NativeDecoder, unsupported
@@ -44,12 +45,14 @@ _COPY_BYTES = 1 << 26
 _REPEATS = 5
 
 
-def build(config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
+def build(config: EngineConfig, steps_ahead: int | None = None, progress: LoadProgress | None = None) -> EngineCore:
     """Load the model and allocate the pool; takes seconds to minutes, so not on an event loop.
 
-    `steps_ahead` is that of the spec; by default 1 on CUDA, and 0 on a CPU, where `launch` computes the step. Raises
-    ConfigError with a field that does not fit the machine or the model, ModelError for the checkpoint.
+    `steps_ahead` is that of the spec; by default 1 on CUDA, and 0 on a CPU, where `launch` computes the step.
+    `progress` is that of the load. Raises ConfigError with a field that does not fit the machine or the model,
+    ModelError for the checkpoint.
     """
+    progress = progress or LoadProgress()
     path = resolve(config.model)
     model_config = ModelConfig.from_pretrained(path)
     device = _device(config.device)
@@ -64,7 +67,15 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
         torch.set_num_threads(config.threads)
     _check_free_memory("kv_memory", config.kv_memory, _home(config, device))
     began = time.monotonic()
-    model = load_model(path, dtype=dtype, device=device, native=kernels.library, packed_weights=config.packed_weights)
+    model = load_model(
+        path,
+        dtype=dtype,
+        device=device,
+        native=kernels.library,
+        packed_weights=config.packed_weights,
+        progress=progress,
+    )
+    progress.begin("making the KV pool")
     # Loading used more memory than the weights, which is not needed again.
     allocator.trim()
     if device.type == "cpu":

@@ -18,6 +18,7 @@ from baton.model.decoder import Decoder
 from baton.model.fingerprint import model_fingerprint, weights_digest
 from baton.model.layers import TensorParallel
 from baton.model.linear import TensorOptions
+from baton.model.progress import LoadProgress
 from baton.model.tensors import dtype_name
 from baton.model.weights import load_weights
 from baton.native import build as native_build
@@ -66,24 +67,26 @@ def load_model(
     parallel: TensorParallel | None = None,
     native: CDLL | None = None,
     packed_weights: str = "",
+    progress: LoadProgress | None = None,
 ) -> LoadedModel:
     """Load a checkpoint directory or hub name, to compute in `dtype` on `device`.
 
     `native` is a library of kernels for models for which `baton.native.decoder.unsupported` returns nothing.
-    `packed_weights` is a file of their weights for all workers of this host (`baton.native.shared`), or "". Raises
-    ModelError for the checkpoint, ConfigError for that file.
+    `packed_weights` is a file of their weights for all workers of this host (`baton.native.shared`), or "". `progress`
+    is that of the load. Raises ModelError for the checkpoint, ConfigError for that file.
     """
+    progress = progress or LoadProgress()
     path = resolve(name)
     config = ModelConfig.from_pretrained(path)
     parallel = parallel or TensorParallel()
     options = TensorOptions(dtype, torch.device(device), repacked=native is not None)
-    fingerprint = model_fingerprint(config, weights_digest(path), dtype_name(dtype))
-    loading = partial(_load, config, options, parallel, path)
+    fingerprint = model_fingerprint(config, weights_digest(path, progress), dtype_name(dtype))
+    loading = partial(_load, config, options, parallel, path, progress)
     decoder: Decoder | NativeDecoder
     if native is None:
         decoder = loading()
     else:
-        weights = _pack(loading, native, packed_weights, fingerprint, parallel)
+        weights = _pack(loading, native, packed_weights, fingerprint, parallel, progress)
         decoder = NativeDecoder(config, dtype, weights, native, torch.get_num_threads())
     return LoadedModel(
         path=path,
@@ -96,22 +99,29 @@ def load_model(
     )
 
 
-def _load(config: ModelConfig, options: TensorOptions, parallel: TensorParallel, path: Path) -> Decoder:
+def _load(
+    config: ModelConfig, options: TensorOptions, parallel: TensorParallel, path: Path, progress: LoadProgress
+) -> Decoder:
     decoder = Decoder(config, options, parallel).eval()
-    load_weights(decoder, path)
+    load_weights(decoder, path, progress)
     return decoder
 
 
 def _pack(
-    loading: Callable[[], Decoder], library: CDLL, shared: str, fingerprint: str, parallel: TensorParallel
+    loading: Callable[[], Decoder],
+    library: CDLL,
+    shared: str,
+    fingerprint: str,
+    parallel: TensorParallel,
+    progress: LoadProgress,
 ) -> PackedWeights:
     threads = torch.get_num_threads()
 
     def load() -> list[LoadedWeight]:
-        return weights_of(loading(), library, threads)
+        return weights_of(loading(), library, progress)
 
     if not shared:
-        return PackedWeights.private(load())
+        return PackedWeights.private(load(), threads)
     key = {
         "boot": _boot_id(),
         "model": fingerprint,
@@ -119,7 +129,7 @@ def _pack(
         "instructions": isa(library),
         "rank": f"{parallel.rank} of {parallel.size}",
     }
-    return share_weights(shared, key, load, threads)
+    return share_weights(shared, key, load, threads, progress)
 
 
 def packing_hash(folders: Iterable[Path] = _PACKING) -> str:

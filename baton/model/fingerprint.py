@@ -16,13 +16,17 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
+from io import FileIO
 from pathlib import Path
 
 from baton.errors import ModelError
 from baton.model.checkpoint import weight_files
 from baton.model.config import ModelConfig
+from baton.model.progress import PIECE, LoadProgress
 
 _VERSION = 2
 _NOT_HASHED = ("eos_token_ids", "bos_token_id", "dtype", "layers")
@@ -48,11 +52,13 @@ def model_fingerprint(
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def weights_digest(directory: Path) -> str:
+def weights_digest(directory: Path, progress: LoadProgress | None = None) -> str:
     """SHA-256, in hex, of the contents of the weight files, but not of their names. Raises ModelError."""
-    files = weight_files(directory)
+    files, progress = weight_files(directory), progress or LoadProgress()
+    sizes = {file.name: file.stat().st_size for file in files}
+    progress.begin("hashing the weights", sum(sizes.values()), sizes)
     with ThreadPoolExecutor(max_workers=min(4, len(files))) as pool:
-        digests = sorted(pool.map(_file_digest, files))
+        digests = sorted(pool.map(partial(_file_digest, progress=progress), files))
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
@@ -62,20 +68,29 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "baton" / "weights"
 
 
-def _file_digest(path: Path) -> str:
+def _file_digest(path: Path, progress: LoadProgress) -> str:
     try:
         real = path.resolve(strict=True)
-        with real.open("rb") as file:
+        with real.open("rb", buffering=0) as file:
             status = os.fstat(file.fileno())
             key = f"{real}\n{status.st_size}\n{status.st_mtime_ns}\n{status.st_ino}"
             known = _recall(key)
             if known is not None:
+                progress.add(status.st_size, path.name)
                 return known
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = _hash(file, lambda count: progress.add(count, path.name))
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
     _remember(key, digest)
     return digest
+
+
+def _hash(file: FileIO, report: Callable[[int], None]) -> str:
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(PIECE))
+    while count := file.readinto(buffer):
+        digest.update(buffer[:count])
+        report(count)
+    return digest.hexdigest()
 
 
 def _entry(key: str) -> Path:

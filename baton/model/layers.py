@@ -147,7 +147,9 @@ class VocabParallelEmbedding(nn.Module):
         self._parallel = parallel
         rows = math.ceil(vocab_size / parallel.size)
         self._first = parallel.rank * rows
-        self.weight = options.empty(rows, hidden_size)
+        self.weight = options.empty_linear(rows, hidden_size)
+        self.views: list[tuple[int, Tensor]] = []
+        """As in `DenseStorage`."""
         self._repacked = options.repacked
 
     def parts(self) -> dict[str, tuple[int, ...]]:
@@ -157,8 +159,8 @@ class VocabParallelEmbedding(nn.Module):
     def load_shard(self, part: str, tensor: Tensor) -> None:
         """Keep this rank's rows of the full table, as a view of the file if they will be packed."""
         own = tensor[self._first : self._first + self.weight.shape[0]]
-        if self._repacked and (own.shape, own.dtype) == (self.weight.shape, self.weight.dtype):
-            self.weight = nn.Parameter(own, requires_grad=False)
+        if self._repacked:
+            self.views.append((0, own))
         else:
             self.weight[: own.shape[0]].copy_(own)
 
@@ -184,7 +186,7 @@ class ParallelLMHead(Linear):
         self._shape = (vocab_size, hidden_size)
         self._parallel = parallel
         self._first = parallel.rank * rows
-        self._device = options.device
+        self._options = options
 
     def parts(self) -> dict[str, tuple[int, ...]]:
         """Full checkpoint shape of the part to load, unless tied."""
@@ -193,7 +195,7 @@ class ParallelLMHead(Linear):
     def load_shard(self, part: str, tensor: Tensor) -> None:
         """Keep this rank's rows of the full projection."""
         storage = self.storage
-        storage.weight = TensorOptions(storage.weight.dtype, self._device).empty(*storage.weight.shape)
+        storage.weight = self._options.empty_linear(*storage.weight.shape)
         storage.load(part, 0, tensor[self._first : self._first + storage.weight.shape[0]])
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,8 @@ from baton.errors import ModelError
 class TensorOptions:
     """Dtype and device of weights and of the computation.
 
-    If `repacked`, all linears are packed after loading (baton.native), so they may be views of files until then.
+    If `repacked`, all linears and embeddings are packed after loading (baton.native). Until then they have no memory of
+    their own, only views of files.
     """
 
     dtype: torch.dtype
@@ -25,6 +26,10 @@ class TensorOptions:
     def empty(self, *shape: int) -> nn.Parameter:
         """An uninitialised weight."""
         return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+
+    def empty_linear(self, *shape: int) -> nn.Parameter:
+        """An uninitialised weight of a linear or an embedding; without memory if it will be repacked."""
+        return replace(self, device=torch.device("meta")).empty(*shape) if self.repacked else self.empty(*shape)
 
 
 @dataclass(frozen=True)
@@ -52,21 +57,22 @@ class DenseStorage(nn.Module):
 
     def __init__(self, rows: int, columns: int, bias: bool, options: TensorOptions) -> None:
         super().__init__()
-        self.weight = options.empty(rows, columns)
+        self.weight = options.empty_linear(rows, columns)
+        self.views: list[tuple[int, Tensor]] = []
+        """Views of files, each with its first row in the weight, if it will be repacked."""
         self.bias = options.empty(rows) if bias else None
         self._repacked = options.repacked
 
     def load(self, name: str, row: int, tensor: Tensor) -> None:
         """Fill the rows of one of `tensors` from `row` on, cast to the storage's dtype.
 
-        A whole weight that will be repacked is not copied: until then the storage is a view of the file.
+        A weight that will be repacked is not copied: it joins `views`.
         """
         target = {"weight": self.weight, "bias": self.bias}[name]
         if target is None:
             raise ModelError("this linear has no bias to load")
-        alike = (tensor.shape, tensor.dtype, tensor.device) == (target.shape, target.dtype, target.device)
-        if target is self.weight and self._repacked and alike and tensor.is_contiguous():
-            self.weight = nn.Parameter(tensor, requires_grad=False)
+        if target is self.weight and self._repacked:
+            self.views.append((row, tensor))
         else:
             target[row : row + len(tensor)].copy_(tensor)
 

@@ -1,13 +1,14 @@
 """The loading of weights from safetensors files into a decoder.
 
-Files are memory-mapped. A whole weight that is packed for native kernels stays a view of its file until then. Every
-other tensor is copied to its place, in its final dtype. So loading never needs memory for more than the final weights
-and one tensor. The checkpoint must contain exactly the tensors of the model. A missing or unknown tensor, or one of a
+Files are memory-mapped. A weight that is packed for native kernels stays a view of its file until then. Every other
+tensor is copied to its place, in its final dtype. So loading never needs memory for more than the final weights and one
+tensor. The checkpoint must contain exactly the tensors of the model. A missing or unknown tensor, or one of a
 wrong shape, is an error that names it, because a model without one of its biases would be silently wrong.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +21,12 @@ from torch import Tensor
 from baton.errors import ModelError
 from baton.model.checkpoint import weight_files
 from baton.model.decoder import CheckpointTensor, Decoder
+from baton.model.progress import PIECE, LoadProgress
+from baton.process.madvise import bring
 
 _COMPARED_ROWS = 4096
+_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Sizes of elements by their names in safetensors files."""
 
 
 class Checkpoint:
@@ -30,14 +35,18 @@ class Checkpoint:
     Raises ModelError with the file that is missing, truncated or not a safetensors file.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, progress: LoadProgress) -> None:
+        self._progress = progress
         self._files: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self._bytes: dict[str, int] = {}
         for path in weight_files(directory):
             with _opened(path) as file:
                 for name in file.keys():  # noqa: SIM118 - not a dict
                     self._files[name] = path
-                    self.shapes[name] = tuple(file.get_slice(name).get_shape())
+                    tensor = file.get_slice(name)
+                    self.shapes[name] = tuple(tensor.get_shape())
+                    self._bytes[name] = math.prod(self.shapes[name]) * _ITEM_BYTES.get(tensor.get_dtype(), 1)
 
     def check(self, tensors: Iterable[CheckpointTensor]) -> None:
         """Raise ModelError for the first tensor that is missing or not of its expected shape."""
@@ -51,6 +60,14 @@ class Checkpoint:
                     f"tensor {tensor.name} in {file}: expected shape {list(tensor.shape)}, found {list(found)}"
                 )
 
+    def begin(self, step: str, tensors: Iterable[CheckpointTensor]) -> None:
+        """Begin a step of the progress that reads these tensors."""
+        files: dict[str, int] = {}
+        for tensor in tensors:
+            file = self._files[tensor.name].name
+            files[file] = files.get(file, 0) + self._bytes[tensor.name]
+        self._progress.begin(step, sum(files.values()), files)
+
     def read(self, name: str, rows: slice | None = None) -> Tensor:
         """A tensor as a view of its file, or a copy of some of its rows; on the CPU, in the checkpoint's dtype.
 
@@ -61,6 +78,7 @@ class Checkpoint:
             tensor: Tensor = file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
         if not tensor.is_floating_point() or tensor.itemsize < 2:
             raise ModelError(f"tensor {name} in {path.name}: unsupported dtype {tensor.dtype}")
+        self._progress.place(tensor.untyped_storage().data_ptr(), path.name)
         return tensor
 
 
@@ -74,12 +92,13 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 @torch.inference_mode()
-def load_weights(decoder: Decoder, directory: Path) -> None:
+def load_weights(decoder: Decoder, directory: Path, progress: LoadProgress) -> None:
     """Fill all weights of `decoder` from the checkpoint in `directory`; those that are packed later are views of it.
 
-    Raises ModelError, before any tensor is read, unless the checkpoint contains exactly the model's tensors.
+    `progress` counts the tensors that are read; views count when they are packed. Raises ModelError, before any tensor
+    is read, unless the checkpoint contains exactly the model's tensors.
     """
-    checkpoint = Checkpoint(directory)
+    checkpoint = Checkpoint(directory, progress)
     tensors = list(decoder.checkpoint_tensors())
     head = decoder.head_tensor()
     tied = _is_tied(decoder, head, checkpoint)
@@ -88,11 +107,25 @@ def load_weights(decoder: Decoder, directory: Path) -> None:
         tensors.insert(0, head)
     checkpoint.check(tensors)
     _refuse_unknown(decoder, {head.name, *(tensor.name for tensor in tensors)}, checkpoint)
+    packed = decoder.options.repacked
+    checkpoint.begin("reading and packing the weights" if packed else "reading the weights", tensors)
     for tensor in tensors:
-        tensor.load(checkpoint.read(tensor.name))
+        found = checkpoint.read(tensor.name)
+        # All matrices are packed, and all else is copied.
+        if not (packed and found.ndim > 1):
+            bring_pieces(found, progress)
+        tensor.load(found)
     if tied:
         # Loading may have given the embedding another tensor.
         decoder.head.tie(decoder.embedding)
+
+
+def bring_pieces(tensor: Tensor, progress: LoadProgress) -> None:
+    """Bring a view of a file into memory, and count its bytes."""
+    for start in range(0, tensor.nbytes, PIECE):
+        size = min(PIECE, tensor.nbytes - start)
+        bring(tensor.data_ptr() + start, size, min(PIECE, tensor.nbytes - start - size))
+        progress.add(size, address=tensor.untyped_storage().data_ptr())
 
 
 def _refuse_unknown(decoder: Decoder, known: set[str], checkpoint: Checkpoint) -> None:

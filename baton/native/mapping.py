@@ -11,6 +11,7 @@ import errno
 import mmap
 import os
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,17 +20,24 @@ from baton.process.madvise import HUGE_PAGE, POPULATE_READ, POPULATE_WRITE, advi
 _PIECE = 64 << 20
 
 
-def populate(address: int, size: int, *, write: bool, threads: int = 1) -> None:
-    """Bring all pages of a mapping into memory, writable if `write`. Raises OSError, with EINVAL on old kernels."""
+def populate(
+    address: int, size: int, *, write: bool, threads: int = 1, report: Callable[[int], None] = lambda count: None
+) -> None:
+    """Bring all pages of a mapping into memory, writable if `write`. Raises OSError, with EINVAL on old kernels.
+
+    `report` is called with the bytes of each piece.
+    """
     advice = POPULATE_WRITE if write else POPULATE_READ
 
-    def ask(start: int) -> int:
-        return advise(address + start, min(_PIECE, size - start), advice)
+    def ask(start: int) -> tuple[int, int]:
+        count = min(_PIECE, size - start)
+        return advise(address + start, count, advice), count
 
     with ThreadPoolExecutor(threads) as pool:
-        for error in pool.map(ask, range(0, size, _PIECE)):
+        for error, count in pool.map(ask, range(0, size, _PIECE)):
             if error:
                 raise OSError(error, os.strerror(error))
+            report(count)
 
 
 def huge_pages_of(fd: int) -> bool:

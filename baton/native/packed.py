@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, cast
@@ -13,14 +13,16 @@ from torch import Tensor, nn
 
 from baton.errors import ModelError
 from baton.model.decoder import Decoder, DecoderLayer, GatedMlp, GroupedAttention
+from baton.model.progress import PIECE, LoadProgress
 from baton.native import abi
+from baton.process.madvise import bring
 
 TYPES = {torch.float32: abi.FLOAT32, torch.bfloat16: abi.BFLOAT16, torch.float16: abi.FLOAT16}
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 """Element types of packed weights."""
 
 _PANEL = 32
-"""Rows of a panel, kPanel; threads that pack must not share one."""
+"""Rows of a panel, kPanel."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,11 +34,11 @@ class PackedWeight:
     memory: Tensor
 
     @classmethod
-    def pack(cls, library: ctypes.CDLL, weight: Tensor, threads: int = 1) -> PackedWeight:
+    def pack(cls, library: ctypes.CDLL, weight: Tensor) -> PackedWeight:
         """Pack a contiguous weight `[rows, columns]` on a CPU; the dtype stays the same."""
         rows, columns = weight.shape
         memory = torch.empty(library.baton_native_packed_size(rows, columns), dtype=weight.dtype)
-        _pack(library, weight, threads, memory)
+        _pack(library, [(0, weight)], weight.shape, memory, LoadProgress())
         return cls(library, rows, memory)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None, threads: int = 1) -> Tensor:
@@ -53,7 +55,8 @@ class PackedWeight:
 class LoadedWeight:
     """A loaded weight that is to be packed.
 
-    `write` fills a 1-D tensor of `elements` elements of `dtype`, and frees the loaded weight.
+    `write` fills a 1-D tensor of `elements` elements of `dtype`, and frees the loaded weight. Several threads may write
+    different weights.
     """
 
     name: str
@@ -74,31 +77,36 @@ class PackedWeights:
     nbytes: int
 
     @classmethod
-    def private(cls, weights: Iterable[LoadedWeight]) -> PackedWeights:
-        """Pack weights into memory of this process."""
-        memory = {}
-        for weight in weights:
-            memory[weight.name] = torch.empty(weight.elements, dtype=weight.dtype)
-            weight.write(memory[weight.name])
+    def private(cls, weights: Sequence[LoadedWeight], threads: int = 1) -> PackedWeights:
+        """Pack weights into memory of this process, on `threads` threads."""
+        memory = {weight.name: torch.empty(weight.elements, dtype=weight.dtype) for weight in weights}
+        write_all(weights, memory.__getitem__, threads)
         addresses = {name: tensor.data_ptr() for name, tensor in memory.items()}
         return cls(addresses, memory, sum(tensor.nbytes for tensor in memory.values()))
 
 
-def weights_of(decoder: Decoder, library: ctypes.CDLL, threads: int) -> list[LoadedWeight]:
-    """List the weights of a loaded decoder by names such as "layers.3.qkv_bias"; no "embedding" if tied."""
+def write_all(weights: Sequence[LoadedWeight], memory_of: Callable[[str], Tensor], threads: int) -> None:
+    """Write each weight into its memory; each thread writes one at a time, in their order."""
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda weight: weight.write(memory_of(weight.name)), weights))
+
+
+def weights_of(decoder: Decoder, library: ctypes.CDLL, progress: LoadProgress) -> list[LoadedWeight]:
+    """List the weights of a loaded decoder by names such as "layers.3.qkv_bias"; no "embedding" if tied.
+
+    `progress` counts the bytes of the loaded weights when they are packed.
+    """
+    # The largest come first, so that no thread still has one to do when the others have ended.
     tied = decoder.head.storage.weight is decoder.embedding.weight
-    weights = [_plain("norm", decoder.norm.weight), _plain("frequencies", decoder.rotary.frequencies)]
+    weights = [_linear("head", decoder.embedding if tied else decoder.head.storage, library, progress)]
+    if not tied:
+        weights.append(_linear("embedding", decoder.embedding, library, progress))
     for index, layer in enumerate(decoder.layers):
-        weights += _layer(f"layers.{index}.", cast(DecoderLayer, layer), library, threads)
-    weights.append(_linear("head", decoder.head.storage, library, threads))
-    if tied:
-        decoder.embedding.weight = decoder.options.empty(0)
-    else:
-        weights.append(_linear("embedding", decoder.embedding, library, threads))
-    return weights
+        weights += _layer(f"layers.{index}.", cast(DecoderLayer, layer), library, progress)
+    return [*weights, _plain("norm", decoder.norm.weight), _plain("frequencies", decoder.rotary.frequencies)]
 
 
-def _layer(prefix: str, layer: DecoderLayer, library: ctypes.CDLL, threads: int) -> Iterator[LoadedWeight]:
+def _layer(prefix: str, layer: DecoderLayer, library: ctypes.CDLL, progress: LoadProgress) -> Iterator[LoadedWeight]:
     attention, mlp = layer.attention, layer.mlp
     if not (isinstance(attention, GroupedAttention) and isinstance(mlp, GatedMlp)):
         raise ModelError(f"there are no native kernels for {type(attention).__name__} with {type(mlp).__name__}")
@@ -110,7 +118,7 @@ def _layer(prefix: str, layer: DecoderLayer, library: ctypes.CDLL, threads: int)
         "down": mlp.down,
     }
     for name, linear in linears.items():
-        yield _linear(prefix + name, linear.storage, library, threads)
+        yield _linear(prefix + name, linear.storage, library, progress)
         if (bias := linear.storage.bias) is not None:
             yield _plain(f"{prefix}{name}_bias", bias.detach().float())
     norms = {
@@ -133,31 +141,44 @@ def _plain(name: str, tensor: Tensor) -> LoadedWeight:
     return LoadedWeight(name, len(tensor), tensor.dtype, write)
 
 
-def _linear(name: str, owner: Any, library: ctypes.CDLL, threads: int) -> LoadedWeight:
-    """The weight `owner.weight` `[rows, columns]`, which is packed into panels."""
+def _linear(name: str, owner: Any, library: ctypes.CDLL, progress: LoadProgress) -> LoadedWeight:
+    """The weight of `owner`, `[rows, columns]`, which is packed into panels: its views of files, or `owner.weight`."""
 
     def write(memory: Tensor) -> None:
-        _pack(library, owner.weight.detach().contiguous(), threads, memory)
+        _pack(library, owner.views or [(0, owner.weight.detach())], (rows, columns), memory, progress)
         # This frees the loaded weight, so that weights are in memory only once.
+        owner.views.clear()
         owner.weight = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
 
     (rows, columns), dtype = owner.weight.shape, owner.weight.dtype
     return LoadedWeight(name, library.baton_native_packed_size(rows, columns), dtype, write)
 
 
-def _pack(library: ctypes.CDLL, weight: Tensor, threads: int, memory: Tensor) -> None:
-    """Pack a contiguous weight `[rows, columns]` into `memory`, 1-D of the same dtype."""
-    rows, columns = weight.shape
-    if rows % _PANEL or columns % _PANEL:
-        # Panels are padded with zeros.
+def _pack(
+    library: ctypes.CDLL,
+    views: Sequence[tuple[int, Tensor]],
+    shape: Sequence[int],
+    memory: Tensor,
+    progress: LoadProgress,
+) -> None:
+    """Pack a weight `[rows, columns]` of this shape into `memory`, 1-D, whose dtype the result has.
+
+    `views` are the parts of the weight, each with its first row, in any dtype that checkpoints have.
+    """
+    rows, columns = shape
+    if rows % _PANEL or columns % _PANEL or sum(len(view) for _, view in views) < rows:
+        # Panels are padded with zeros, and so are the missing rows of the last rank's vocabulary.
         memory.zero_()
-    kind = TYPES[weight.dtype]
-
-    def pack(begin: int) -> None:
-        count = min(stripe, rows - begin)
-        source = weight.data_ptr() + begin * columns * weight.itemsize
-        library.baton_native_pack(source, kind, count, columns, begin, memory.data_ptr(), kind)
-
-    stripe = -(-rows // (_PANEL * threads)) * _PANEL
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(pack, range(0, rows, stripe)))
+    for row, view in views:
+        # Kernels read no float64, which checkpoints rarely have.
+        part = (view if view.dtype in TYPES else view.to(memory.dtype)).contiguous()
+        place, row_bytes, count = view.untyped_storage().data_ptr(), columns * part.itemsize, len(part)
+        stripe = max(PIECE // row_bytes // _PANEL, 1) * _PANEL
+        for begin in range(0, count, stripe):
+            done = min(begin + stripe, count)
+            source, size = part.data_ptr() + begin * row_bytes, (done - begin) * row_bytes
+            bring(source, size, min(size, (count - done) * row_bytes))
+            library.baton_native_pack(
+                source, TYPES[part.dtype], done - begin, columns, row + begin, memory.data_ptr(), TYPES[memory.dtype]
+            )
+            progress.add(view[begin:done].nbytes, address=place)

@@ -1,7 +1,7 @@
 """The ops listener: plain HTTP with /live, /ready and /metrics, and nothing else.
 
 It runs on the process's own event loop, so /live answers only while the loop runs. /live is negative when the engine
-hangs: the process must be replaced.
+hangs, or when the load of its model stands still: the process must be replaced.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ class _Server(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def serve_ops(
-    address: str, metrics: Exposition, *, ready: Callable[[], bool], live: Callable[[], bool] = lambda: True
+    address: str, metrics: Exposition, *, not_ready: Callable[[], str], not_live: Callable[[], str] = lambda: ""
 ) -> AsyncIterator[OpsListener]:
-    """Serve on `address` ("host:port"; port 0: any free one); /ready and /live answer 200 if they return True, else
-    503; /metrics answers with `metrics`.
+    """Serve on `address` ("host:port"; port 0: any free one); /metrics answers with `metrics`.
 
-    Raises ConfigError naming the address if it can't be bound.
+    /ready and /live answer 200 while `not_ready` and `not_live` return "". Otherwise they answer 503, and the body is
+    the reason that these have returned. Raises ConfigError naming the address if it can't be bound.
     """
     try:
         bound = bind(address)
     except ConfigError as error:
         raise ConfigError(f"ops: {error}") from None
     config = uvicorn.Config(
-        _app(metrics, ready, live),
+        _app(metrics, not_ready, not_live),
         log_config=None,
         log_level="warning",
         access_log=False,
@@ -92,12 +92,15 @@ async def _listening(server: _Server, serving: asyncio.Task[None]) -> None:
         await serving
 
 
-def _app(metrics: Exposition, ready: Callable[[], bool], live: Callable[[], bool]) -> Starlette:
+def _app(metrics: Exposition, not_ready: Callable[[], str], not_live: Callable[[], str]) -> Starlette:
+    def answer(good: str, problem: str) -> Response:
+        return PlainTextResponse(f"{problem}\n", 503) if problem else PlainTextResponse(f"{good}\n")
+
     async def is_live(request: Request) -> Response:
-        return PlainTextResponse("live\n") if live() else PlainTextResponse("not live\n", 503)
+        return answer("live", not_live())
 
     async def is_ready(request: Request) -> Response:
-        return PlainTextResponse("ready\n") if ready() else PlainTextResponse("not ready\n", 503)
+        return answer("ready", not_ready())
 
     async def scrape(request: Request) -> Response:
         metrics.refresh()

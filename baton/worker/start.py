@@ -1,7 +1,8 @@
-"""The start of every worker: checkpoint, tokenizer, engine on its thread, identity; then its three listeners.
+"""The start of every worker: ops listener, checkpoint, tokenizer, engine on its thread, identity; then two listeners.
 
-Listeners are control for routers, kv for peers, ops for probes and metrics. The kv listener binds first, because the
-status on the control listener contains its address. The end runs in reverse order.
+Listeners are ops for probes and metrics, kv for peers, control for routers. The ops listener answers while the model
+loads: /live is positive while the load makes progress, and /ready says how far it is. The kv listener binds before the
+control listener, because the status on that one contains its address. The end runs in reverse order.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from baton.engine.contract import Engine, EngineSpec
 from baton.engine.process import pin_compute_threads
 from baton.errors import ConfigError, EngineError
 from baton.model.checkpoint import resolve, tokenizer_digest
+from baton.model.progress import LoadProgress
 from baton.pb import worker_pb2, worker_pb2_grpc
 from baton.process import allocator, executors
 from baton.process.executors import WORK, EngineThread, wait_to_end
@@ -34,7 +36,50 @@ from baton.transfer.tickets import TicketVerifier
 from baton.worker.health import Watchdog, watch_engine
 from baton.worker.status import StatusHub, WorkerIdentity, WorkerRole, WorkerServicer, new_identity
 
+LOAD_STALL_S = 120.0
+"""Seconds without progress of a load after which /live is negative. A piece of 16 MiB takes 16 s at 1 MB/s."""
+
+_SAY_S = 5.0
+"""Seconds between two lines in the log about a load."""
+
 _log = logging.getLogger(__name__)
+
+
+class WorkerProbes:
+    """The answers of the ops listener: at first those of the load, then those of the running worker."""
+
+    def __init__(self, progress: LoadProgress, metrics: Exposition) -> None:
+        self.progress, self.metrics = progress, metrics
+        self.address = ""
+        """The address of the ops listener, "host:port" as bound."""
+        self.not_ready: Callable[[], str] = lambda: f"loading: {progress}"
+        """Returns the reason why the worker is not ready; "" if it is."""
+        self.not_live: Callable[[], str] = self._stalled
+        """Returns the reason why the worker is not live; "" if it is."""
+
+    def _stalled(self) -> str:
+        seconds = self.progress.stalled_s()
+        return f"no progress for {seconds:.0f} s: {self.progress}" if seconds >= LOAD_STALL_S else ""
+
+    @contextlib.asynccontextmanager
+    async def serve(self, address: str) -> AsyncIterator[None]:
+        """Serve the answers on `address` until the block ends. Raises ConfigError as `serve_ops` does."""
+        problems = {"not_ready": lambda: self.not_ready(), "not_live": lambda: self.not_live()}
+        async with serve_ops(address, self.metrics, **problems) as listener:
+            self.address = listener.address
+            yield
+
+    async def say(self) -> None:
+        """Log the progress of the load regularly, and once that it stands still, until cancelled."""
+        stalled = False
+        while True:
+            await asyncio.sleep(_SAY_S)
+            problem = self._stalled()
+            if not problem:
+                _log.info("loading: %s", self.progress)
+            elif not stalled:
+                _log.error("loading: %s", problem)
+            stalled = bool(problem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +91,7 @@ class WorkerRuntime:
     identity: WorkerIdentity
     tls: Tls | None
     tickets: TicketVerifier | None
+    probes: WorkerProbes
 
 
 @contextlib.asynccontextmanager
@@ -64,15 +110,21 @@ async def start_runtime(
     async with contextlib.AsyncExitStack() as stack:
         thread = EngineThread(f"{role.value}-engine")
         stack.push_async_callback(thread.close)
+        probes = WorkerProbes(LoadProgress(config.worker_id), Exposition(role.value, config.model_name))
+        await stack.enter_async_context(probes.serve(config.ops))
+        saying = asyncio.create_task(probes.say(), name="load-progress")
+        stack.callback(saying.cancel)
+        probes.progress.begin(f"opening the checkpoint {config.checkpoint}")
         directory = await executors.run(WORK, resolve, config.checkpoint)
         digest = await executors.run(WORK, tokenizer_digest, directory)
         if engine is None:
-            engine = await thread.run(_build, config)
+            engine = await thread.run(_build, config, probes.progress)
             stack.callback(engine.close)
+        saying.cancel()
         _warn_of_small_memory(engine.spec)
         principal = tls.principal if tls else ""
         identity = new_identity(config, role, engine.spec, digest, converts_kv=converts_kv, principal=principal)
-        yield WorkerRuntime(thread, engine, identity, tls, tickets)
+        yield WorkerRuntime(thread, engine, identity, tls, tickets, probes)
 
 
 def _warn_of_small_memory(spec: EngineSpec) -> None:
@@ -91,10 +143,10 @@ _SPARE_BYTES = 64 << 20
 interpreter's lock."""
 
 
-def _build(config: WorkerConfig) -> Engine:
+def _build(config: WorkerConfig, progress: LoadProgress) -> Engine:
     from baton.engine.factory import build
 
-    engine = build(config.engine_config())
+    engine = build(config.engine_config(), progress=progress)
     allocator.prefault(_SPARE_BYTES)
     if config.cpus:
         pin_compute_threads()
@@ -145,6 +197,7 @@ async def serve_listeners(
     config: WorkerConfig,
     status: StatusHub,
     watchdog: Watchdog,
+    probes: WorkerProbes,
     *,
     control: Service,
     kv: Service,
@@ -156,9 +209,9 @@ async def serve_listeners(
     tls: Tls | None = None,
     tickets: TicketVerifier | None = None,
 ) -> AsyncIterator[WorkerAddresses]:
-    """Serve `control` (with Worker, Admin, health and reflection), `kv` and ops until the block ends.
+    """Serve `control` (with Worker, Admin, health and reflection) and `kv` until the block ends.
 
-    `watchdog` decides the health of both gRPC listeners, the readiness of ops, and the stall in `status`. When the
+    `watchdog` decides the health of both gRPC listeners, the answers of `probes`, and the stall in `status`. When the
     engine hangs, the stacks of all threads are logged, /live turns negative, and `fail` is called. Raises
     ConfigError naming an address that is not allowed or already in use. With `tls`, control accepts calls of
     CONTROL_ROLES only, kv of KV_ROLES. Admin uses `ledger`, `cache` and `clear`. `measure` sets the gauges of the
@@ -200,23 +253,25 @@ async def serve_listeners(
         report(True)
         stack.push_async_callback(wait_to_end, watching)
         stack.callback(watching.cancel)
-        ops_listener = await stack.enter_async_context(
-            serve_ops(
-                config.ops,
-                Exposition(
-                    status.identity.role.value,
-                    status.identity.model,
-                    measure=measure,
-                    model=lambda: {
-                        "fingerprint": status.identity.fingerprint,
-                        "max_model_len": status.identity.max_model_len,
-                    },
-                ),
-                ready=lambda: not status.draining and watchdog.stalled_s() < config.stall_s,
-                live=lambda: not watching.done(),
-            )
-        )
-        yield WorkerAddresses(control_listener.address, kv_listener.address, ops_listener.address)
+
+        def not_ready() -> str:
+            if status.draining:
+                return "not ready: the worker drains"
+            stalled_s = watchdog.stalled_s()
+            return f"not ready: no progress for {stalled_s:.0f} s" if stalled_s >= config.stall_s else ""
+
+        def not_live() -> str:
+            return "not live: the engine hangs" if watching.done() and not watching.cancelled() else ""
+
+        def end() -> None:
+            probes.not_ready = lambda: "not ready: the worker stops"
+
+        identity = status.identity
+        probes.metrics.measure = measure
+        probes.metrics.model = lambda: {"fingerprint": identity.fingerprint, "max_model_len": identity.max_model_len}
+        probes.not_ready, probes.not_live = not_ready, not_live
+        stack.callback(end)
+        yield WorkerAddresses(control_listener.address, kv_listener.address, probes.address)
 
 
 def _keys(config: WorkerConfig) -> dict[str, str]:

@@ -7,7 +7,8 @@ records. Each address has a `WorkerLink`: its channel, its watch, and the reques
 
 A worker sends its status on the watch at least every second. If the watch is silent for `SILENCE_S` seconds, the worker
 is stopped or cut off: it is lost, and all attempts there fail at once. A worker that reports that it makes no progress
-is lost too, until it reports progress. A draining worker leaves when its watch ends, without a warning in the log.
+is lost too, until it reports progress. A draining worker leaves when its watch ends, without a warning in the log. A
+new worker is listed before it listens, since it loads its model first; the log warns if it does not listen for long.
 
 A worker is accepted if it matches the router (role, model name, tokenizer) and all workers accepted before it
 (fingerprint; KV format between the two roles). If not, it is refused: the log names it once, with both values. It is
@@ -23,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import socket
 from collections import Counter
@@ -88,6 +90,7 @@ class Discovery:
                 raise ConfigError(f"{flag}: {preview(address)} names no host: {error}") from None
         self._interval_s = interval_s
         self._found = found
+        self._problems: dict[str, str] = {}
         self._known: dict[str, set[str]] = {name: set() for name in self._names}
 
     async def run(self) -> None:
@@ -111,9 +114,14 @@ class Discovery:
         try:
             records = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
-            # Known workers go on serving while the name server fails.
-            _logger.warning("%s can't be looked up: %s", name, error)
+            # Known workers go on serving while the name server fails. Before its first worker is ready, a name may have
+            # no address.
+            if self._problems.get(name) != str(error):
+                level = logging.WARNING if self._known[name] else logging.INFO
+                _logger.log(level, "%s can't be looked up: %s", name, error)
+            self._problems[name] = str(error)
             return None
+        self._problems.pop(name, None)
         return {join_address(record[4][0], port) for record in records}
 
 
@@ -397,8 +405,13 @@ _SOON_S, _SOON_BACKOFF_S = 20.0, 0.2
 """Seconds after a loss in which the worker is expected back, and most seconds between two dials meanwhile."""
 
 
+_LOAD_S = 600.0
+"""Seconds that a new worker may load its model before the log warns that it does not listen."""
+
+
 _UNWANTED = "it is no longer wanted"
 _STALLED = "it answers, but makes no progress"
+_SILENT = "was silent for"
 
 
 class WorkerLink:
@@ -449,6 +462,8 @@ class WorkerLink:
         """The reason why the worker is lost; empty if it is not lost, or was not dialled yet."""
         self._has_drained = False
         """Whether the worker drained before it was lost, and has not come back yet."""
+        self._expected_by: float | None = None
+        """Time until which a new worker may load its model without a warning; None if it has been seen."""
 
     @property
     def _label(self) -> str:
@@ -463,6 +478,7 @@ class WorkerLink:
         """Watch the worker until it is lost and no longer listed, or until cancelled."""
         loop = asyncio.get_running_loop()
         backoff, lost_at = _FIRST_BACKOFF_S, -_SOON_S
+        self._expected_by = loop.time() + _LOAD_S
         try:
             while True:
                 await self._redial()
@@ -613,7 +629,7 @@ class WorkerLink:
         except asyncio.CancelledError:
             if not silence.ended_call():
                 raise
-            return f"was silent for {SILENCE_S:g} s"
+            return f"{_SILENT} {SILENCE_S:g} s"
         except Exception as error:
             # The worker must be dialled again after any error, or it would stay unused.
             _logger.exception("a status of %s worker %s can't be handled", self.role.value, self.name)
@@ -632,17 +648,19 @@ class WorkerLink:
         self._losses.record_status(self._label, self._incarnation)
         self._granted_tokens = self._granted_slots = 0
         self._has_foreign_suspects = status.load.requests_without_token > self._requests_without_token()
-        self.problem, self._has_drained = "", False
+        self.problem, self._has_drained, self._expected_by = "", False, None
         self._pool.update_worker(self)
 
     def _lose(self, reason: str) -> None:
         self._has_drained = self._has_drained or self.draining
-        if reason != self.problem:
+        if self._expected_by is not None and _is_unreachable(reason):
+            self._log_absence(reason)
+        elif reason != self.problem:
             if self._has_drained:
                 _logger.info("%s worker %s has left: %s", self.role.value, self.name, reason)
             else:
                 _logger.warning("can't watch %s worker %s: %s", self.role.value, self.name, reason)
-            self.problem = reason
+        self.problem = reason
         if self.status is None:
             return
         cause = Cause.DRAIN if self.status.draining else Cause.LOST
@@ -659,6 +677,15 @@ class WorkerLink:
         for assignment in list(self._assignments):
             assignment.fail(error, cause)
         self._pool.update_worker(self)
+
+    def _log_absence(self, reason: str) -> None:
+        """Log once that a new worker does not listen, and warn once if that takes long."""
+        if not self.problem:
+            _logger.info("%s worker %s does not listen yet: %s", self.role.value, self.name, reason)
+        elif self._expected_by is not None and asyncio.get_running_loop().time() > self._expected_by:
+            self._expected_by = math.inf
+            words = "%s worker %s has not listened for %g s: %s"
+            _logger.warning(words, self.role.value, self.name, _LOAD_S, reason)
 
     def _loss(self, cause: Cause, suspects: int) -> WorkerLoss | None:
         if cause is not Cause.LOST:
@@ -697,6 +724,11 @@ class WorkerLink:
                 backoff = _FIRST_BACKOFF_S
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
             backoff = min(2 * backoff, _MAX_BACKOFF_S)
+
+
+def _is_unreachable(reason: str) -> bool:
+    """Whether no process answers at the address; gRPC says so in words only."""
+    return "Failed to connect to remote host" in reason or reason.startswith(_SILENT)
 
 
 def _name(status: WorkerStatus | None, address: str) -> str:

@@ -129,7 +129,7 @@ async def test_a_client_is_told_what_it_reached(face: str) -> None:
         served(Router(), tls=tls("router")) as router,
         served(Router(), tls=tls("prefill"), roles=("router",)) as worker,
         listen("127.0.0.1:0", insecure=False, add=lambda server: None, services=[]) as plain,
-        serve_ops("127.0.0.1:0", Exposition("router", "m"), ready=lambda: True) as ops,
+        serve_ops("127.0.0.1:0", Exposition("router", "m"), not_ready=str) as ops,
     ):
         cases: list[tuple[str, dict[str, Any], str]] = [
             (router.address, {}, "closed the connection; if it expects TLS, give its CA (ca, --ca)"),

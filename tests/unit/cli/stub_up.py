@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 def up() -> None:
     from baton.cli import up
 
+    up._SAY_S = 1.0
     for role in up.COMMANDS:
         up.COMMANDS[role] = [sys.executable, __file__, "service", role]
     up.up.main(sys.argv[2:])

@@ -30,13 +30,13 @@ def checkpoint(tmp_path: Path) -> Path:
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files whose contents were hashed."""
     names: list[str] = []
-    real = fingerprint.hashlib.file_digest
+    real = fingerprint._hash
 
-    def spy(file: Any, algorithm: str) -> Any:
+    def spy(file: Any, report: Any) -> str:
         names.append(Path(file.name).name)
-        return real(file, algorithm)
+        return real(file, report)
 
-    monkeypatch.setattr(fingerprint.hashlib, "file_digest", spy)
+    monkeypatch.setattr(fingerprint, "_hash", spy)
     return names
 
 

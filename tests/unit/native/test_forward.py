@@ -18,6 +18,7 @@ from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
 from baton.model.layers import TensorParallel
 from baton.model.linear import TensorOptions
+from baton.model.progress import LoadProgress
 from baton.native import abi
 from baton.native.decoder import NativeDecoder
 from baton.native.packed import PackedWeight, PackedWeights, weights_of
@@ -66,7 +67,7 @@ def make_decoders(
             weight *= gate_scale
         for tensor in (one, other):
             tensor.load(weight.to(dtype))
-    weights = PackedWeights.private(weights_of(decoders[1], library, threads))
+    weights = PackedWeights.private(weights_of(decoders[1], library, LoadProgress()), threads)
     return decoders[0], NativeDecoder(config, dtype, weights, library, threads)
 
 

@@ -94,11 +94,30 @@ def test_products_equal_float64(
 ) -> None:
     torch.manual_seed(seed)
     weight, x, bias = torch.randn(rows, columns).to(dtype), torch.randn(count, columns), torch.randn(rows)
-    packed = PackedWeight.pack(library, weight, threads)
+    packed = PackedWeight.pack(library, weight)
     found = packed.multiply(x, bias, threads)
     exact = x.to(dtype) if isa(library) in DOTS and dtype == torch.bfloat16 else x
     expected = exact.double() @ weight.double().T + bias.double()
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-6 * columns**0.5 + 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("columns", [64, 70, 33])
+def test_weights_of_any_dtype_are_packed_in_parts_as_if_they_were_cast_and_joined(
+    library: ctypes.CDLL, dtype: torch.dtype, columns: int
+) -> None:
+    kinds = (torch.float32, torch.bfloat16, torch.float16)
+    parts = [torch.randn(rows, columns).to(kind) for rows, kind in zip((40, 7, 60), kinds, strict=True)]
+    whole = torch.cat([part.to(dtype) for part in parts])
+    found = torch.zeros(library.baton_native_packed_size(*whole.shape), dtype=dtype)
+    row = 0
+    for part in parts:
+        source, target = TYPES[part.dtype], TYPES[dtype]
+        library.baton_native_pack(part.data_ptr(), source, len(part), columns, row, found.data_ptr(), target)
+        row += len(part)
+    assert torch.equal(found, PackedWeight.pack(library, whole).memory)
+    panel = found.view(-1, 32 * (-(-columns // 32) * 32))[1]
+    assert panel[5 * 2 if dtype == torch.bfloat16 else 5] == whole[37, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

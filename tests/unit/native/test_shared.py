@@ -18,6 +18,7 @@ import torch
 from baton.engine import load
 from baton.engine.load import load_model
 from baton.errors import ConfigError
+from baton.model.progress import LoadProgress
 from baton.native import mapping, shared
 from baton.native.decoder import NativeDecoder
 from baton.native.packed import LoadedWeight, PackedWeights
@@ -253,7 +254,7 @@ def test_a_waiting_process_builds_when_the_builder_is_killed(path: str, caplog: 
     waiting, found = threading.Event(), []
 
     handler = logging.Handler()
-    handler.addFilter(lambda record: "another worker builds" in record.getMessage())
+    handler.addFilter(lambda record: "waiting for a worker" in record.getMessage())
     handler.emit = lambda _: waiting.set()  # type: ignore[method-assign]
     logging.getLogger(shared.__name__).addHandler(handler)
     builder = subprocess.Popen([sys.executable, "-c", BUILDER, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -274,22 +275,63 @@ def test_a_waiting_process_builds_when_the_builder_is_killed(path: str, caplog: 
         builder.kill()
         builder.communicate()
     assert [content(packed) for packed in found] == [True, True]
-    assert len(re.findall("built in", caplog.text)) == 1
+    assert len(re.findall("MiB packed into", caplog.text)) == 1
 
 
 def test_a_slow_builder_is_left(path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(shared, "_WAIT_S", 0.0)
+    monkeypatch.setattr(shared, "_WAIT_S", 0.1)
     with subprocess.Popen(
         [sys.executable, "-c", BUILDER, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as builder:
         assert builder.stdout.readline() == b"half\n"
         assert content(share_weights(path, KEY, weights, 1))
         builder.kill()
-    assert "another worker has been building it" in caplog.text
+    assert re.search(r"a worker \(process \d+ on .+\) builds it, with no progress for 0.1 s; this", caplog.text)
+
+
+def test_who_waits_tells_for_whom_and_how_far_it_is(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "_WAIT_S", 60.0)
+    builder, waiter, go_on = LoadProgress("prefill-7"), LoadProgress("decode-0"), threading.Event()
+    packing = threading.Event()
+
+    def load() -> list[LoadedWeight]:
+        builder.begin("reading and packing the weights", 8 << 20)
+        first, *others = weights()
+
+        def write(memory: torch.Tensor) -> None:
+            builder.add(2 << 20)
+            packing.set()
+            assert go_on.wait(60)
+            first.write(memory)
+
+        return [LoadedWeight(first.name, first.elements, first.dtype, write), *others]
+
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(share_weights(path, KEY, load, 1, builder)))]
+    threads[0].start()
+    try:
+        assert packing.wait(60)
+        threads.append(threading.Thread(target=lambda: found.append(share_weights(path, KEY, no_load, 1, waiter))))
+        threads[1].start()
+        while not re.fullmatch(
+            rf"waiting for worker prefill-7 \(process {os.getpid()} on .+\), which packs the weights into "
+            rf"{re.escape(path)}: 2 of 8 MiB \(25 %\)",
+            str(waiter),
+        ):
+            threads[1].join(0.01)
+        builder.add(4 << 20)
+        while "6 of 8 MiB" not in str(waiter):
+            threads[1].join(0.01)
+    finally:
+        go_on.set()
+        for thread in threads:
+            thread.join(60)
+    assert [content(packed) for packed in found] == [True, True]
+    assert shared._describe("/proc/12/fd/4") == "the memory that `baton up` shares (process 12)"
 
 
 def test_a_full_disk_shares_none(path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def full(address: int, size: int, *, write: bool, threads: int = 1) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(errno.EFAULT, "Bad address")
 
     with monkeypatch.context() as patch:
@@ -316,7 +358,7 @@ def test_a_worker_without_space_is_not_killed(tmp_path: Path, case: str) -> None
 
 
 def test_kernels_that_can_not_populate_allocate(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(address: int, size: int, *, write: bool, threads: int = 1) -> None:
+    def unknown(*_: object, **__: object) -> None:
         raise OSError(errno.EINVAL, "Invalid argument")
 
     monkeypatch.setattr(shared, "populate", unknown)

@@ -30,12 +30,12 @@ async def get(address: str, path: str) -> tuple[int, str]:
 
 
 async def test_live_ready_metrics_and_nothing_else() -> None:
-    ready = False
+    problem = "loading: 3 of 4 MiB"
     before = signal.getsignal(signal.SIGTERM)
-    async with serve_ops("127.0.0.1:0", METRICS, ready=lambda: ready) as ops:
-        assert (await get(ops.address, "/live"))[0] == 200
-        assert (await get(ops.address, "/ready"))[0] == 503
-        ready = True
+    async with serve_ops("127.0.0.1:0", METRICS, not_ready=lambda: problem) as ops:
+        assert await get(ops.address, "/live") == (200, "live\n")
+        assert await get(ops.address, "/ready") == (503, "loading: 3 of 4 MiB\n")
+        problem = ""
         assert (await get(ops.address, "/ready"))[0] == 200
         status, text = await get(ops.address, "/metrics")
         assert status == 200
@@ -48,9 +48,9 @@ async def test_live_ready_metrics_and_nothing_else() -> None:
 
 
 async def test_a_taken_port_is_named() -> None:
-    async with serve_ops("127.0.0.1:0", METRICS, ready=lambda: True) as ops:
+    async with serve_ops("127.0.0.1:0", METRICS, not_ready=str) as ops:
         with pytest.raises(ConfigError, match=f"ops: {ops.address} is already in use"):
-            await serve_ops(ops.address, METRICS, ready=lambda: True).__aenter__()
+            await serve_ops(ops.address, METRICS, not_ready=str).__aenter__()
 
 
 def test_an_event_is_one_line_with_role_and_id() -> None:

@@ -1,6 +1,10 @@
 """The three listeners of a worker on real sockets."""
 
 import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -9,13 +13,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.config.worker import WorkerConfig
 from baton.engine.contract import EngineSpec
+from baton.engine.fake import FakeEngine
 from baton.kv.format import KvFormat, KvPart
 from baton.ledger import CacheTier, Ledger
+from baton.model.progress import LoadProgress
 from baton.pb import worker_pb2, worker_pb2_grpc
 from baton.rpc.channel import control_channel
+from baton.telemetry.metrics import Exposition
 from baton.worker import health as health_module
+from baton.worker import start
 from baton.worker.health import Watchdog
-from baton.worker.start import Service, serve_listeners
+from baton.worker.start import LOAD_STALL_S, Service, WorkerAddresses, WorkerProbes, serve_listeners, start_runtime
 from baton.worker.status import StatusHub, WorkerLoad, WorkerRole, new_identity, status_from_proto
 
 FORMAT = KvFormat((KvPart("k", "float32", (2, 4)),), layers=3, block_size=16)
@@ -35,14 +43,18 @@ async def nothing_cached(shared: bool = False) -> list[CacheTier]:
     return []
 
 
-async def ops_status(address: str, path: str) -> int:
+async def ops_answer(address: str, path: str) -> tuple[int, str]:
     host, port = address.split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(f"GET {path} HTTP/1.0\r\n\r\n".encode())
-    line = await reader.readline()
+    answer = (await reader.read()).decode()
     writer.close()
     await writer.wait_closed()
-    return int(line.split()[1])
+    return int(answer.split()[1]), answer.partition("\r\n\r\n")[2]
+
+
+async def ops_status(address: str, path: str) -> int:
+    return (await ops_answer(address, path))[0]
 
 
 REST: dict[str, Any] = {
@@ -56,6 +68,18 @@ REST: dict[str, Any] = {
 }
 
 
+@contextlib.asynccontextmanager
+async def listeners(
+    config: WorkerConfig, hub: StatusHub, watchdog: Watchdog, **given: Any
+) -> AsyncIterator[WorkerAddresses]:
+    probes = WorkerProbes(LoadProgress(), Exposition("decode", "m"))
+    async with (
+        probes.serve(config.ops),
+        serve_listeners(config, hub, watchdog, probes, **REST | given) as addresses,
+    ):
+        yield addresses
+
+
 async def test_watchers_learn_of_worker_and_drain_and_health_follows_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health_module, "HANG_CHECKS", 1_000_000)
     config = WorkerConfig(stall_s=0.05)
@@ -63,7 +87,7 @@ async def test_watchers_learn_of_worker_and_drain_and_health_follows_progress(mo
     now = 0.0
     watchdog = Watchdog(lambda: now)
     async with (
-        serve_listeners(config, hub, watchdog, **REST) as addresses,
+        listeners(config, hub, watchdog) as addresses,
         control_channel(addresses.control) as channel,
     ):
         watch = worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest())
@@ -99,7 +123,7 @@ async def test_a_worker_whose_engine_hangs_is_not_live_and_fails() -> None:
     config, watchdog = WorkerConfig(stall_s=0.01), Watchdog()
     hub = StatusHub(new_identity(config, WorkerRole.DECODE, SPEC, ""), WorkerLoad)
     failures: asyncio.Queue[Exception] = asyncio.Queue()
-    async with serve_listeners(config, hub, watchdog, **REST | {"fail": failures.put_nowait}) as addresses:
+    async with listeners(config, hub, watchdog, fail=failures.put_nowait) as addresses:
         assert await ops_status(addresses.ops, "/live") == 200
         watchdog.record()
         error = await asyncio.wait_for(failures.get(), 60)
@@ -111,5 +135,58 @@ async def test_a_worker_whose_engine_hangs_is_not_live_and_fails() -> None:
 async def test_an_advertised_address_replaces_the_bound_one() -> None:
     config = WorkerConfig(kv_advertise="kv.example:7001")
     hub = StatusHub(new_identity(config, WorkerRole.DECODE, SPEC, ""), WorkerLoad)
-    async with serve_listeners(config, hub, Watchdog(), **REST):
+    async with listeners(config, hub, Watchdog()):
         assert hub.identity.shards[0].kv_address == "kv.example:7001"
+
+
+async def test_probes_answer_while_the_model_loads_and_live_follows_its_progress(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    loading, go_on, now = threading.Event(), threading.Event(), 0.0
+
+    def build(config: WorkerConfig, progress: LoadProgress) -> FakeEngine:
+        progress._clock = lambda: now
+        progress.begin("reading the weights", 8 << 20)
+        progress.add(2 << 20)
+        loading.set()
+        assert go_on.wait(60)
+        return FakeEngine(pages=4)
+
+    address = ""
+
+    async def load() -> str:
+        async with start_runtime(WorkerConfig(), WorkerRole.DECODE) as runtime:
+            return runtime.probes.address
+
+    monkeypatch.setattr(start, "_build", build)
+    monkeypatch.setattr(start, "_SAY_S", 0.01)
+    serve = start.serve_ops
+
+    @contextlib.asynccontextmanager
+    async def serve_ops(*args: Any, **given: Any) -> AsyncIterator[Any]:
+        nonlocal address
+        async with serve(*args, **given) as listener:
+            address = listener.address
+            yield listener
+
+    monkeypatch.setattr(start, "serve_ops", serve_ops)
+    starting = asyncio.create_task(load())
+    assert await asyncio.to_thread(loading.wait, 60)
+    try:
+        assert await ops_answer(address, "/live") == (200, "live\n")
+        assert await ops_answer(address, "/ready") == (503, "loading: reading the weights: 2 of 8 MiB (25 %)\n")
+        while "INFO loading: reading the weights: 2 of 8 MiB" not in levels(caplog):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        now = LOAD_STALL_S
+        status, words = await ops_answer(address, "/live")
+        assert (status, words[:24]) == (503, "no progress for 120 s: r")
+        while "ERROR loading: no progress for 120 s: reading the weights" not in levels(caplog):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    finally:
+        go_on.set()
+    assert await starting == address
+
+
+def levels(caplog: pytest.LogCaptureFixture) -> str:
+    return "\n".join(f"{record.levelname} {record.getMessage()}" for record in caplog.records)

@@ -1,6 +1,7 @@
 """Discovery of workers."""
 
 import asyncio
+import logging
 
 import pytest
 
@@ -68,3 +69,25 @@ def test_names_that_can_not_be_looked_up_are_refused(target: str) -> None:
 def test_bad_targets_are_named(target: str) -> None:
     with pytest.raises(ConfigError, match=f"--decode: must be HOST:PORT .*{target.removeprefix('dns:///')}"):
         Discovery("--decode", [target], 5, lambda addresses: None)
+
+
+async def test_a_name_without_workers_yet_is_told_once_and_is_a_warning_only_when_it_had_some(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    asked, known = 0, {3, 4}
+
+    async def getaddrinfo(*_: object, **kind: object) -> list[tuple[object, ...]]:
+        nonlocal asked
+        asked += 1
+        if asked not in known:
+            raise OSError("no such name")
+        return [(0, 0, 0, "", ("10.0.0.1", 7000))]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    task = asyncio.create_task(Discovery("--decode", ["dns:///decode:7000"], 0.001, lambda _: None).run())
+    while asked < 8:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert [record.levelname for record in caplog.records if "decode:7000" in record.message] == ["INFO", "WARNING"]

@@ -1,6 +1,7 @@
 """Workers that a pool watches, and addresses that it keeps dialling."""
 
 import asyncio
+import logging
 import socket
 
 import pytest
@@ -63,3 +64,26 @@ async def test_a_worker_that_is_listed_again_while_it_is_given_up_is_dialled_aga
     dialling.cancel()
     await asyncio.gather(dialling, return_exceptions=True)
     assert not pool._links
+
+
+async def test_a_new_worker_that_does_not_listen_yet_is_no_warning_until_that_takes_long(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    pool = WorkerPool(RouterConfig(prefill=(address,), decode=(address,)), "router", "")
+    async with asyncio.timeout(60), pool.run():
+        while caplog.text.count("does not listen yet") < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        links = [link for link, _ in pool._links.values()]
+        for link in links:
+            link._log_absence("again")
+        assert [record.levelname for record in caplog.records] == ["INFO", "INFO"]
+        for link in links:
+            link._expected_by = 0.0
+        while caplog.text.count("has not listened for 600 s") < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        for link in links:
+            link._log_absence("again")
+    assert [record.levelname for record in caplog.records] == ["INFO", "INFO", "WARNING", "WARNING"]
