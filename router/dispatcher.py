@@ -384,6 +384,9 @@ class Reserver:
             # The selection may have been made before the worker was isolated for another request.
             if address in self._pool.fleet.isolated and not request.isolated:
                 continue
+            # A worker with another checkpoint may have taken the address since.
+            if link.fingerprint != assignment.fingerprint:
+                continue
             call, consumer = link.session.begin_call(request.request_id, request.attempt_number, deliver), link.consumer
             incarnation = link.status.identity.incarnation if link.status else ""
             digests = self._pool.prefixes.digests_to_pin(address, link.namespace, request.digests)

@@ -187,6 +187,11 @@ class OutputProcessor:
         """The emitted token ids of a choice."""
         return self._choices[choice].output_ids
 
+    @property
+    def begun(self) -> bool:
+        """Whether there is output for the client."""
+        return self.queue.logprobs_added > 0 or any(choice.output_ids for choice in self._choices)
+
     def count_emitted(self, choices: Iterable[int]) -> int:
         """Number of emitted tokens of these choices together."""
         return sum(len(self._choices[index].output_ids) for index in choices)

@@ -294,13 +294,23 @@ class AttemptDeps:
     threads: TenantThreads
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestState:
     """A request and its output so far; `hasher` is None if the request may not read the prefix cache."""
 
     request: Request
     output: OutputProcessor
     hasher: BlockHasher | None = None
+    fingerprint: str = ""
+    """The fingerprint of the workers that the output comes from."""
+
+    def keep_fingerprint(self, fingerprint: str) -> None:
+        """Raise Unavailable if workers with this fingerprint would continue the output of others."""
+        if not self.output.begun:
+            self.fingerprint = fingerprint
+        elif self.fingerprint != fingerprint:
+            # The rest would be the output of another model.
+            raise Unavailable("the workers of the checkpoint that began this output have left; send the request again")
 
 
 class Attempt:
@@ -308,6 +318,7 @@ class Attempt:
 
     def __init__(self, deps: AttemptDeps, state: RequestState, choices: tuple[int, ...], history: RetryHistory) -> None:
         self._deps = deps
+        self._state = state
         self._hasher = state.hasher
         self._request = request = state.request
         self._output = state.output
@@ -419,6 +430,7 @@ class Attempt:
         return await self._run_on_thread(make) if sum(sizes) > LARGE_REQUEST else make()
 
     async def _serve_placed(self, placement: Placement, message: PrefillMessage) -> None:
+        self._state.keep_fingerprint(placement.prefill.fingerprint)
         self._output.account.on_placed(self._loop.time())
         self._lifecycle.enter(State.PREFILLING, self._loop.time())
         transfer_id = secrets.token_hex(16) if placement.decode else ""

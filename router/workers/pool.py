@@ -10,10 +10,18 @@ is stopped or cut off: it is lost, and all attempts there fail at once. A worker
 is lost too, until it reports progress. A draining worker leaves when its watch ends, without a warning in the log. A
 new worker is listed before it listens, since it loads its model first; the log warns if it does not listen for long.
 
-A worker is accepted if it matches the router (role, model name, tokenizer) and all workers accepted before it
+A worker is accepted if it matches the router (role, model name, tokenizer) and the workers accepted before it
 (fingerprint; KV format between the two roles). If not, it is refused: the log names it once, with both values. It is
 checked again at each of its statuses, because the other worker may have gone. A status of an accepted worker changes
 only its own view, so the cost does not depend on the size of the fleet.
+
+All new requests go to workers with one fingerprint, so a request never gets KV or tokens from two checkpoints. It
+changes when the workers with it are no longer a pair that takes new requests (they drain, or are lost), and those with
+another are one. Workers with the old fingerprint then get no new requests, and finish those that they have:
+
+    old:  P P D D   P P D drains         . . D drains        (the streams there end)
+    new:  refused   P and D refused      P D accepted        P P D D
+
 
 A prefill worker is also refused if this router can't sign the tickets that it asks for. Because keys can be replaced at
 any time, accepted workers are checked for this at each status as well.
@@ -152,6 +160,8 @@ class WorkerPool:
         self.losses = WorkerLosses()
         self.fleet = FleetView()
         """The accepted workers as they are now."""
+        self._fingerprint = ""
+        """The fingerprint of the workers that take new requests; empty before the first worker."""
         self._namespaces: Counter[BlockNamespace] = Counter()
         self.prefixes = PrefixDirectory()
         self._discoveries = [
@@ -201,8 +211,9 @@ class WorkerPool:
 
     @property
     def identities(self) -> list[WorkerIdentity]:
-        """Identities of the accepted workers."""
-        return [link.status.identity for link in self._accepted.values() if link.status]
+        """Identities of the accepted workers with the present fingerprint."""
+        accepted = [link for link in self._accepted.values() if link.fingerprint == self._fingerprint]
+        return [link.status.identity for link in accepted if link.status]
 
     def max_model_len(self, longest: int) -> int:
         """Most tokens of prompt and output together; `longest` is the limit of the checkpoint."""
@@ -281,11 +292,14 @@ class WorkerPool:
     def update_worker(self, link: WorkerLink) -> None:
         """Handle a new status or session of a worker: it may join or leave the fleet, and its view is updated."""
         key, accepted = _link_key(link), _link_key(link) in self._accepted
-        if accepted and (link.status is None or self._ticket_problem(link.status.identity) is not None):
+        dismissed = accepted and (link.status is None or self._ticket_problem(link.status.identity) is not None)
+        if dismissed:
             self._dismiss(key)
-            # Workers that did not match it may join now.
+        if self._choose_fingerprint(link, joins=not accepted) or dismissed:
+            # Workers that did not match before may join now.
             for other, _ in list(self._links.values()):
                 self._accept_or_refuse(other)
+                self.update_view(other)
         elif not accepted:
             self._accept_or_refuse(link)
         self.update_view(link)
@@ -294,11 +308,12 @@ class WorkerPool:
     def update_view(self, link: WorkerLink) -> None:
         """Update the worker's view in the fleet."""
         accepted = _link_key(link) in self._accepted
+        retired = link.fingerprint != self._fingerprint
         if link.role is WorkerRole.PREFILL:
-            prefill = link.prefill_view() if accepted else None
+            prefill = link.prefill_view(retired=retired) if accepted else None
             self.fleet.put_prefill(prefill) if prefill else self.fleet.remove_prefill(link.address)
         else:
-            decode = link.decode_view() if accepted else None
+            decode = link.decode_view(retired=retired) if accepted else None
             self.fleet.put_decode(decode) if decode else self.fleet.remove_decode(link.address)
 
     def update_prefixes(self, link: WorkerLink, change: PrefixChange) -> None:
@@ -320,6 +335,28 @@ class WorkerPool:
         link = self._accepted.pop(key)
         if link.namespace is not None:
             self._namespaces -= Counter((link.namespace,))
+
+    def _choose_fingerprint(self, changed: WorkerLink, *, joins: bool) -> bool:
+        """Choose the fingerprint of new requests after a change of a worker; returns whether it is another one now.
+
+        `joins` tells that the worker was not accepted before.
+        """
+        if not (joins or changed.draining or changed.status is None):
+            return False
+        known: dict[str, set[WorkerRole]] = {}
+        for link, _ in self._links.values():
+            if link.status is not None and self._mismatch(link, link.status.identity) is None:
+                takes_new = known.setdefault(link.fingerprint, set())
+                if not link.status.draining:
+                    takes_new.add(link.role)
+        pairs = [fingerprint for fingerprint, takes_new in known.items() if len(takes_new) == len(WorkerRole)]
+        old = self._fingerprint
+        if old in pairs or (old in known and not pairs):
+            return False
+        self._fingerprint = next(iter(pairs or known), old)
+        if old and self._fingerprint != old:
+            _logger.info("new requests go to workers with fingerprint %s, no longer %s", self._fingerprint, old)
+        return self._fingerprint != old
 
     def _accept_or_refuse(self, link: WorkerLink) -> None:
         """Accept a worker, or refuse it and log the reason once."""
@@ -345,25 +382,37 @@ class WorkerPool:
         _logger.info("%s worker %s joined", link.role.value, link.name)
 
     def _problem(self, link: WorkerLink, identity: WorkerIdentity) -> str | None:
-        """The reason to refuse the worker; None if it matches."""
-        pairs: list[tuple[str, str, str, str]] = [
-            ("role", identity.role.value, link.role.value, f"the list of --{link.role.value}"),
-            ("wire version", str(identity.wire_version), str(WIRE_VERSION), "this router"),
-            ("model", identity.model, self._model_name, "this router"),
-            ("tokenizer digest", identity.tokenizer_digest, self._tokenizer_digest, "this router"),
-        ]
+        """The reason to refuse the worker; None if it matches the router and the other workers."""
+        if (problem := self._mismatch(link, identity)) is not None:
+            return problem
+        if identity.fingerprint != self._fingerprint:
+            names = (other.name for other in self._accepted.values() if other.fingerprint == self._fingerprint)
+            return _differs("fingerprint", identity.fingerprint, self._fingerprint, next(names, "the fleet"))
         for other in self._accepted.values():
             if other.status is None:
                 continue
             theirs = other.status.identity
             if theirs.incarnation == identity.incarnation:
                 return f"it is the same worker as that at {other.address}"
-            pairs.append(("fingerprint", identity.fingerprint, theirs.fingerprint, other.name))
-            if theirs.role is not identity.role and not _match(identity, theirs):
-                pairs.append(("KV format", _describe(identity.kv_format), _describe(theirs.kv_format), other.name))
+            if (
+                theirs.role is not identity.role
+                and theirs.fingerprint == identity.fingerprint
+                and not _match(identity, theirs)
+            ):
+                return _differs("KV format", _describe(identity.kv_format), _describe(theirs.kv_format), other.name)
+        return None
+
+    def _mismatch(self, link: WorkerLink, identity: WorkerIdentity) -> str | None:
+        """The reason why the worker does not match this router; None if it does."""
+        pairs: list[tuple[str, str, str, str]] = [
+            ("role", identity.role.value, link.role.value, f"the list of --{link.role.value}"),
+            ("wire version", str(identity.wire_version), str(WIRE_VERSION), "this router"),
+            ("model", identity.model, self._model_name, "this router"),
+            ("tokenizer digest", identity.tokenizer_digest, self._tokenizer_digest, "this router"),
+        ]
         for what, seen, wanted, whose in pairs:
             if seen != wanted:
-                return f"its {what} is {seen!r}, but {whose} has {wanted!r}"
+                return _differs(what, seen, wanted, whose)
         return self._ticket_problem(identity)
 
     def _ticket_problem(self, identity: WorkerIdentity) -> str | None:
@@ -378,6 +427,10 @@ class WorkerPool:
 
 def _link_key(link: WorkerLink) -> str:
     return f"{link.role.value} {link.address}"
+
+
+def _differs(what: str, seen: str, wanted: str, whose: str) -> str:
+    return f"its {what} is {seen!r}, but {whose} has {wanted!r}"
 
 
 def _match(one: WorkerIdentity, other: WorkerIdentity) -> bool:
@@ -555,18 +608,26 @@ class WorkerLink:
         return "" if self.status is None else self.status.identity.consumer
 
     @property
+    def fingerprint(self) -> str:
+        """The worker's fingerprint; empty while it is lost."""
+        return "" if self.status is None else self.status.identity.fingerprint
+
+    @property
     def draining(self) -> bool:
         """Whether the worker reports that it takes no new work."""
         return self.status is not None and self.status.draining
 
-    def prefill_view(self) -> PrefillView | None:
-        """The view of a prefill worker for placement; None while it is lost."""
+    def prefill_view(self, *, retired: bool) -> PrefillView | None:
+        """The view of a prefill worker for placement; None while it is lost.
+
+        A `retired` worker takes no new requests, because the fleet has moved to another fingerprint.
+        """
         if self.status is None:
             return None
         return PrefillView(
             address=self.address,
             kv_format=self.status.identity.kv_format,
-            draining=self.status.draining,
+            draining=self.status.draining or retired,
             pending_tokens=self.status.load.pending_tokens,
             rate=self.status.load.tokens_per_second,
             open_requests=len(self._assignments),
@@ -576,7 +637,7 @@ class WorkerLink:
             incarnation=self._incarnation,
         )
 
-    def decode_view(self) -> DecodeView | None:
+    def decode_view(self, *, retired: bool) -> DecodeView | None:
         """The view of a decode worker for placement; None while there is no session with it."""
         if self.status is None or self.session is None or not self.session.open:
             return None
@@ -585,7 +646,7 @@ class WorkerLink:
             address=self.address,
             kv_format=self.status.identity.kv_format,
             converts_kv=self.status.identity.converts_kv,
-            draining=self.status.draining,
+            draining=self.status.draining or retired,
             free_tokens=max((load.pages_total - load.pages_used) * load.page_size - self._granted_tokens, 0),
             free_slots=max(load.slots_total - load.slots_used - self._granted_slots, 0),
             open_requests=self.session.open_calls,

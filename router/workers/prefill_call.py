@@ -105,6 +105,7 @@ class PrefillAssignment:
         self.shards = identity.shards_at(link.address)
         """The worker's shards, with the addresses at which decode workers fetch KV."""
         self.incarnation = identity.incarnation
+        self.fingerprint = identity.fingerprint
         self.consumer = identity.consumer
         """Audience of KV tickets for this worker."""
         self.lost = lost

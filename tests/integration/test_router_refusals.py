@@ -13,7 +13,7 @@ from baton import bundled
 from baton.engine.fake import FakeEngine
 from baton.errors import InvalidRequest
 from baton.kv.format import KvFormat
-from baton.pb import inference_pb2, prefill_pb2
+from baton.pb import decode_pb2, inference_pb2, prefill_pb2
 from baton.request import (
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
@@ -30,7 +30,7 @@ from router.serving.validator import largest_message
 from tests.certificates import fleet
 from tests.fleet import Fleet
 from tests.integration.router_rig import RouterRig, refused, request, router_rig, until, whole
-from tests.integration.router_stubs import KV, MAX_MODEL_LEN, StubDecode, StubPrefill
+from tests.integration.router_stubs import KV, LENGTH, MAX_MODEL_LEN, DownStream, StubDecode, StubPrefill, letter
 from tests.metrics import count
 
 
@@ -93,6 +93,45 @@ async def test_mismatched_worker_is_refused(tmp_path: Path, caplog: pytest.LogCa
         assert len(said) == 1
     assert all("decode-0" in line or "prefill-0" in line for line in said)
     assert odd[0].reserves == []
+
+
+async def test_new_requests_move_to_another_checkpoint_and_no_stream_has_output_of_both(tmp_path: Path) -> None:
+    """Workers with another checkpoint are there before the old ones drain."""
+
+    def change(stub: StubPrefill | StubDecode) -> None:
+        stub.identify(fingerprint=stub.identity.worker_id[-1] * 64)
+
+    async def one_token(down: DownStream, start: decode_pb2.Start, request: prefill_pb2.PrefillRequest) -> None:
+        down.send(start.key, 0, 1, [letter(1)])
+
+    async with router_rig(tmp_path, prefill=2, decode=2, change=change, ready=False) as b:
+        views = b.app.pool.fleet
+
+        def serves(number: int) -> bool:
+            found = views.prefill.get(b.prefill[number].address), views.decode.get(b.decode[number].address)
+            return all(view is not None and not view.draining for view in found)
+
+        await until(b.app, lambda: serves(0) or serves(1))
+        old, new = (0, 1) if serves(0) else (1, 0)
+        b.decode[old].script = one_token
+        streams = [b.call(max_tokens=4) for _ in range(2)]
+        for stream in streams:
+            text = ""
+            while len(text) < 2:
+                text += (await stream.read()).choices[0].text
+        b.prefill[old].status.drain()
+        await until(b.app, lambda: serves(new))
+        assert (await b.answer(max_tokens=2)).text() == "ab"
+        assert len(b.decode[new].starts) == 1
+
+        (session,), (ends, moves) = b.decode[old].sessions, [start.key for start in b.decode[old].starts]
+        session.send(ends, 0, 2, [letter(2), letter(3)], LENGTH)
+        assert (await whole(streams[0])).text() == "cd"
+        session.fail(moves, decode_pb2.AttemptFailure.KIND_DRAINING)
+        error = await refused(streams[1])
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert "the workers of the checkpoint that began this output have left" in error.details()
+        assert len(b.prefill[new].requests) == 1
 
 
 async def test_a_prefill_worker_of_other_tickets_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

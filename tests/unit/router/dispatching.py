@@ -26,6 +26,7 @@ NEVER = ReserveResult(False, "needs 9 pages, there are 4", True)
 
 class FakeAssignment:
     cached_tokens = 0
+    fingerprint = "f"
 
     def __init__(self, pool: FakePool, worker: str) -> None:
         self.link, self._worker, self._open = pool, worker, True
@@ -74,6 +75,7 @@ class FakePool:
     open = True
     name = "d at d:1"
     consumer = "incarnation-d"
+    fingerprint = "f"
     namespace = status = None
 
     def __init__(self, prefill: tuple[str, ...] = ("p",), **answers: ReserveResult) -> None:
