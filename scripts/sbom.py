@@ -58,9 +58,9 @@ def _component(name: str, version: str, purl: str) -> dict[str, Any]:
 
 
 def _licenses(found: Distribution) -> list[dict[str, str]]:
-    # The first key has an SPDX expression.
-    text = found.metadata.get("License-Expression")
-    return [{"expression": text}] if text else []
+    # An SPDX expression, where the package has one.
+    key = "License-Expression"
+    return [{"expression": found.metadata[key]}] if key in found.metadata else []
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The Compose deployment on real containers, plain and secure: answers, faults in mid-stream, restarts under load.
 
-Each test leaves the fleet whole for the next one. The last test writes docs/compose-transcript.md.
+Each test leaves the fleet whole for the next one. The last test writes docs/compose-transcript.md. If one fails,
+the logs of the containers are in build/compose-*.log.
 """
 
 import asyncio
@@ -24,6 +25,7 @@ from tests.compose.deployment import NETWORK, PROJECT, ROOT, Deployment, has_ima
 pytestmark = pytest.mark.timeout(3600)
 
 TRANSCRIPT = ROOT / "docs" / "compose-transcript.md"
+LOGS = ROOT / "build"
 PLAIN = ["deploy/compose.yaml"]
 SECURE = [*PLAIN, "deploy/compose.secure.yaml"]
 IMAGE = "localhost/baton:0.1.0"
@@ -83,11 +85,10 @@ def fleet(
     try:
         deployment.compose("up", "--build", "--wait", *SCALE)
         yield Fleet(deployment, security)
-    except BaseException:
-        with contextlib.suppress(AssertionError):
-            print(deployment.compose("logs", "--tail", "100", show=False))
-        raise
     finally:
+        if logs := deployment.compose("logs", "--no-color", show=False):
+            LOGS.mkdir(exist_ok=True)
+            (LOGS / f"compose-{request.param}.log").write_text(logs)
         deployment.compose("--profile", "monitoring", "down", "--volumes", "--remove-orphans", show=False)
 
 
@@ -262,7 +263,9 @@ def test_prometheus_scrapes_every_process(fleet: Fleet) -> None:
             return {job: jobs.count(job) for job in jobs}
         return {}
 
-    took_s = until(lambda: up() == {"router": 1, "prefill": 2, "decode": 3}, "a scrape of all processes")
+    took_s = until(
+        lambda: up() == {"baton-router": 1, "baton-prefill": 2, "baton-decode": 3}, "a scrape of all processes"
+    )
     deployment.note(f"Prometheus scrapes 6 processes after {took_s:.0f} s")
 
 
