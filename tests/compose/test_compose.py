@@ -169,7 +169,7 @@ async def test_answers(fleet: Fleet) -> None:
                 await client.complete("x", max_tokens=1)
     else:
         sampling = ("--max-tokens", "32", "--temperature", "0")
-        deployment.baton("generate", "--target", deployment.target, "class Queue:", *sampling)
+        deployment.baton("generate", "--target", deployment.target, PROMPTS[0], *sampling)
     right = await expect(fleet, SHORT)
     assert all(len(found) == SHORT for found in right.values())
     async with fleet.client() as client:
