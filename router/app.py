@@ -139,6 +139,7 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
                 message_bytes=largest,
                 guards=[ApiKeyGuard(tenants)],
                 shared=shared,
+                connection_age_s=config.connection_age_s,
             )
         )
         health = _Health(pool, listener)

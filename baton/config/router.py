@@ -78,6 +78,12 @@ class RouterConfig(Settings):
     )
     resolve_s: float = option(5.0, help="Seconds between two look-ups of a dns:/// name.", minimum=0.1, hidden=True)
     drain_s: float = option(30.0, help="Seconds that running requests get to finish in a drain.", minimum=0)
+    connection_age_s: float = option(
+        0.0,
+        help="Seconds, give or take a tenth, after which clients connect again for new requests, so that they find "
+        "other routers behind the same address. Running requests keep their connection. 0: never.",
+        minimum=0,
+    )
     tls_cert: str = option("", help="PEM file with this router's certificate; TLS needs cert, key and CA.")
     tls_key: str = option("", help="PEM file with the private key of --tls-cert.")
     tls_ca: str = option("", help="PEM file with the CA that signed the certificates of workers.")

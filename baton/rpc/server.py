@@ -90,6 +90,7 @@ async def listen(
     message_bytes: int = CONTROL_MESSAGE_BYTES,
     guards: Sequence[grpc.aio.ServerInterceptor] = (),
     shared: bool = False,
+    connection_age_s: float = 0.0,
 ) -> AsyncIterator[Listener]:
     """Serve on `address` ("host:port"; port 0 picks a free one) the services that `add` registers.
 
@@ -100,6 +101,7 @@ async def listen(
     message_bytes   size of the largest request
     guards          interceptors whose errors become statuses
     shared          other processes may listen on the same port
+    connection_age_s  seconds, give or take a tenth, after which peers connect again for new calls; 0: never
     field           the setting that the address comes from, for errors
 
     Raises ConfigError, which names `field` and the address, if the address can't be bound, or if other machines can
@@ -112,7 +114,7 @@ async def listen(
     except ConfigError as error:
         raise ConfigError(f"{field}: {error}") from None
     boundary = ErrorInterceptor(partial(admit, roles=roles) if tls and roles else None)
-    server = _server([boundary, *guards], streams, message_bytes, shared=shared)
+    server = _server([boundary, *guards], streams, message_bytes, shared=shared, connection_age_s=connection_age_s)
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     names = [*services, health.SERVICE_NAME]
@@ -137,7 +139,12 @@ async def listen(
 
 
 def _server(
-    interceptors: Sequence[grpc.aio.ServerInterceptor], streams: int, message_bytes: int, *, shared: bool
+    interceptors: Sequence[grpc.aio.ServerInterceptor],
+    streams: int,
+    message_bytes: int,
+    *,
+    shared: bool,
+    connection_age_s: float,
 ) -> grpc.aio.Server:
     options = [
         *_OPTIONS,
@@ -146,6 +153,8 @@ def _server(
         # Two processes on one port share its connections silently, so this must be requested.
         ("grpc.so_reuseport", int(shared)),
     ]
+    if connection_age_s:
+        options.append(("grpc.max_connection_age_ms", max(1, round(connection_age_s * 1000))))
     return grpc.aio.server(interceptors=interceptors, options=options)
 
 

@@ -353,3 +353,27 @@ async def test_the_message_of_a_refused_call_is_gone_without_the_garbage_collect
             await asyncio.wait_for(gone.wait(), 60)
     finally:
         gc.enable()
+
+
+async def test_peers_connect_again_for_new_calls_and_running_ones_go_on() -> None:
+    peers: list[str] = []
+
+    class Peers(Service):
+        async def Tokenize(self, request: Any, context: Any) -> pb.TokenizeResponse:
+            peers.append(context.peer())
+            return await super().Tokenize(request, context)
+
+    service = Peers()
+    async with (
+        listen("127.0.0.1:0", insecure=False, add=service.add, services=[INFERENCE], connection_age_s=0.1) as listener,
+        grpc.aio.insecure_channel(listener.address) as channel,
+    ):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        stream = stub.Generate(pb.GenerateRequest())
+        await stream.read()
+        async with asyncio.timeout(20):
+            while len(set(peers)) < 2:
+                await stub.Tokenize(pb.TokenizeRequest())
+                await asyncio.sleep(0.02)
+        assert not stream.done()
+        stream.cancel()
