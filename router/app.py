@@ -146,7 +146,7 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
         metrics = Exposition(
             "router",
             config.model_name,
-            refresh=RouterGauges(pool, dispatcher.scheduler, request_runner).refresh,
+            measure=RouterGauges(pool, dispatcher.scheduler, request_runner).measure,
             model=lambda: {"fingerprint": door.model().fingerprint, "max_model_len": door.model().max_model_len},
         )
         ops = await stack.enter_async_context(serve_ops(config.ops, metrics, ready=lambda: health.serving))

@@ -25,7 +25,7 @@ class RouterGauges:
     scheduler: PlacementScheduler
     request_runner: RequestRunner
 
-    def refresh(self) -> None:
+    def measure(self) -> None:
         """Set them to their values now."""
         fleet, loads = self.pool.fleet, self.pool.loads(WorkerRole.DECODE)
         metrics.WAITING.set(len(self.scheduler))

@@ -140,6 +140,7 @@ class RequestRunner:
             _logger.exception("request %s failed", request.id, extra=about(request.id))
             output.queue.fail(error)
         finally:
+            output.count_rest()
             del self._running[_this_task()]
 
     async def ledger(self) -> Ledger:

@@ -12,8 +12,8 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 
 INTRODUCTION = f"""# Metrics
 
-`scripts/metrics.py` writes this page from the list in `baton/telemetry/metrics.py`. What to watch,
-and what to do, is in [operations](operations.md#metrics-and-alerts).
+`scripts/metrics.py` writes this page from the list in `baton/telemetry/metrics.py`. Healthy values
+and alerts are in [operations](operations.md#metrics-and-alerts).
 
 Each process serves `/metrics` on its ops listener (`--ops`), with the families of its own role, and
 `process_*`, `python_gc_*` and `python_info`. Names, units and label names are those of vLLM where
@@ -25,9 +25,9 @@ it has the metric, with the prefix `baton_`.
 - `tenant` is the tenant's name in the key file, empty without keys. A process names the first
   {MAX_TENANTS} tenants that it serves, and counts the others as `{OTHER_TENANTS}`.
 - Counters of one label exist from the start, at 0. There are no `_created` series.
-- Times of requests are those of the latency account that clients get: queue + prefill + KV transfer
-  + slot wait + decode = end to end. They are recorded when a request succeeds; the time to the
-  first token and the time between tokens, when tokens are sent.
+- Times of requests are those of the latency account that clients get. They are recorded when a
+  request succeeds, and the times to the first token and between tokens when tokens are sent. Queue,
+  prefill, KV transfer, slot wait and decode add up to the end-to-end time.
 """
 
 
@@ -46,7 +46,9 @@ def page() -> str:
         if family.buckets:
             buckets.setdefault(family.buckets, []).append(f"`{family.name}`")
     bounds = ["| histograms | bounds of buckets |", "|---|---|"]
-    bounds += [f"| {', '.join(names)} | {' '.join(f'{each:g}' for each in sizes)} |" for sizes, names in buckets.items()]
+    bounds += [
+        f"| {', '.join(names)} | {' '.join(f'{each:,}' for each in sizes)} |" for sizes, names in buckets.items()
+    ]
     return "\n".join([INTRODUCTION, *table, "", "## Buckets", "", *bounds, ""])
 
 

@@ -20,6 +20,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from baton.errors import ConfigError
+from baton.process import executors
+from baton.process.executors import WORK
 from baton.process.sockets import bind
 from baton.telemetry.metrics import Exposition
 
@@ -98,6 +100,7 @@ def _app(metrics: Exposition, ready: Callable[[], bool], live: Callable[[], bool
         return PlainTextResponse("ready\n") if ready() else PlainTextResponse("not ready\n", 503)
 
     async def scrape(request: Request) -> Response:
-        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        metrics.refresh()
+        return Response(await executors.run(WORK, metrics.text), media_type=CONTENT_TYPE_LATEST)
 
     return Starlette(routes=[Route("/live", is_live), Route("/ready", is_ready), Route("/metrics", scrape)])

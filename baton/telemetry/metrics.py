@@ -129,7 +129,7 @@ FINISHED = _counter(
 )
 REFUSED = _counter(
     "baton_requests_refused_total",
-    "Requests that were refused before a worker served them, by reason.",
+    "Requests refused before a worker served them, by reason; calls of Tokenize count too if a limit refused them.",
     ROUTER,
     tenant=(),
     reason=(
@@ -350,7 +350,9 @@ def set_kv_usage(*, used: int, free: int, cached: int) -> None:
 class Exposition:
     """The metrics of one process: the families of its role, and those of the process itself.
 
-    `refresh` sets gauges, and is called before each scrape. `model` returns the values of `baton_model_info`.
+    A scrape calls `refresh` on the event loop, which sets gauges by the function `measure` and asks `model` for the
+    values of `baton_model_info`; then `text`, on any thread, because it takes up to 50 ms. A worker sets both functions
+    when its model is loaded.
     """
 
     def __init__(
@@ -358,24 +360,29 @@ class Exposition:
         role: str,
         model_name: str,
         *,
-        refresh: Callable[[], None] = lambda: None,
+        measure: Callable[[], None] = lambda: None,
         model: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
         self._role = role
         self._labels = {"model_name": model_name, "role": role}
         self._metrics = [metric for name, metric in _METRICS.items() if role in FAMILIES[name].roles]
-        self._refresh = refresh
-        self._model = model
+        self.measure = measure
+        self.model = model
+        self._model_info: Mapping[str, object] = {}
+
+    def refresh(self) -> None:
+        """Set all that is not counted where it arises."""
+        self.measure()
+        self._model_info = self.model()
 
     def text(self) -> bytes:
         """All samples in Prometheus' text format."""
-        self._refresh()
         return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
         """All families, with the labels of the process."""
         yield self._fact("baton_build_info", {"version": _version(), "python": platform.python_version()})
-        yield self._fact("baton_model_info", self._model())
+        yield self._fact("baton_model_info", self._model_info)
         for metric in itertools.chain.from_iterable(each.collect() for each in self._metrics):
             metric.samples = [
                 each._replace(labels=self._labels | each.labels)

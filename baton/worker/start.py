@@ -206,7 +206,7 @@ async def serve_listeners(
                 Exposition(
                     status.identity.role.value,
                     status.identity.model,
-                    refresh=measure,
+                    measure=measure,
                     model=lambda: {
                         "fingerprint": status.identity.fingerprint,
                         "max_model_len": status.identity.max_model_len,

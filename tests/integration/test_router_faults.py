@@ -35,6 +35,7 @@ from tests.integration.router_stubs import (
     never_ending,
     text,
 )
+from tests.metrics import sample
 
 Kind = decode_pb2.AttemptFailure
 
@@ -185,7 +186,7 @@ async def test_an_attempt_that_ends_without_all_of_its_tokens_is_a_fault(tmp_pat
         assert len(b.prefill[0].requests) == 2
 
 
-async def test_attempts_are_bounded_and_the_last_fault_is_told(tmp_path: Path) -> None:
+async def test_attempts_are_bounded_and_the_last_fault_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(_: prefill_pb2.PrefillRequest) -> None:
         raise EngineError("layer 3 yielded NaN")
 
@@ -196,6 +197,11 @@ async def test_attempts_are_bounded_and_the_last_fault_is_told(tmp_path: Path) -
         assert "layer 3 yielded NaN" in (error.details() or "")
         assert len(b.prefill[0].requests) == 3
         await b.decode[0].log.until(lambda: len(b.decode[0].cancels) == 3)
+        monkeypatch.setattr(router.workers.failures.RetryBudget, "charge", lambda *_, **__: False)
+        before = sample("baton_retries_refused_total")
+        await refused(b.call(max_tokens=4))
+        assert len(b.prefill[0].requests) == 4
+        assert sample("baton_retries_refused_total") == before + 1
 
 
 async def test_session_lost_before_the_answer_leaves_the_next_workers_attempt_alone(tmp_path: Path) -> None:
@@ -370,6 +376,7 @@ async def test_a_cut_pair_is_avoided_by_everybody(tmp_path: Path, monkeypatch: p
         for _ in range(4):
             assert (await b.answer(max_tokens=3)).text() == "abc"
         assert sorted(len(stub.starts) for stub in b.decode) == [1, 4]
+        assert sample("baton_breakers_open", guards="pair") == 1
 
 
 @pytest.mark.parametrize(("tokens", "finishes", "abandoned"), [(0, False, True), (1, False, False), (0, True, False)])

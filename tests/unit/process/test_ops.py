@@ -13,7 +13,7 @@ from baton.process.ops import serve_ops
 from baton.telemetry.logs import LineFormatter, configure
 from baton.telemetry.metrics import SLOTS, Exposition
 
-METRICS = Exposition("decode", "m", refresh=lambda: SLOTS.labels("used").set(3))
+METRICS = Exposition("decode", "m", measure=lambda: SLOTS.labels("used").set(3))
 
 
 async def get(address: str, path: str) -> tuple[int, str]:
