@@ -113,7 +113,7 @@ def test_workload_lines_of_all_forms_are_read(tmp_path: Path) -> None:
         ('{"text": "a", "token_ids": [1]}', "got text, token_ids"),
         ('{"text": ""}', "text: must be a text that is not empty, got ''"),
         ('{"token_ids": "a"}', "token_ids: must be a list of token ids that is not empty, got 'a'"),
-        ('{"prompt": [1, -2]}', "prompt[1]: must be in [0, 4294967296), got -2"),
+        ('{"prompt": [1, -2]}', "token_ids[1]: must be in [0, 4294967296), got -2"),
         ('{"text": "a", "max_token": 3}', "max_token: unknown field; known are text"),
         ('{"text": "a", "max_tokens": 0}', "max_tokens: must be a whole number of at least 1, got 0"),
         ('{"text": "a", "output_tokens": 1, "max_tokens": 1}', "may have one of max_tokens, output_tokens"),
