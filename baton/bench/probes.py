@@ -87,18 +87,15 @@ class Probes:
 
         The matrices of several layers are multiplied in turn, so that they come from memory, as in a step. More rows
         than a step has are multiplied with one layer, without the output projection, as in a prompt; and no more than
-        2,048, from where the rate is the same. Native kernels compute a step in one call, so the time of the calls
-        themselves is left out: that of as many products of very small matrices. Keeps the matrices from the first call
-        on.
+        2,048, from where the rate is the same. Keeps the matrices from the first call on.
         """
         if self._matrices is None:
             self._matrices = _Matrices(self._shape, self._dtype, self._device, self._library, self._buffer_bytes)
         shape, matrices, rows = self._shape, self._matrices, min(rows, NATIVE_ROWS[-1])
 
         def seconds(rows: int) -> float:
-            calls = self._best(matrices.product(matrices.smallest, rows)) / len(matrices.layers)
             layer = self._best(matrices.product(matrices.layers, rows)) / len(matrices.layers)
-            return shape.num_layers * (layer - calls) + self._best(matrices.product([matrices.head], rows))
+            return shape.num_layers * layer + self._best(matrices.product([matrices.head], rows))
 
         one = seconds(1)
         bandwidth = shape.step_weights * self._dtype.itemsize / one
@@ -159,7 +156,6 @@ class _Matrices:
 
         self.layers = [[matrix(*width) for width in widths] for _ in range(count)]
         self.head = [matrix(shape.hidden_size, shape.vocab_size)]
-        self.smallest = [[matrix(32, 32)] * len(widths)] * count if library is not None else []
         self._input_dtype = dtype if library is None else torch.float32
 
     def product(self, groups: list[list[_Matrix]], rows: int) -> Callable[[], None]:
