@@ -114,11 +114,13 @@ async def test_new_requests_move_to_another_checkpoint_and_no_stream_has_output_
         await until(b.app, lambda: serves(0) or serves(1))
         old, new = (0, 1) if serves(0) else (1, 0)
         b.decode[old].script = one_token
-        streams = [b.call(max_tokens=4) for _ in range(2)]
-        for stream in streams:
+        streams = []
+        # One after the other, so that their attempts start in this order.
+        for _ in range(2):
+            streams.append(b.call(max_tokens=4))
             text = ""
             while len(text) < 2:
-                text += (await stream.read()).choices[0].text
+                text += (await streams[-1].read()).choices[0].text
         b.prefill[old].status.drain()
         await until(b.app, lambda: serves(new))
         assert (await b.answer(max_tokens=2)).text() == "ab"
