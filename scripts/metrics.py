@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from baton.telemetry.metrics import FAMILIES, MAX_TENANTS, OTHER_TENANTS, Family
+from baton.telemetry.metrics import MAX_TENANTS, METRIC_FAMILIES, OTHER_TENANTS, MetricFamily
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 
@@ -31,7 +31,7 @@ it has the metric, with the prefix `baton_`.
 """
 
 
-def row(family: Family) -> str:
+def row(family: MetricFamily) -> str:
     """The row of a family."""
     labels = [f"`{name}`" + (f": {', '.join(values)}" if values else "") for name, values in family.labels.items()]
     return f"| `{family.name}` | {family.kind} | {', '.join(family.roles)} | {'; '.join(labels)} | {family.help} |"
@@ -39,10 +39,10 @@ def row(family: Family) -> str:
 
 def page() -> str:
     """The whole page."""
-    rows = [row(family) for family in FAMILIES.values()]
+    rows = [row(family) for family in METRIC_FAMILIES.values()]
     table = ["| name | kind | exported by | labels | meaning |", "|---|---|---|---|---|", *rows]
     buckets: dict[tuple[float, ...], list[str]] = {}
-    for family in FAMILIES.values():
+    for family in METRIC_FAMILIES.values():
         if family.buckets:
             buckets.setdefault(family.buckets, []).append(f"`{family.name}`")
     bounds = ["| histograms | bounds of buckets |", "|---|---|"]

@@ -20,12 +20,12 @@ from baton.kv.format import KvFormat, attention_parts
 from baton.model.attention import KvCache, SegmentRing, SegmentSource, SegmentViews
 from baton.model.checkpoint import resolve
 from baton.model.config import ModelConfig
-from baton.model.progress import LoadProgress
 from baton.model.tensors import DTYPES, dtype_name
 from baton.model.zeros import RegistrationError
 from baton.native.decoder import NativeDecoder, unsupported
 from baton.native.library import Kernels, select_kernels
 from baton.process import allocator
+from baton.process.load_progress import LoadProgress
 
 _log = logging.getLogger(__name__)
 

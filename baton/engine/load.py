@@ -18,7 +18,6 @@ from baton.model.decoder import Decoder
 from baton.model.fingerprint import model_fingerprint, weights_digest
 from baton.model.layers import TensorParallel
 from baton.model.linear import TensorOptions
-from baton.model.progress import LoadProgress
 from baton.model.tensors import dtype_name
 from baton.model.weights import load_weights
 from baton.native import build as native_build
@@ -26,6 +25,7 @@ from baton.native.decoder import NativeDecoder
 from baton.native.library import isa
 from baton.native.packed import LoadedWeight, PackedWeights, weights_of
 from baton.native.shared import share_weights
+from baton.process.load_progress import LoadProgress
 
 _PACKING = (Path(__file__).parents[1] / "model", Path(native_build.__file__).parent)
 """Folders of the code that reads, merges and computes tensors, and of the code that packs them."""

@@ -26,7 +26,7 @@ from pathlib import Path
 from baton.errors import ModelError
 from baton.model.checkpoint import weight_files
 from baton.model.config import ModelConfig
-from baton.model.progress import PIECE, LoadProgress
+from baton.process.load_progress import PIECE, LoadProgress
 
 _VERSION = 2
 _NOT_HASHED = ("eos_token_ids", "bos_token_id", "dtype", "layers")

@@ -21,7 +21,7 @@ from torch import Tensor
 from baton.errors import ModelError
 from baton.model.checkpoint import weight_files
 from baton.model.decoder import CheckpointTensor, Decoder
-from baton.model.progress import PIECE, LoadProgress
+from baton.process.load_progress import PIECE, LoadProgress
 from baton.process.madvise import bring
 
 _COMPARED_ROWS = 4096

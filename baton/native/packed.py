@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from baton.errors import ModelError
 from baton.model.decoder import Decoder, DecoderLayer, GatedMlp, GroupedAttention
-from baton.model.progress import PIECE, LoadProgress
 from baton.native import abi
+from baton.process.load_progress import PIECE, LoadProgress
 from baton.process.madvise import bring
 
 TYPES = {torch.float32: abi.FLOAT32, torch.bfloat16: abi.BFLOAT16, torch.float16: abi.FLOAT16}

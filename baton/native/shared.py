@@ -32,9 +32,9 @@ import numpy as np
 import torch
 
 from baton.errors import ConfigError
-from baton.model.progress import LoadProgress
 from baton.native.mapping import populate
 from baton.native.packed import LoadedWeight, PackedWeights, write_all
+from baton.process.load_progress import LoadProgress
 from baton.process.madvise import ask_for_huge_pages
 
 Key = Mapping[str, str]

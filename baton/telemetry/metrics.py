@@ -52,7 +52,7 @@ TOKENS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5) if
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class MetricFamily:
     """A metric as exported.
 
     `kind` is counter, gauge or histogram. `labels` has the possible values of each label, or nothing if they are open.
@@ -78,7 +78,7 @@ class Family:
         return tuple(dict.fromkeys((*self.labels, *PROCESS_LABELS)))
 
 
-FAMILIES: dict[str, Family] = {}
+METRIC_FAMILIES: dict[str, MetricFamily] = {}
 """All families by name, in the order of the documentation."""
 
 _METRICS: dict[str, MetricWrapperBase] = {}
@@ -90,12 +90,12 @@ Labels = Mapping[str, Sequence[str]]
 
 def _declare(kind: str, name: str, help: str, roles: Roles, labels: Labels, buckets: tuple[float, ...] = ()) -> None:
     roles = (roles,) if isinstance(roles, str) else tuple(roles)
-    FAMILIES[name] = Family(name, kind, help, roles, labels, buckets)
+    METRIC_FAMILIES[name] = MetricFamily(name, kind, help, roles, labels, buckets)
 
 
 def _kept(name: str, metric: M) -> M:
     _METRICS[name] = metric
-    values = list(FAMILIES[name].labels.values())
+    values = list(METRIC_FAMILIES[name].labels.values())
     if len(values) == 1:
         # A counter must be there at 0, or Prometheus does not see its first increase.
         for value in values[0]:
@@ -365,7 +365,7 @@ class Exposition:
     ) -> None:
         self._role = role
         self._labels = {"model_name": model_name, "role": role}
-        self._metrics = [metric for name, metric in _METRICS.items() if role in FAMILIES[name].roles]
+        self._metrics = [metric for name, metric in _METRICS.items() if role in METRIC_FAMILIES[name].roles]
         self.measure = measure
         self.model = model
         self._model_info: Mapping[str, object] = {}
@@ -395,7 +395,7 @@ class Exposition:
             yield from collector.collect()
 
     def _fact(self, name: str, values: Mapping[str, object]) -> Metric:
-        family = FAMILIES[name]
+        family = METRIC_FAMILIES[name]
         metric = Metric(name, family.help, family.kind)
         labels = {label: str(values.get(label, "")) for label in family.labels}
         metric.samples = [Sample(name, self._labels | labels, 1.0)]

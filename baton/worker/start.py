@@ -22,10 +22,10 @@ from baton.engine.contract import Engine, EngineSpec
 from baton.engine.process import pin_compute_threads
 from baton.errors import ConfigError, EngineError
 from baton.model.checkpoint import resolve, tokenizer_digest
-from baton.model.progress import LoadProgress
 from baton.pb import worker_pb2, worker_pb2_grpc
 from baton.process import allocator, executors
 from baton.process.executors import WORK, EngineThread, wait_to_end
+from baton.process.load_progress import LoadProgress
 from baton.process.ops import serve_ops
 from baton.process.sockets import bind
 from baton.rpc.admin import ADMIN_SERVICE, AdminSources, CacheClearer, CacheSource, LedgerSource, add_admin

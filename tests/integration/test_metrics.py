@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.errors import InvalidRequest
-from baton.telemetry.metrics import DECODE, FAMILIES, PREFILL, ROLES, ROUTER
+from baton.telemetry.metrics import DECODE, METRIC_FAMILIES, PREFILL, ROLES, ROUTER
 from decode_svc.attempts import FailureKind
 from tests.checkpoints import make_checkpoint, prompt_ids
 from tests.fleet import Fleet, serving
@@ -49,9 +49,9 @@ async def scrape(addresses: dict[str, str]) -> Scrape:
             name = f"{family.name}_total" if family.type == "counter" else family.name
             samples = found.setdefault(name, {})
             for sample in family.samples:
-                if name in FAMILIES:
-                    assert sample.name in FAMILIES[name].sample_names
-                    assert set(sample.labels) - {"le"} == set(FAMILIES[name].all_labels), sample
+                if name in METRIC_FAMILIES:
+                    assert sample.name in METRIC_FAMILIES[name].sample_names
+                    assert set(sample.labels) - {"le"} == set(METRIC_FAMILIES[name].all_labels), sample
                     assert sample.labels["model_name"] == "m"
                 samples[sample.name, *sorted(sample.labels.values())] = sample.value
         return found
@@ -102,8 +102,8 @@ async def test_each_family_is_exported_by_its_roles_and_moves(tmp_path: Path) ->
         await until(lambda now: value(now[ROUTER], "baton_workers", "decode") == 0)
     for role in ROLES:
         exported = {name for name in before[role] if name.startswith("baton_")}
-        assert exported == {name for name, family in FAMILIES.items() if role in family.roles}
-    assert seen >= FAMILIES.keys() - CONSTANT - MOVED_ELSEWHERE.keys()
+        assert exported == {name for name, family in METRIC_FAMILIES.items() if role in family.roles}
+    assert seen >= METRIC_FAMILIES.keys() - CONSTANT - MOVED_ELSEWHERE.keys()
 
 
 def value(families: dict[str, Samples], name: str, *labels: str) -> float:

@@ -91,7 +91,7 @@ def _sizes(figure: Figure, layout: str = "{}") -> str:
     return layout.format(f"{figure.value / 1e9:,.3f} GB, {figure.value / 2**30:,.3f} GiB")
 
 
-class Model(click.ParamType[ModelShape]):
+class ShapeParam(click.ParamType[ModelShape]):
     """A model by directory, config.json or name."""
 
     name = "MODEL"

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from baton.cli.plan.figures import BOOK, Figure, Model, output_options, show
+from baton.cli.plan.figures import BOOK, Figure, ShapeParam, output_options, show
 from baton.config.options import Size, usage_errors
 from baton.config.values import format_bytes
 from baton.engine.config import default_page_size, default_segment_tokens
@@ -95,7 +95,7 @@ class _Rank:
 
 
 @click.command()
-@click.argument("model", type=Model())
+@click.argument("model", type=ShapeParam())
 @click.option("--memory", type=Size(), multiple=True, help="Memory of a device, such as 80GiB; may be repeated.")
 @click.option("--weight-bits", type=_BITS, default=16, show_default=True, help="Bits of an element of the weights.")
 @click.option("--kv-bits", type=_BITS, default=16, show_default=True, help="Bits of an element of KV.")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import click
 
-from baton.cli.plan.figures import BOOK, Figure, Model, output_options, show
+from baton.cli.plan.figures import BOOK, Figure, ShapeParam, output_options, show
 from baton.config.options import usage_errors
 from baton.planner import communication, memory
 from baton.planner.communication import Parallelism, Workload
@@ -44,7 +44,7 @@ class _Plan:
 
 
 @click.command()
-@click.argument("model", type=Model())
+@click.argument("model", type=ShapeParam())
 @click.option("--hardware", required=True, help="A name, such as h100.")
 @click.option("--tensor-parallel", type=_COUNT, default=1, show_default=True, help="Devices that share each layer.")
 @click.option("--pipeline-parallel", type=_COUNT, default=1, show_default=True, help="Stages that share the layers.")

@@ -9,7 +9,7 @@ import click
 
 from baton.cli.options import Counts, ReportFile, extra_installed
 from baton.cli.picture import Series, chart
-from baton.cli.plan.figures import BOOK, Figure, Model, number, output_options, show
+from baton.cli.plan.figures import BOOK, Figure, ShapeParam, number, output_options, show
 from baton.config.options import usage_errors
 from baton.engine.contract import min_overlap_chunk
 from baton.planner.hardware import WIDTHS, Hardware, hardware_named
@@ -50,7 +50,7 @@ _FRONT_BATCHES = tuple(1 << power for power in range(11))
 
 
 @click.command()
-@click.argument("model", type=Model())
+@click.argument("model", type=ShapeParam())
 @click.option("--hardware", required=True, help="Name of a device, such as h100; `this` measures this machine.")
 @click.option("--batch", type=Counts(), default="1,8,32,128", show_default=True, help="Sequences of a step.")
 @click.option("--context", type=Counts(), default="8192", show_default=True, help="Tokens of each sequence.")

@@ -198,7 +198,7 @@ from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
 from baton.model.layers import TensorParallel
 from baton.model.linear import TensorOptions
-from baton.model.progress import LoadProgress
+from baton.process.load_progress import LoadProgress
 from baton.model.weights import load_weights
 
 def status(field):

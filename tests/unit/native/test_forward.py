@@ -18,10 +18,10 @@ from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
 from baton.model.layers import TensorParallel
 from baton.model.linear import TensorOptions
-from baton.model.progress import LoadProgress
 from baton.native import abi
 from baton.native.decoder import NativeDecoder
 from baton.native.packed import PackedWeight, PackedWeights, weights_of
+from baton.process.load_progress import LoadProgress
 from tests.effort import fuzz
 
 CPU = torch.device("cpu")

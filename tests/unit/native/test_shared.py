@@ -18,11 +18,11 @@ import torch
 from baton.engine import load
 from baton.engine.load import load_model
 from baton.errors import ConfigError
-from baton.model.progress import LoadProgress
 from baton.native import mapping, shared
 from baton.native.decoder import NativeDecoder
 from baton.native.packed import LoadedWeight, PackedWeights
 from baton.native.shared import share_weights
+from baton.process.load_progress import LoadProgress
 from tests.checkpoints import make_checkpoint, prompt_ids
 from tests.kernels import LIBRARY, needs_native
 from tests.unit.model.runner import chunked_logits

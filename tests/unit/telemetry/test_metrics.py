@@ -12,7 +12,7 @@ import yaml
 from baton.kv.format import KvFormat, KvPart
 from baton.lifecycle import Lifecycle, State
 from baton.telemetry import metrics
-from baton.telemetry.metrics import FAMILIES, MAX_TENANTS, OTHER_TENANTS, Exposition, tenant_label
+from baton.telemetry.metrics import MAX_TENANTS, METRIC_FAMILIES, OTHER_TENANTS, Exposition, tenant_label
 from router.load import UNKNOWN_RATE, queued_seconds
 from router.placement.policy import DecodeView, FleetView, PrefillView
 from router.placement.waiter import PlacementRequest
@@ -108,7 +108,7 @@ SERIES = re.compile(r"\b([a-zA-Z_]\w*)\b(?:\{([^}]*)\})?")
 
 def problems(query: str) -> list[str]:
     """Names of series and labels that do not exist, and values that a label never has."""
-    names = {name: family for family in FAMILIES.values() for name in family.sample_names}
+    names = {name: family for family in METRIC_FAMILIES.values() for name in family.sample_names}
     found, labels_of = [], set[str](TARGET)
     grouped = [
         label for each in re.findall(r"\b(?:by|on|group_left)\s*\(([^)]*)\)", query) for label in each.split(",")

@@ -16,8 +16,8 @@ from baton.engine.contract import EngineSpec
 from baton.engine.fake import FakeEngine
 from baton.kv.format import KvFormat, KvPart
 from baton.ledger import CacheTier, Ledger
-from baton.model.progress import LoadProgress
 from baton.pb import worker_pb2, worker_pb2_grpc
+from baton.process.load_progress import LoadProgress
 from baton.rpc.channel import control_channel
 from baton.telemetry.metrics import Exposition
 from baton.worker import health as health_module

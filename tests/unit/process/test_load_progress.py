@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from baton.model.progress import LoadProgress
+from baton.process.load_progress import LoadProgress
 
 MIB = 1 << 20
 
