@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import faulthandler
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,37 @@ class WorkerProbes:
         async with serve_ops(address, self.metrics, **problems) as listener:
             self.address = listener.address
             yield
+
+    @contextlib.contextmanager
+    def running(
+        self,
+        status: StatusHub,
+        watchdog: Watchdog,
+        stall_s: float,
+        hangs: Callable[[], bool],
+        measure: Callable[[], None],
+    ) -> Iterator[None]:
+        """Answer for a worker that runs, until the block ends; after that it is not ready, and its gauges stay.
+
+        It is not ready while it drains, or makes no progress for `stall_s` seconds, and not live once it `hangs`.
+        `measure` sets the gauges of the worker.
+        """
+
+        def not_ready() -> str:
+            if status.draining:
+                return "not ready: the worker drains"
+            stalled_s = watchdog.stalled_s()
+            return f"not ready: no progress for {stalled_s:.0f} s" if stalled_s >= stall_s else ""
+
+        identity = status.identity
+        self.metrics.model = lambda: {"fingerprint": identity.fingerprint, "max_model_len": identity.max_model_len}
+        self.metrics.measure, self.not_ready = measure, not_ready
+        self.not_live = lambda: "not live: the engine hangs" if hangs() else ""
+        try:
+            yield
+        finally:
+            # A scrape may come after the engine is closed.
+            self.metrics.measure, self.not_ready = (lambda: None), (lambda: "not ready: the worker stops")
 
     async def say(self) -> None:
         """Log the progress of the load regularly, and once that it stands still, until cancelled."""
@@ -215,8 +246,8 @@ async def serve_listeners(
     engine hangs, the stacks of all threads are logged, /live turns negative, and `fail` is called. Raises
     ConfigError naming an address that is not allowed or already in use. With `tls`, control accepts calls of
     CONTROL_ROLES only, kv of KV_ROLES. Admin uses `ledger`, `cache` and `clear`. `measure` sets the gauges of the
-    worker, before each scrape. The kv service verifies tickets with
-    `tickets`, and `status` reports their key ids to routers.
+    worker, before each scrape. The kv service verifies tickets with `tickets`, and `status` reports their key ids to
+    routers.
     """
 
     def add_control(server: grpc.aio.Server) -> None:
@@ -254,23 +285,10 @@ async def serve_listeners(
         stack.push_async_callback(wait_to_end, watching)
         stack.callback(watching.cancel)
 
-        def not_ready() -> str:
-            if status.draining:
-                return "not ready: the worker drains"
-            stalled_s = watchdog.stalled_s()
-            return f"not ready: no progress for {stalled_s:.0f} s" if stalled_s >= config.stall_s else ""
+        def hangs() -> bool:
+            return watching.done() and not watching.cancelled()
 
-        def not_live() -> str:
-            return "not live: the engine hangs" if watching.done() and not watching.cancelled() else ""
-
-        def end() -> None:
-            probes.not_ready = lambda: "not ready: the worker stops"
-
-        identity = status.identity
-        probes.metrics.measure = measure
-        probes.metrics.model = lambda: {"fingerprint": identity.fingerprint, "max_model_len": identity.max_model_len}
-        probes.not_ready, probes.not_live = not_ready, not_live
-        stack.callback(end)
+        stack.enter_context(probes.running(status, watchdog, config.stall_s, hangs, measure))
         yield WorkerAddresses(control_listener.address, kv_listener.address, probes.address)
 
 

@@ -22,7 +22,6 @@ another are one. Workers with the old fingerprint then get no new requests, and 
     old:  P P D D   P P D drains         . . D drains        (the streams there end)
     new:  refused   P and D refused      P D accepted        P P D D
 
-
 A prefill worker is also refused if this router can't sign the tickets that it asks for. Because keys can be replaced at
 any time, accepted workers are checked for this at each status as well.
 """

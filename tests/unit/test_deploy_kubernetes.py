@@ -37,7 +37,7 @@ SECRETS = {
     *("baton-fleet", "baton-redis", "baton-hf", "baton-ticket-key", "baton-ticket-keys", "baton-api-keys"),
     *(f"baton-{name}-tls" for name in ("router", "prefill", "decode", "redis", "gateway", "ingress")),
 }
-"""What users or cert-manager create."""
+"""Objects that users or cert-manager create."""
 
 Document = dict[str, Any]
 KUSTOMIZE = ["kustomize", "build"] if shutil.which("kustomize") else ["kubectl", "kustomize"]
@@ -341,7 +341,7 @@ def test_fleets_are_secure_or_say_that_they_are_not(documents: list[Document]) -
 # ------------------------------------------------------------------------------------------------- references
 
 
-def test_what_is_named_exists(documents: list[Document]) -> None:
+def test_all_named_objects_exist(documents: list[Document]) -> None:
     prefix = "(chat-|code-|)"
     secrets = re.compile(prefix + "(" + "|".join(sorted(SECRETS)) + ")")
     for workload, _, pod in pods(documents):

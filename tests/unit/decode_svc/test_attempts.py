@@ -88,7 +88,7 @@ def test_malformed_and_too_large_reservations_are_refused(
     assert len(attempts) == 0
 
 
-def test_what_could_not_be_generated_alone_in_an_empty_pool_is_refused_however_little_is_reserved() -> None:
+def test_a_request_that_does_not_fit_alone_into_an_empty_pool_is_refused_however_little_is_reserved() -> None:
     with pytest.raises(ReservationTooLarge, match="needs 10 pages, there are 9"):
         size_reservation(engine(pages=9).spec, Reserve(KEY, 10, 30, 1), 1)
     assert size_reservation(engine(pages=10).spec, Reserve(KEY, 10, 30, 1), 1).pages == 3

@@ -114,7 +114,7 @@ async def test_blocks_evicted_meanwhile_are_not_copied(rig: Rig) -> None:
     rig.engine.free(thief)
 
 
-async def test_whoever_wants_pages_gets_those_of_copies_and_the_copies_end(rig: Rig) -> None:
+async def test_a_reservation_gets_the_pages_of_copies_and_the_copies_end(rig: Rig) -> None:
     names = rig.engine.published()
     rig.engine.gate.clear()
     rig.backs.add(PublishedBlocks("r/0", names, 0))

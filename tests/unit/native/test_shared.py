@@ -289,7 +289,9 @@ def test_a_slow_builder_is_left(path: str, monkeypatch: pytest.MonkeyPatch, capl
     assert re.search(r"a worker \(process \d+ on .+\) builds it, with no progress for 0.1 s; this", caplog.text)
 
 
-def test_who_waits_tells_for_whom_and_how_far_it_is(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_waiting_worker_tells_for_which_worker_and_how_far_that_is(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shared, "_WAIT_S", 60.0)
     builder, waiter, go_on = LoadProgress("prefill-7"), LoadProgress("decode-0"), threading.Event()
     packing = threading.Event()

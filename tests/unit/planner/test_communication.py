@@ -53,7 +53,7 @@ def test_small_collectives_are_bound_by_latency(size: int, bound: bool) -> None:
 @pytest.mark.parametrize("name", ["v5e", "h100", "4090"])
 @pytest.mark.parametrize("devices", [2, 3, 8, 64])
 @pytest.mark.parametrize("size", [1, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 26])
-def test_what_is_bound_by_latency_takes_the_time_of_its_hops(name: str, devices: int, size: int) -> None:
+def test_an_all_reduce_bound_by_latency_takes_the_time_of_its_hops(name: str, devices: int, size: int) -> None:
     hardware = HARDWARE[name]
     hops = devices // 2 if hardware.axes else 1
     seconds = communication.all_reduce_seconds(size, devices, hardware)

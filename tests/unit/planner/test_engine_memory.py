@@ -36,7 +36,7 @@ TOKENS = 100
 
 @dataclass
 class Allocated:
-    """What was allocated while an engine was built."""
+    """Memory that was allocated while an engine was built."""
 
     models: list[LoadedModel] = field(default_factory=list)
     pools: list[KvCache] = field(default_factory=list)

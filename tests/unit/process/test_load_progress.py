@@ -36,7 +36,7 @@ def test_bytes_files_and_time_left_are_told(caplog: pytest.LogCaptureFixture) ->
     ]
 
 
-def test_what_another_worker_had_done_before_does_not_count_for_the_time_left() -> None:
+def test_bytes_that_another_worker_had_done_before_do_not_count_for_the_time_left() -> None:
     times = Times()
     progress = times.progress()
     progress.begin("waiting for p, which packs", 100 * MIB, done=80 * MIB)

@@ -1,4 +1,4 @@
-"""What a router reads of a checkpoint at its start, and says about it."""
+"""Files of a checkpoint that a router reads at its start, and its words about them."""
 
 import json
 import logging
