@@ -112,6 +112,7 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
                 cache=cache_tiers.list_tiers,
                 clear=cache_tiers.clear,
                 fail=worker.fail_engine,
+                watch_failure=base.engine.watch_failure,
                 measure=worker.measure,
             )
         )

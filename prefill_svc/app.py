@@ -107,6 +107,7 @@ async def run(config: PrefillConfig, *, engine: Engine | None = None) -> AsyncIt
                 cache=backends.cache_tiers.list_tiers,
                 clear=backends.cache_tiers.clear,
                 fail=worker.fail_engine,
+                watch_failure=base.engine.watch_failure,
                 measure=worker.measure,
             )
         )

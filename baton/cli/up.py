@@ -72,6 +72,8 @@ class UpOptions:
 
     prefill: int
     decode: int
+    prefill_tp: int
+    decode_tp: int
     grpc: str
     redis: str
     redis_memory: int
@@ -86,12 +88,16 @@ class UpOptions:
         """Name of the model for clients."""
         return str(self.services["served_model_name"])
 
+    def ranks(self, role: str) -> int:
+        """Processes of a worker of this role that share each layer."""
+        return {"prefill": self.prefill_tp, "decode": self.decode_tp}[role]
+
     def flags(self, role: str, name: str, secure: SecureFleet | None) -> list[str]:
         """The flags of the service `name`, without the listeners of workers and the router's list of workers."""
         if role == "router":
             own = {"grpc": self.grpc, "ops": "127.0.0.1:0", "insecure": self.insecure}
         else:
-            own = {"worker_id": name, "threads": self.threads}
+            own = {"worker_id": name, "threads": self.threads, "tensor_parallel": self.ranks(role)}
         known = {field.name for field in fields(ROLES[role])}
         given = {setting: value for setting, value in self.services.items() if setting in known}
         tls = [] if secure is None else secure.router_flags() if role == "router" else secure.worker_flags(name)
@@ -132,15 +138,16 @@ def _check_services(options: UpOptions) -> None:
 
 
 def _threads(options: UpOptions) -> int:
-    """Compute threads of each worker; raises click.BadParameter for more than there are cores."""
-    workers, there, usable = options.prefill + options.decode, cores.affinity(), cores.usable()
+    """Compute threads of each rank of each worker; raises click.BadParameter for more than there are cores."""
+    ranks = options.prefill * options.prefill_tp + options.decode * options.decode_tp
+    there, usable = cores.affinity(), cores.usable()
     if options.threads > there:
         raise _bad("--threads", f"{options.threads} are more than the {there} cores that this process may use")
-    if options.threads > 1 and options.threads * workers > usable:
+    if options.threads > 1 and options.threads * ranks > usable:
         # This is not an error: workers that are busy at different times may share cores.
-        words = f"warning: --threads {options.threads} for each of {workers} workers, on {usable} cores"
+        words = f"warning: --threads {options.threads} for each of {ranks} workers, on {usable} cores"
         click.echo(f"{words}: workers that compute at the same time slow each other down", err=True)
-    return options.threads or max(1, usable // workers)
+    return options.threads or max(1, usable // ranks)
 
 
 def _check_grpc(options: UpOptions) -> None:
@@ -251,6 +258,8 @@ _FIELDS = {field.name: field for role in reversed(ROLES.values()) for field in f
 )
 @click.option("--prefill", type=click.IntRange(1, 64), default=1, show_default=True, help="Prefill workers.")
 @click.option("--decode", type=click.IntRange(1, 64), default=1, show_default=True, help="Decode workers.")
+@click.option("--prefill-tp", type=click.IntRange(1), default=1, show_default=True, help="Ranks of a prefill worker.")
+@click.option("--decode-tp", type=click.IntRange(1), default=1, show_default=True, help="Ranks of a decode worker.")
 @click.option("--redis-memory", type=Size(), default="256MiB", show_default=True, help="Memory of the embedded server.")
 @click.option(
     "--secure",

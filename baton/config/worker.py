@@ -72,7 +72,14 @@ class WorkerConfig(Settings):
         minimum=0,
     )
     block_size: int = option(16, help="Tokens in a block of prefix hashing, the same in the whole fleet.", minimum=1)
-    threads: int = option(0, help="Compute threads, at most one per core; 0: one per core.", minimum=0)
+    tensor_parallel: int = option(
+        1, help="Processes that share each layer of the model, on a CPU; the worker is one of them.", minimum=1
+    )
+    threads: int = option(
+        0,
+        help="Compute threads of each process of --tensor-parallel, in all at most one per core; 0: all cores.",
+        minimum=0,
+    )
     cpus: str = option("", help="Cores that the worker uses, such as 0-3,8; empty: all that it may use.")
     control: str = option("127.0.0.1:0", help="Listener for routers; port 0: any free one.", unit="address")
     kv: str = option("127.0.0.1:0", help="Listener for KV transfers.", unit="address")
@@ -143,6 +150,8 @@ class WorkerConfig(Settings):
             num_kv_buffers=self.num_kv_buffers,
             block_size=self.block_size,
             threads=self.threads,
+            tensor_parallel=self.tensor_parallel,
+            pin_threads=bool(self.cpus),
         )
 
 

@@ -55,13 +55,15 @@ class EngineConfig:
     kv_memory        bytes of the page pool; 0 means automatic
     slots            slots of the generation batch; 0 on a prefill worker
     block_size       number of tokens in a prefix block, the same for all workers
-    threads          torch's threads on a CPU; 0 means torch's choice
+    threads          compute threads of a rank on a CPU; 0 means torch's choice, or the cores divided by the ranks
     kv_home          memory of the pages: device, host, or auto (the device, and host memory for long sequences)
     host_memory      bytes of pages in host memory if `kv_home` is auto; 0 means automatic
     cache_memory     bytes of host memory that a prefix cache takes beside the pool
     segment_tokens   number of tokens of KV in host memory to which attention is computed at once; 0 means
                      `default_segment_tokens`
     num_kv_buffers   number of device buffers for segments
+    tensor_parallel  number of ranks, each with a share of every layer
+    pin_threads      whether each compute thread gets a core of its own
     packed_weights   file in which the workers of a host share the weights of native kernels; "" means no sharing
     """
 
@@ -82,6 +84,8 @@ class EngineConfig:
     segment_tokens: int = 0
     num_kv_buffers: int = 3
     packed_weights: str = ""
+    tensor_parallel: int = 1
+    pin_threads: bool = False
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -106,7 +110,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value < 0:
                 raise ConfigError(f"{name}: must be 0 or more, got {value}")
-        for name, least in (("block_size", 1), ("num_kv_buffers", 2)):
+        for name, least in (("block_size", 1), ("num_kv_buffers", 2), ("tensor_parallel", 1)):
             if (value := getattr(self, name)) < least:
                 raise ConfigError(f"{name}: must be {least} or more, got {value}")
         if self.kv_home not in KV_HOMES:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from baton.errors import NoToken
+from baton.errors import EngineError, NoToken
 from baton.kv.format import KvFormat, PartData
 from baton.request import SequenceState, TokenInfo
 
@@ -334,6 +334,12 @@ class Engine(Protocol):
         """Call `returned` when pages have returned to the pool, from any thread, without a lock.
 
         It must be quick and not raise. There is one watcher; None removes it.
+        """
+
+    def watch_failure(self, failed: Callable[[EngineError], object]) -> None:
+        """Call `failed`, from any thread, when the engine can't compute any more, because another process has died.
+
+        It must be quick and not raise. There is one watcher.
         """
 
     def audit(self) -> dict[str, int]:

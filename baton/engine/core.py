@@ -183,6 +183,9 @@ class EngineCore:
     def watch_pages(self, returned: Callable[[], object] | None) -> None:
         self._kv.pool.watch_pages(returned)
 
+    def watch_failure(self, failed: Callable[[EngineError], object]) -> None:
+        self.executor.watch_failure(failed)
+
     def audit(self) -> dict[str, int]:
         return self._kv.pool.audit()
 
@@ -190,6 +193,7 @@ class EngineCore:
         self._inflight.undo(EngineError("the engine was closed"))
         self._kv.forget_plans()
         self._kv.free_all()
+        self.executor.close()
 
     @contextmanager
     def _written(self, handle: KvHandle, tokens: range) -> Iterator[Sequence[int]]:
@@ -234,8 +238,8 @@ class EngineCore:
             # The pass had no step, so it has changed no state of a slot.
             return lambda: PlanResult((RowResult(),) * len(rows))
         except BaseException:
-            if step_rows:
-                self._kv.forget_plans()
+            # Another rank may have failed with a pass before this one.
+            self._kv.forget_plans()
             raise
         finally:
             self._stepping = False

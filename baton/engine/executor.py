@@ -1,7 +1,7 @@
 """Executors pass the engine's plans to ModelRunners, and the results back.
 
-InProcessExecutor has one rank, in this process. An executor of several ranks would have a process for each. A failed
-plan is never repaired: after a failed step, the next step resets every rank (`baton.engine.plan`).
+InProcessExecutor has one rank, in this process. RanksExecutor (`baton.engine.ranks`) has several, with a process for
+each. A failed plan is never repaired: after a failed pass, the next step resets every rank (`baton.engine.plan`).
 """
 
 from __future__ import annotations
@@ -85,6 +85,12 @@ class Executor(Protocol):
         Raises PassEnded if `on_layer` has raised it. For other failures both functions raise BatonError.
         """
 
+    def watch_failure(self, failed: Callable[[EngineError], object]) -> None:
+        """Call `failed`, from any thread, when no plan can be computed any more, because a rank has died or hangs."""
+
+    def close(self) -> None:
+        """End the processes of ranks."""
+
 
 class InProcessExecutor:
     """Executor of one rank, which computes on the engine thread."""
@@ -100,18 +106,25 @@ class InProcessExecutor:
         return self.runner.work_counter()
 
     def launch(self, plan: ForwardPlan, on_layer: OnLayer | None = None) -> Callable[[], PlanResult]:
-        with _as_engine_errors():
+        with as_engine_errors():
             wait = self.runner.sample(plan, self.runner.forward(plan, on_layer))
 
         def result() -> PlanResult:
-            with _as_engine_errors():
+            with as_engine_errors():
                 return wait()
 
         return result
 
+    def watch_failure(self, failed: Callable[[EngineError], object]) -> None:
+        """There is no other process that could die."""
+
+    def close(self) -> None:
+        """There is no other process to end."""
+
 
 @contextmanager
-def _as_engine_errors() -> Iterator[None]:
+def as_engine_errors() -> Iterator[None]:
+    """Raise EngineError instead of errors of other libraries."""
     try:
         yield
     except (BatonError, PassEnded):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 
@@ -13,18 +15,24 @@ from baton.engine.config import EngineConfig, default_page_size, default_segment
 from baton.engine.contract import EngineSpec, min_overlap_chunk
 from baton.engine.core import EngineCore
 from baton.engine.executor import InProcessExecutor
+from baton.engine.kv_memory import HeadShard, ShardedMemory, TorchMemory
 from baton.engine.load import LoadedModel, load_model
 from baton.engine.model_runner import ModelRunner
+from baton.engine.process import pin_compute_threads
+from baton.engine.ranks import Launch, Ranks, RanksExecutor, launch_process
 from baton.errors import ConfigError
 from baton.kv.format import KvFormat, attention_parts
 from baton.model.attention import KvCache, SegmentRing, SegmentSource, SegmentViews
 from baton.model.checkpoint import resolve
 from baton.model.config import ModelConfig
+from baton.model.layers import unsplittable
 from baton.model.tensors import DTYPES, dtype_name
-from baton.model.zeros import RegistrationError
+from baton.model.zeros import RegistrationError, SharedMemory
+from baton.native.collective import Collective, exchange_floats, shared_memory
 from baton.native.decoder import NativeDecoder, unsupported
-from baton.native.library import Kernels, select_kernels
-from baton.process import allocator
+from baton.native.library import Kernels, NativeUnavailable, select_kernels
+from baton.native.library import load as load_library
+from baton.process import allocator, cores
 from baton.process.load_progress import LoadProgress
 
 _log = logging.getLogger(__name__)
@@ -45,14 +53,41 @@ _COPY_BYTES = 1 << 26
 _REPEATS = 5
 
 
-def build(config: EngineConfig, steps_ahead: int | None = None, progress: LoadProgress | None = None) -> EngineCore:
+def build(
+    config: EngineConfig,
+    steps_ahead: int | None = None,
+    progress: LoadProgress | None = None,
+    launch: Launch = launch_process,
+) -> EngineCore:
     """Load the model and allocate the pool; takes seconds to minutes, so not on an event loop.
 
     `steps_ahead` is that of the spec; by default 1 on CUDA, and 0 on a CPU, where `launch` computes the step.
-    `progress` is that of the load. Raises ConfigError with a field that does not fit the machine or the model,
-    ModelError for the checkpoint.
+    `progress` is that of the load. `launch` starts the process of a rank; the calling thread must live as long as the
+    engine then. Raises ConfigError with a field that does not fit the machine or the model, ModelError for the
+    checkpoint.
     """
     progress = progress or LoadProgress()
+    began = time.monotonic()
+    with ExitStack() as stack:
+        ranks = collective = None
+        if config.tensor_parallel > 1:
+            floats = _check_ranks(config)
+            ranks = Ranks(config, floats, shared_memory(config.tensor_parallel, floats), launch)
+            stack.callback(ranks.close)
+            collective = Collective(ranks.file, 0, ranks.size, floats)
+            ranks.attach(collective)
+        model = load(config, progress, collective)
+        if ranks is not None:
+            ranks.wait_loaded(progress)
+        progress.begin("making the KV pool")
+        engine = assemble(model, config, steps_ahead, ranks)
+        stack.pop_all()
+    _log_loaded(model, engine.spec, time.monotonic() - began)
+    return engine
+
+
+def load(config: EngineConfig, progress: LoadProgress, collective: Collective | None = None) -> LoadedModel:
+    """Load the model, or with `collective` the shard of its rank. Errors as in `build`."""
     path = resolve(config.model)
     model_config = ModelConfig.from_pretrained(path)
     device = _device(config.device)
@@ -63,10 +98,9 @@ def build(config: EngineConfig, steps_ahead: int | None = None, progress: LoadPr
     kv_dtype = dtype if config.kv_dtype == "auto" else DTYPES[config.kv_dtype]
     kernels = kernels.unless(unsupported(model_config, dtype, kv_dtype), config.kernels)
     _log.info("kernels: %s", kernels)
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    if threads := config.threads or (collective and max(1, cores.usable() // collective.size)):
+        torch.set_num_threads(threads)
     _check_free_memory("kv_memory", config.kv_memory, _home(config, device))
-    began = time.monotonic()
     model = load_model(
         path,
         dtype=dtype,
@@ -74,26 +108,32 @@ def build(config: EngineConfig, steps_ahead: int | None = None, progress: LoadPr
         native=kernels.library,
         packed_weights=config.packed_weights,
         progress=progress,
+        collective=collective,
     )
-    progress.begin("making the KV pool")
     # Loading used more memory than the weights, which is not needed again.
     allocator.trim()
     if device.type == "cpu":
         # Done before the pool is made, which gets its huge pages in the background.
         huge_pages.collapse()
-    engine = assemble(model, config, steps_ahead)
-    _log_loaded(model, engine.spec, time.monotonic() - began)
-    return engine
+    if config.pin_threads:
+        pin_compute_threads(model.parallel.rank * torch.get_num_threads())
+    return model
 
 
-def assemble(model: LoadedModel, config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
-    """Make an engine over a loaded model, with its pool; arguments and errors as in `build`."""
+def assemble(
+    model: LoadedModel, config: EngineConfig, steps_ahead: int | None = None, ranks: Ranks | None = None
+) -> EngineCore:
+    """Make an engine over a loaded model, with its pool; arguments and errors as in `build`.
+
+    `ranks` has the other ranks, if `model` is the shard of one.
+    """
     device = model.device
     max_model_len = _max_model_len(config.max_model_len, model.config.max_position_embeddings)
     kv_dtype = model.dtype if config.kv_dtype == "auto" else DTYPES[config.kv_dtype]
     kv_format = _kv_format(model, kv_dtype, config.block_size)
     page_size = config.page_size or default_page_size(device.type, max_model_len)
-    page_bytes = kv_format.token_bytes * page_size
+    heads = len(model.parallel.kv_heads(kv_format.heads)) * model.parallel.size
+    page_bytes = kv_format.token_bytes * page_size * heads // kv_format.heads
     pages = _pages(config, page_bytes, page_size, max_model_len, _home(config, device))
     host_pages = _host_pages(config, page_bytes, pages, -(-max_model_len // page_size), device)
     device_pages = 0 if config.kv_home == "host" else pages
@@ -110,20 +150,56 @@ def assemble(model: LoadedModel, config: EngineConfig, steps_ahead: int | None =
         host_pages=host_pages,
         min_overlap_chunk=_min_overlap_chunk(model, kv_dtype, device) if host_pages else 0,
     )
-    kv = _kv_cache(config, model, spec, kv_dtype)
-    runner = ModelRunner(model, kv, spec, _source(config, model, kv, spec))
-    return EngineCore(spec, InProcessExecutor(runner))
+    kv = make_kv_cache(config, model, spec)
+    runner = make_runner(config, model, kv, spec)
+    if ranks is None:
+        return EngineCore(spec, InProcessExecutor(runner))
+    caches = [kv, *(make_kv_cache(config, model, spec, SharedMemory(file)) for file in ranks.kv_files)]
+    shards = [
+        HeadShard(TorchMemory(each), replace(model.parallel, rank=rank).kv_heads(kv_format.heads))
+        for rank, each in enumerate(caches)
+    ]
+    ranks.share_pages(spec)
+    return EngineCore(spec, RanksExecutor(runner, ShardedMemory(shards), ranks))
 
 
-def _kv_cache(config: EngineConfig, model: LoadedModel, spec: EngineSpec, dtype: torch.dtype) -> KvCache:
+def make_kv_cache(
+    config: EngineConfig, model: LoadedModel, spec: EngineSpec, shared: SharedMemory | None = None
+) -> KvCache:
+    """Pages of one rank, of the KV heads of `model`; in `shared`, if it is given."""
     # On CUDA there is one more page: rows of a graph without a sequence write to it.
     device_pages = spec.device_pages + int(model.device.type == "cuda")
+    dtype = DTYPES[spec.kv_format.parts[0].dtype]
     try:
-        return model.new_kv_cache(device_pages, spec.page_size, dtype, spec.host_pages)
+        return model.new_kv_cache(device_pages, spec.page_size, dtype, spec.host_pages, shared)
     except RegistrationError as error:
         name = "kv_memory" if config.kv_home == "host" else "host_memory"
         given = getattr(config, name) or "automatic"
         raise ConfigError(f"{name}: {given}: {error}") from error
+
+
+def make_runner(config: EngineConfig, model: LoadedModel, kv: KvCache, spec: EngineSpec) -> ModelRunner:
+    """The runner of one rank."""
+    return ModelRunner(model, kv, spec, _source(config, model, kv, spec))
+
+
+def _check_ranks(config: EngineConfig) -> int:
+    """Check that the model can be split over the ranks, and return the size of the buffers of their collective.
+
+    Raises ConfigError, which names the degrees that would do.
+    """
+    size, device = config.tensor_parallel, _device(config.device)
+    if device.type != "cpu":
+        raise ConfigError(f"tensor_parallel: {size} ranks run on a CPU, the device is {device}")
+    try:
+        load_library()
+    except NativeUnavailable as error:
+        raise ConfigError(f"tensor_parallel: {size} ranks need the native library: {error}") from None
+    model = ModelConfig.from_pretrained(resolve(config.model))
+    if problem := unsplittable(model, size):
+        degrees = [str(degree) for degree in range(1, model.num_heads + 1) if not unsplittable(model, degree)]
+        raise ConfigError(f"tensor_parallel: {problem}; {', '.join(degrees)} would do")
+    return exchange_floats(model.hidden_size)
 
 
 def _source(config: EngineConfig, model: LoadedModel, kv: KvCache, spec: EngineSpec) -> SegmentSource | None:

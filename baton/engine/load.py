@@ -20,11 +20,13 @@ from baton.model.layers import TensorParallel
 from baton.model.linear import TensorOptions
 from baton.model.tensors import dtype_name
 from baton.model.weights import load_weights
+from baton.model.zeros import SharedMemory
 from baton.native import build as native_build
+from baton.native.collective import Collective
 from baton.native.decoder import NativeDecoder
 from baton.native.library import isa
 from baton.native.packed import LoadedWeight, PackedWeights, weights_of
-from baton.native.shared import share_weights
+from baton.native.shared import is_held_open, share_weights
 from baton.process.load_progress import LoadProgress
 
 _PACKING = (Path(__file__).parents[1] / "model", Path(native_build.__file__).parent)
@@ -44,10 +46,18 @@ class LoadedModel:
     parallel: TensorParallel
 
     def new_kv_cache(
-        self, num_pages: int, page_size: int, dtype: torch.dtype | None = None, host_pages: int = 0
+        self,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype | None = None,
+        host_pages: int = 0,
+        shared: SharedMemory | None = None,
     ) -> KvCache:
-        """Zeroed pages for this rank's layers and heads; `dtype` defaults to the compute dtype."""
-        heads = self.parallel.divide("num_key_value_heads", self.config.num_kv_heads)
+        """Zeroed pages for this rank's layers and heads; `dtype` defaults to the compute dtype.
+
+        They are in `shared`, if it is given.
+        """
+        heads = len(self.parallel.kv_heads(self.config.num_kv_heads))
         parts = attention_parts(dtype_name(dtype or self.dtype), heads, self.config.head_dim)
         return KvCache.allocate(
             parts,
@@ -56,6 +66,7 @@ class LoadedModel:
             host_pages=host_pages,
             page_size=page_size,
             device=self.device,
+            shared=shared,
         )
 
 
@@ -68,16 +79,21 @@ def load_model(
     native: CDLL | None = None,
     packed_weights: str = "",
     progress: LoadProgress | None = None,
+    collective: Collective | None = None,
 ) -> LoadedModel:
     """Load a checkpoint directory or hub name, to compute in `dtype` on `device`.
 
     `native` is a library of kernels for models for which `baton.native.decoder.unsupported` returns nothing.
     `packed_weights` is a file of their weights for all workers of this host (`baton.native.shared`), or "". `progress`
-    is that of the load. Raises ModelError for the checkpoint, ConfigError for that file.
+    is that of the load. With `collective`, only the shard of its rank is loaded. Raises ModelError for the checkpoint,
+    ConfigError for that file.
     """
     progress = progress or LoadProgress()
     path = resolve(name)
     config = ModelConfig.from_pretrained(path)
+    if collective is not None:
+        exchanges = collective.all_reduce, collective.all_gather, collective.barrier
+        parallel = TensorParallel(collective.rank, collective.size, *exchanges)
     parallel = parallel or TensorParallel()
     options = TensorOptions(dtype, torch.device(device), repacked=native is not None)
     fingerprint = model_fingerprint(config, weights_digest(path, progress), dtype_name(dtype))
@@ -87,7 +103,7 @@ def load_model(
         decoder = loading()
     else:
         weights = _pack(loading, native, packed_weights, fingerprint, parallel, progress)
-        decoder = NativeDecoder(config, dtype, weights, native, torch.get_num_threads())
+        decoder = NativeDecoder(config, dtype, weights, native, torch.get_num_threads(), collective)
     return LoadedModel(
         path=path,
         config=config,
@@ -120,8 +136,10 @@ def _pack(
     def load() -> list[LoadedWeight]:
         return weights_of(loading(), library, progress)
 
-    if not shared:
+    if not shared or (parallel.size > 1 and is_held_open(shared)):
         return PackedWeights.private(load(), threads)
+    if parallel.size > 1:
+        shared = f"{shared}.rank-{parallel.rank}-of-{parallel.size}"
     key = {
         "boot": _boot_id(),
         "model": fingerprint,

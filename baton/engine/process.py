@@ -57,15 +57,16 @@ def _check_threads(threads: int) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(usable))
 
 
-def pin_compute_threads() -> None:
+def pin_compute_threads(first: int = 0) -> None:
     """Pin each compute thread to one core: this thread's OpenMP team in torch, and the threads of native kernels.
 
-    Only for a worker with cores of its own: without them, several workers would pin threads to the same cores. Call it
-    once, on the thread that computes. The threads of its team are found by their name, which Linux threads inherit.
+    They get the usable cores from number `first` on. Only for a worker with cores of its own: without them, several
+    workers would pin threads to the same cores. Call it once, on the thread that computes. The threads of its team are
+    found by their name, which Linux threads inherit.
     """
     import torch
 
-    places = sorted(os.sched_getaffinity(0))
+    places = sorted(os.sched_getaffinity(0))[first:]
     caller, tasks = threading.get_native_id(), Path("/proc/self/task")
     (tasks / str(caller) / "comm").write_text(_COMPUTE)
     torch.ones(torch.get_num_threads() << 18).sum()

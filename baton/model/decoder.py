@@ -105,7 +105,7 @@ class GroupedAttention(nn.Module):
         self._window = config.layers[index].window
         self._head_dim = config.head_dim
         self._heads = parallel.divide("num_attention_heads", config.num_heads)
-        self._kv_heads = parallel.divide("num_key_value_heads", config.num_kv_heads)
+        self._kv_heads = len(parallel.kv_heads(config.num_kv_heads))
         self.qkv = QKVParallelLinear(
             config.hidden_size,
             config.num_heads,
@@ -183,6 +183,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, index: int, options: TensorOptions, parallel: TensorParallel) -> None:
         super().__init__()
+        self._parallel = parallel
         self._names = config.family.names
         self._prefix = self._names.layer.format(index=index)
         layer = config.layers[index]
@@ -199,6 +200,8 @@ class DecoderLayer(nn.Module):
         """Compute K and V of all tokens, and hidden states `[n, hidden]` of the n tokens at indices `sampled`."""
         q = self.attention.append(self.attention_norm(x), context)
         if not sampled:
+            # Without a sum over the ranks, K and V of others would not be final yet.
+            self._parallel.barrier()
             return x[:0]
         places = upload(sampled, torch.int64, x.device)
         if context.batch.host is None:

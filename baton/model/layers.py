@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from baton.errors import ModelError
+from baton.model.config import ModelConfig
 from baton.model.linear import DenseStorage, TensorOptions
 from baton.model.rope import RopeConfig
 
@@ -28,17 +29,23 @@ def _unchanged(x: Tensor) -> Tensor:
     return x
 
 
+def _pass() -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class TensorParallel:
     """One rank's place among the tensor-parallel ranks of a model; a single rank by default.
 
-    `all_reduce` sums a tensor over the ranks; `all_gather` joins along the last dimension in rank order.
+    `all_reduce` sums a tensor over the ranks; `all_gather` joins along the last dimension in rank order; `barrier`
+    waits for all ranks.
     """
 
     rank: int = 0
     size: int = 1
     all_reduce: Callable[[Tensor], Tensor] = _unchanged
     all_gather: Callable[[Tensor], Tensor] = _unchanged
+    barrier: Callable[[], None] = _pass
 
     def divide(self, what: str, total: int) -> int:
         """Each rank's part of `total`. Raises ModelError, which says `what` it is, if the ranks do not divide it."""
@@ -46,12 +53,36 @@ class TensorParallel:
             raise ModelError(f"{what} {total} is not divisible by {self.size} tensor-parallel ranks")
         return total // self.size
 
+    def of_kv_heads(self, kv_heads: int) -> TensorParallel:
+        """This rank's place among those that hold different KV heads: several ranks hold one head if they are more."""
+        if self.size <= kv_heads:
+            return self
+        if self.size % kv_heads:
+            raise ModelError(f"{self.size} tensor-parallel ranks can't share num_key_value_heads {kv_heads} evenly")
+        return replace(self, rank=self.rank * kv_heads // self.size, size=kv_heads)
+
+    def kv_heads(self, total: int) -> range:
+        """The KV heads of this rank, of `total`. Raises ModelError if ranks can't share them evenly."""
+        place = self.of_kv_heads(total)
+        count = place.divide("num_key_value_heads", total)
+        return range(place.rank * count, (place.rank + 1) * count)
+
     def narrow(self, tensor: Tensor, dim: int | None) -> Tensor:
         """This rank's slice of a full checkpoint tensor; the whole tensor if `dim` is None."""
         if dim is None:
             return tensor
         width = tensor.shape[dim] // self.size
         return tensor.narrow(dim, self.rank * width, width)
+
+
+def unsplittable(config: ModelConfig, size: int) -> str:
+    """Reason why tensor-parallel ranks of this number can't share the model's layers, or "" if they can."""
+    for name, total in (("num_attention_heads", config.num_heads), ("intermediate_size", config.intermediate_size)):
+        if total % size:
+            return f"{name} {total} is not divisible by {size} ranks"
+    if config.num_kv_heads % size and size % config.num_kv_heads:
+        return f"num_key_value_heads {config.num_kv_heads} can't be shared evenly by {size} ranks"
+    return ""
 
 
 class Linear(nn.Module):
@@ -66,14 +97,21 @@ class MergedColumnParallelLinear(Linear):
     """Several linears over the same input, computed as one; the output rows of each are split over the ranks.
 
     `outputs` gives the full number of rows of each, in order; the result has this rank's part of each, side by side.
+    `places` has the place of this rank for outputs that are split in another way than over all ranks.
     """
 
     def __init__(
-        self, columns: int, outputs: Mapping[str, int], bias: bool, options: TensorOptions, parallel: TensorParallel
+        self,
+        columns: int,
+        outputs: Mapping[str, int],
+        bias: bool,
+        options: TensorOptions,
+        parallel: TensorParallel,
+        places: Mapping[str, TensorParallel] | None = None,
     ) -> None:
-        widths = [parallel.divide(name, rows) for name, rows in outputs.items()]
+        self._places = dict.fromkeys(outputs, parallel) | dict(places or {})
+        widths = [self._places[name].divide(name, rows) for name, rows in outputs.items()]
         super().__init__(DenseStorage(sum(widths), columns, bias, options))
-        self._parallel = parallel
         self._parts = {
             f"{name}.{tensor.name}": (tensor, start)
             for (name, rows), start in zip(outputs.items(), accumulate(widths, initial=0), strict=False)
@@ -87,7 +125,8 @@ class MergedColumnParallelLinear(Linear):
     def load_shard(self, part: str, tensor: Tensor) -> None:
         """Keep this rank's rows of one full checkpoint tensor."""
         its, row = self._parts[part]
-        self.storage.load(its.name, row, self._parallel.narrow(tensor, its.row_dim))
+        place = self._places[part.partition(".")[0]]
+        self.storage.load(its.name, row, place.narrow(tensor, its.row_dim))
 
     def forward(self, x: Tensor) -> Tensor:
         """`[tokens, columns]` to `[tokens, sum of this rank's rows]`."""
@@ -96,7 +135,10 @@ class MergedColumnParallelLinear(Linear):
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
-    """Query, key and value projections as one; heads are split over the ranks, whole heads to each."""
+    """Query, key and value projections as one; heads are split over the ranks, whole heads to each.
+
+    If there are more ranks than KV heads, each KV head is on several ranks.
+    """
 
     def __init__(
         self,
@@ -109,9 +151,10 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         parallel: TensorParallel,
     ) -> None:
         parallel.divide("num_attention_heads", heads)
-        parallel.divide("num_key_value_heads", kv_heads)
+        of_kv = parallel.of_kv_heads(kv_heads)
+        parallel.kv_heads(kv_heads)
         outputs = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
-        super().__init__(columns, outputs, bias, options, parallel)
+        super().__init__(columns, outputs, bias, options, parallel, {"k": of_kv, "v": of_kv})
 
 
 class RowParallelLinear(Linear):

@@ -42,17 +42,41 @@ class RegistrationError(RuntimeError):
     """CUDA refused to register host memory."""
 
 
-def host_zeros(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool = False) -> Tensor:
+class SharedMemory:
+    """Memory of a file, such as a memfd, from which tensors are made one after the other.
+
+    Processes that have the same file and make the same tensors share these tensors. The file grows as needed, and new
+    memory is zero.
+    """
+
+    def __init__(self, file: int) -> None:
+        """`file` is a descriptor, which the caller keeps open until all tensors are made."""
+        self._file = file
+        self._end = 0
+
+    def map(self, size: int) -> mmap.mmap:
+        """Map the next `size` bytes."""
+        begin = self._end
+        self._end += -(-size // _PIECE) * _PIECE
+        if os.fstat(self._file).st_size < self._end:
+            os.ftruncate(self._file, self._end)
+        return mmap.mmap(self._file, size, offset=begin)
+
+
+def host_zeros(
+    shape: Sequence[int], dtype: torch.dtype, *, pinned: bool = False, shared: SharedMemory | None = None
+) -> Tensor:
     """Make a tensor as torch.zeros does; memory after the first 2 MiB is committed in the background if the kernel can.
 
     If `pinned`, all memory is committed at once, and registered with CUDA until the tensor and its views are gone, so
-    that copies can overlap with kernels. Raises RegistrationError if CUDA refuses that.
+    that copies can overlap with kernels. Raises RegistrationError if CUDA refuses that. With `shared`, the tensor is in
+    that memory.
     """
     count = math.prod(shape)
     size = count * dtype.itemsize
-    if size <= _SMALL and not pinned:
+    if size <= _SMALL and not pinned and shared is None:
         return torch.zeros(*shape, dtype=dtype)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = shared.map(size) if shared else mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # As torch's own allocator does; see baton.engine.process.
     huge = os.environ.get("THP_MEM_ALLOC_ENABLE") == "1"
     if huge:
@@ -63,7 +87,7 @@ def host_zeros(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool = False
     start = tensor.data_ptr()
     calls: Iterator[tuple[int, int, int]] = ((*piece, POPULATE_WRITE) for piece in _pieces(start, size, _PIECE))
     if advise(*next(calls)):
-        return tensor.zero_()
+        return tensor if shared else tensor.zero_()
     if huge:
         # The kernel has given small pages if free memory is fragmented; see baton.engine.huge_pages.
         calls = chain(calls, ((*piece, COLLAPSE) for piece in _pieces(start, size, _COLLAPSED)))

@@ -179,7 +179,7 @@ class SupervisedProcess:
         # Errors are on standard error. The order of lines in two pipes is not known.
         out, err = self._last_lines
         last = err or out
-        return End(f"{self.name} {_describe_exit(status)}; its last line: {last or 'none'}", status, last)
+        return End(f"{self.name} {describe_exit(status)}; its last line: {last or 'none'}", status, last)
 
     async def _follow(self, pipe: _Pipe, number: int) -> None:
         rest = b""
@@ -324,7 +324,8 @@ class _Pipe(NamedTuple):
         return cls(reader, transport, write_end)
 
 
-def _describe_exit(status: int) -> str:
+def describe_exit(status: int) -> str:
+    """The end of a process in words; `status` is negative for a signal."""
     if status >= 0:
         return f"ended with exit status {status}"
     try:

@@ -72,6 +72,14 @@ class JsonFormatter(LineFormatter):
         return json.dumps(line, ensure_ascii=False)
 
 
+_settings = "info", "", "text"
+
+
+def settings() -> tuple[str, str, str]:
+    """Level, worker id and format of the last `configure`, for the log of another process of this worker."""
+    return _settings
+
+
 def configure(
     level: str, role: str, worker_id: str = "", stream: TextIO | None = None, *, log_format: str = "text"
 ) -> None:
@@ -79,6 +87,8 @@ def configure(
 
     `log_format` is one of FORMATS.
     """
+    global _settings
+    _settings = level, worker_id, log_format
     handler = logging.StreamHandler(stream or sys.stderr)
     name = f"{role}/{worker_id}" if worker_id else role
     handler.setFormatter(JsonFormatter(role, worker_id) if log_format == "json" else LineFormatter(name))

@@ -19,7 +19,6 @@ import grpc
 
 from baton.config.worker import WorkerConfig
 from baton.engine.contract import Engine, EngineSpec
-from baton.engine.process import pin_compute_threads
 from baton.errors import ConfigError, EngineError
 from baton.model.checkpoint import resolve, tokenizer_digest
 from baton.pb import worker_pb2, worker_pb2_grpc
@@ -179,8 +178,6 @@ def _build(config: WorkerConfig, progress: LoadProgress) -> Engine:
 
     engine = build(config.engine_config(), progress=progress)
     allocator.prefault(_SPARE_BYTES)
-    if config.cpus:
-        pin_compute_threads()
     return engine
 
 
@@ -236,6 +233,7 @@ async def serve_listeners(
     cache: CacheSource,
     clear: CacheClearer,
     fail: Callable[[EngineError], object],
+    watch_failure: Callable[[Callable[[EngineError], object]], None],
     measure: Callable[[], None],
     tls: Tls | None = None,
     tickets: TicketVerifier | None = None,
@@ -243,11 +241,11 @@ async def serve_listeners(
     """Serve `control` (with Worker, Admin, health and reflection) and `kv` until the block ends.
 
     `watchdog` decides the health of both gRPC listeners, the answers of `probes`, and the stall in `status`. When the
-    engine hangs, the stacks of all threads are logged, /live turns negative, and `fail` is called. Raises
-    ConfigError naming an address that is not allowed or already in use. With `tls`, control accepts calls of
-    CONTROL_ROLES only, kv of KV_ROLES. Admin uses `ledger`, `cache` and `clear`. `measure` sets the gauges of the
-    worker, before each scrape. The kv service verifies tickets with `tickets`, and `status` reports their key ids to
-    routers.
+    engine hangs, the stacks of all threads are logged, /live turns negative, and `fail` is called. It is called too
+    when `watch_failure` (`Engine.watch_failure`) reports that the engine can't go on. Raises ConfigError naming an
+    address that is not allowed or already in use. With `tls`, control accepts calls of CONTROL_ROLES only, kv of
+    KV_ROLES. Admin uses `ledger`, `cache` and `clear`. `measure` sets the gauges of the worker, before each scrape. The
+    kv service verifies tickets with `tickets`, and `status` reports their key ids to routers.
     """
 
     def add_control(server: grpc.aio.Server) -> None:
@@ -280,6 +278,8 @@ async def serve_listeners(
             faulthandler.dump_traceback(2)
             fail(EngineError(f"it has made no progress for {watchdog.stalled_s():.0f} s: it hangs (--stall-s)"))
 
+        loop = asyncio.get_running_loop()
+        watch_failure(lambda error: loop.call_soon_threadsafe(fail, error))
         watching = asyncio.create_task(watch(), name="watch-engine")
         report(True)
         stack.push_async_callback(wait_to_end, watching)

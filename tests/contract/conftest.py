@@ -1,7 +1,7 @@
 """Rigs of the engine contract: the fake engine, and the engine over a tiny random checkpoint.
 
-The latter with torch's operators, with native kernels, and with two thirds of the pages on the device and the others in
-host memory.
+The latter with torch's operators, with native kernels, with two thirds of the pages on the device and the others in
+host memory, and with two tensor-parallel ranks.
 """
 
 from collections.abc import Iterator
@@ -15,6 +15,7 @@ from baton.engine.core import EngineCore
 from baton.engine.fake import FakeEngine
 from tests.contract.engines import Rig
 from tests.kernels import KERNELS
+from tests.rank_threads import RankThread
 
 SIZES = {"page_size": 16, "pages": 64, "slots": 6, "max_model_len": 512}
 
@@ -38,6 +39,7 @@ def make_torch(
     kernels: str = "torch",
     home: str = "device",
     device: str = "cpu",
+    ranks: int = 1,
     **sizes: Any,
 ) -> EngineCore:
     """An engine over a model of the contract's usual sizes; one thread on CPU, as its matrices are tiny.
@@ -61,19 +63,20 @@ def make_torch(
     if chosen["kv_dtype"] == "float16":
         kernels = "torch"  # There are no native ones for it.
     chosen["kv_memory"] = page_bytes * pages
-    return build(EngineConfig(str(checkpoint), device=device, threads=1, kernels=kernels, **chosen), steps_ahead)
+    config = EngineConfig(str(checkpoint), device=device, threads=1, kernels=kernels, tensor_parallel=ranks, **chosen)
+    return build(config, steps_ahead, launch=RankThread)
 
 
-@pytest.fixture(params=["fake", *KERNELS, "hosted"])
+@pytest.fixture(params=["fake", *KERNELS, "hosted", "ranks"])
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     """Each engine in turn; afterwards all that it made audit clean, and hold nothing once closed."""
     if request.param == "fake":
         made = Rig("fake", make_fake, vocab=1000, exact=True)
     else:
         path: Path = request.getfixturevalue("checkpoint")
-        hosted = request.param == "hosted"
-        kernels, home = ("torch", "both") if hosted else (request.param, "device")
-        make = partial(make_torch, path, kernels=kernels, home=home)
+        kernels = request.param if request.param in KERNELS else "torch"
+        home = "both" if request.param == "hosted" else "device"
+        make = partial(make_torch, path, kernels=kernels, home=home, ranks=2 if request.param == "ranks" else 1)
         made = Rig(request.param, make, vocab=256, exact=False)
     yield made
     made.close()

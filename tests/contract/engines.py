@@ -183,7 +183,7 @@ class ExecutorStub:
 
     def __init__(self, engine: EngineCore, launch: Callable[..., Callable[[], PlanResult]]) -> None:
         self.next, self.launch = engine.executor, launch
-        self.memory = engine.memory
+        self.memory, self.close = engine.memory, self.next.close
         engine.executor = self
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from baton.kv.format import KvPart
 from baton.model.tensors import DTYPES
-from baton.model.zeros import host_zeros
+from baton.model.zeros import SharedMemory, host_zeros
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,17 +39,19 @@ class KvCache:
         host_pages: int = 0,
         page_size: int,
         device: torch.device,
+        shared: SharedMemory | None = None,
     ) -> KvCache:
         """Pages with these parts, `num_pages` on the device and `host_pages` in host memory, by higher numbers.
 
         They are zeroed, and committed now, or soon on a CPU, so not in mid-request. On CUDA the last page on the device
-        belongs to no sequence, and its number is that of the first one in host memory.
+        belongs to no sequence, and its number is that of the first one in host memory. On a CPU the pages are in memory
+        of this process, or in `shared`.
         """
 
         def zeros(part: KvPart, pages: int, pinned: bool = False) -> Tensor:
             shape, dtype = (num_layers, pages, page_size, *part.shape), DTYPES[part.dtype]
             if device.type == "cpu" or pinned:
-                return host_zeros(shape, dtype, pinned=pinned)
+                return host_zeros(shape, dtype, pinned=pinned, shared=shared)
             return torch.zeros(shape, dtype=dtype, device=device)
 
         if device.type == "cpu":

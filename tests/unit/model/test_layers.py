@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from torch import Tensor
 
 from baton.engine.load import load_model
 from baton.errors import ModelError
-from baton.model.layers import MergedColumnParallelLinear, RMSNorm, RowParallelLinear, TensorParallel
+from baton.kv.format import KvFormat, attention_parts
+from baton.model.config import ModelConfig
+from baton.model.decoder import Decoder, DecoderLayer, GatedMlp, GroupedAttention
+from baton.model.layers import MergedColumnParallelLinear, RMSNorm, RowParallelLinear, TensorParallel, unsplittable
 from baton.model.linear import DenseStorage, TensorOptions, WeightTensor
 from tests.checkpoints import make_checkpoint, prompt_ids
 from tests.unit.model.runner import chunked_logits
@@ -43,19 +47,19 @@ class Threads:
     ("family", "tied", "overrides"),
     [
         ("llama", True, {"attention_bias": True, "mlp_bias": True}),
-        ("qwen2", False, {"vocab_size": 267}),
-        ("qwen3", True, {"vocab_size": 267}),
+        ("qwen2", False, {"vocab_size": 267, "num_key_value_heads": 2}),
+        ("qwen3", True, {"vocab_size": 267, "num_key_value_heads": 4}),
     ],
 )
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_equal_one_rank(family: str, tied: bool, overrides: dict[str, object], size: int, tmp_path: Path) -> None:
-    path = make_checkpoint(family, tmp_path, tied=tied, num_key_value_heads=4, **overrides)
+    path = make_checkpoint(family, tmp_path, tied=tied, **overrides)
     ids, threads = prompt_ids(40), Threads(size)
     alone = chunked_logits(load_model(path, dtype=torch.float32), ids, 16, 16)
 
     def run(rank: int) -> Tensor:
         model = load_model(path, dtype=torch.float32, parallel=threads.rank(rank))
-        assert model.new_kv_cache(1, 16).kv_heads == 4 // size
+        assert model.new_kv_cache(1, 16).kv_heads == max(1, model.config.num_kv_heads // size)
         return chunked_logits(model, ids, 16, 16)
 
     with ThreadPoolExecutor(size) as pool:
@@ -63,10 +67,72 @@ def test_ranks_equal_one_rank(family: str, tied: bool, overrides: dict[str, obje
             torch.testing.assert_close(found, alone, rtol=0, atol=1e-4)
 
 
-def test_kv_heads_that_ranks_do_not_divide_are_refused(tmp_path: Path) -> None:
-    path = make_checkpoint("llama", tmp_path)
-    with pytest.raises(ModelError, match="num_key_value_heads 2 is not divisible by 4 tensor-parallel ranks"):
-        load_model(path, dtype=torch.float32, parallel=TensorParallel(0, 4))
+LLAMA_70B = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 80,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
+
+
+def shard_of_70b(rank: int, size: int) -> Decoder:
+    """The layers of a rank, without memory."""
+    options = TensorOptions(torch.bfloat16, torch.device("meta"))
+    return Decoder(ModelConfig.from_dict(LLAMA_70B), options, TensorParallel(rank, size))
+
+
+def test_shapes_of_a_rank_of_llama_70b() -> None:
+    """Each rank of 4 holds 35.276 GB: a quarter of each matrix, and whole norms (Shoeybi et al. 2019, §3)."""
+    decoder = shard_of_70b(3, 4)
+    layer = cast(DecoderLayer, decoder.layers[79])
+    attention, mlp = cast(GroupedAttention, layer.attention), cast(GatedMlp, layer.mlp)
+    qkv, o = attention.qkv.storage.weight.numel(), attention.o.storage.weight.numel()
+    inner = sum(linear.storage.weight.numel() for linear in (mlp.gate, mlp.up, mlp.down))
+    assert (qkv, o, qkv + o, inner, qkv + o + inner) == (20_971_520, 16_777_216, 37_748_736, 176_160_768, 213_909_504)
+    embedding, head = decoder.embedding.weight.numel(), decoder.head.storage.weight.numel()
+    matrices = 80 * (qkv + o + inner) + embedding + head
+    assert (80 * (qkv + o + inner), embedding, head) == (17_112_760_320, 262_668_288, 262_668_288)
+    assert matrices == 17_638_096_896
+    assert 2 * matrices == 35_276_193_792
+    norms = sum(each.weight.numel() for each in decoder.modules() if isinstance(each, RMSNorm))
+    assert matrices + norms == 17_639_415_808 == sum(weight.numel() for weight in decoder.parameters())
+
+
+def test_heads_of_ranks_of_llama_70b() -> None:
+    """Keys and values of a token are 81,920 B on a rank of 4, of 327,680; beyond 8 ranks, heads are on several."""
+    config, found = ModelConfig.from_dict(LLAMA_70B), []
+    for size in (1, 2, 4, 8, 16):
+        ranks = [TensorParallel(rank, size).kv_heads(config.num_kv_heads) for rank in range(size)]
+        heads, copies = config.num_heads // size, sum(0 in each for each in ranks)
+        assert sorted({head for each in ranks for head in each}) == list(range(8))
+        found.append((heads, len(ranks[0]), copies))
+    assert found == [(64, 8, 1), (32, 4, 1), (16, 2, 1), (8, 1, 1), (4, 1, 2)]
+    parts = attention_parts("bfloat16", len(TensorParallel(1, 4).kv_heads(8)), config.head_dim)
+    assert sum(part.token_bytes for part in parts) == 1024
+    assert KvFormat(parts, 80, 16).token_bytes == 81_920 == 327_680 // 4
+
+
+@pytest.mark.parametrize(
+    ("size", "problem"),
+    [
+        (3, "num_attention_heads 64 is not divisible by 3 ranks"),
+        (64, ""),
+        (128, "num_attention_heads 64 is not divisible by 128 ranks"),
+        (16, ""),
+    ],
+)
+def test_degrees_that_do_not_divide_are_named(size: int, problem: str) -> None:
+    assert unsplittable(ModelConfig.from_dict(LLAMA_70B), size) == problem
+
+
+def test_kv_heads_that_ranks_can_not_share_are_refused(tmp_path: Path) -> None:
+    path = make_checkpoint("llama", tmp_path, num_key_value_heads=2, num_attention_heads=6, hidden_size=96)
+    with pytest.raises(ModelError, match="3 tensor-parallel ranks can't share num_key_value_heads 2 evenly"):
+        load_model(path, dtype=torch.float32, parallel=TensorParallel(0, 3))
 
 
 def test_one_rank_adds_the_bias() -> None:

@@ -1,0 +1,65 @@
+"""The process of a rank: `python -m baton.engine.rank CONNECTION COLLECTIVE BEATS PAGES`, four file descriptors.
+
+The leader starts it (`baton.engine.ranks`), and it ends with the leader. It loads its shard of the model, makes its
+pages when the leader has sent the spec, and then computes the leader's passes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from multiprocessing.connection import Connection
+from typing import Any
+
+from baton.engine.process import prepare
+from baton.engine.ranks import Beats, RankFailure, RankServer, RankStart, beat
+from baton.errors import BatonError
+from baton.process.load_progress import LoadProgress
+from baton.telemetry import logs
+
+_log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Run the rank until its leader is gone."""
+    number, *files = (int(word) for word in sys.argv[1:])
+    connection: Connection[Any, Any] = Connection(number)
+    start: RankStart = connection.recv()
+    level, worker, log_format = start.log
+    logs.configure(level, f"rank {start.rank}", worker, log_format=log_format)
+    prepare(threads=start.config.threads * start.size)
+    serve(connection, start, *files)
+    # As services do: unloading torch would take seconds on a busy machine.
+    os._exit(0)
+
+
+def serve(connection: Connection[Any, Any], start: RankStart, collective: int, beats: int, pages: int) -> None:
+    """Run a rank over memory that it shares with others, until the leader closes the connection or is gone."""
+    progress = LoadProgress()
+    works = [lambda: progress.moves]
+    beat(Beats(beats), start.rank, lambda: works[-1]())
+    try:
+        from baton.engine.factory import load, make_kv_cache, make_runner
+        from baton.model.zeros import SharedMemory
+        from baton.native.collective import Collective
+
+        own = Collective(collective, start.rank, start.size, start.floats)
+        model = load(start.config, progress, own)
+        connection.send(None)
+        spec = connection.recv()
+        runner = make_runner(start.config, model, make_kv_cache(start.config, model, spec, SharedMemory(pages)), spec)
+        works.append(runner.work_counter)
+        connection.send(None)
+    except EOFError:
+        return
+    except Exception as error:
+        if not isinstance(error, BatonError):
+            _log.exception("rank %d can't start", start.rank)
+        connection.send(RankFailure(type(error).__name__, str(error)))
+        return
+    RankServer(connection, runner, own).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,471 @@
+"""Several ranks of one model on this host: the executor of the leader, which is rank 0, and its link to the others.
+
+    EngineCore ── plan ──▶ RanksExecutor ──▶ the leader's ModelRunner
+                                │ pass, go on, stop                   all ranks meet in collectives
+                                └──────────▶ RankServer ──▶ ModelRunner of rank 1 …
+
+Each rank has a shard of the model and of the KV, and computes the same passes in the same order. Only the leader
+decides. It sends each plan in one message, before it computes the pass itself. If the pass reports its layers, the
+other ranks wait after each layer for the leader's word: go on, stop, or compute another pass first. So ranks never
+disagree. All ranks sample the same tokens from the same logits, and the leader's result is the result of the pass.
+
+Pages of all shards are memory that the leader maps too. So it reads and writes them alone, between and beside passes.
+
+    a rank raises ──▶ collectives are aborted ──▶ all ranks leave the pass ──▶ the leader's `launch` raises; ranks go on
+    a rank dies or stands still ──▶ collectives are aborted ──▶ `watch_failure`: the worker ends
+
+`baton.engine.rank` is the process of a rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import mmap
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from baton.engine.config import EngineConfig
+from baton.engine.contract import EngineSpec, OnLayer
+from baton.engine.executor import KvMemory, PassEnded, Runner, as_engine_errors
+from baton.engine.plan import ForwardPlan, PlanResult
+from baton.errors import ConfigError, EngineError, JoinFailed, ModelError
+from baton.process.load_progress import LoadProgress
+from baton.process.supervisor import bind_to_parent, describe_exit
+from baton.telemetry import logs
+
+BEAT_S = 0.5
+"""Seconds between two beats of a rank."""
+
+_LOOK_S, _STILL_LOOKS = 1.0, 10
+"""Seconds between two looks at the beats, and number of looks without a beat after which a rank counts as frozen."""
+
+_RECOVER_S = 10.0
+"""Longest time in seconds until all ranks have left a failed pass."""
+
+_END_S = 2.0
+"""Seconds that ranks get to end, before they are killed."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RankStart:
+    """The first message to a rank: its place, and the settings of its engine and its log."""
+
+    rank: int
+    size: int
+    floats: int
+    """Size of the collective's buffers."""
+    config: EngineConfig
+    log: tuple[str, str, str]
+    """Settings of the leader's log (`baton.telemetry.logs.settings`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A plan to compute; with `reports`, the rank waits for the leader's word after each layer."""
+
+    plan: ForwardPlan
+    reports: bool
+
+
+class Word(enum.Enum):
+    """The leader's word between layers: go on, or stop. After a failed pass: leave it, and answer."""
+
+    GO = enum.auto()
+    STOP = enum.auto()
+    RECOVER = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """The error of a rank; `kind` is the name of its class."""
+
+    kind: str
+    text: str
+
+
+class Collective(Protocol):
+    """The collectives of a rank, which its executor ends from outside; `baton.native.collective` has them."""
+
+    @property
+    def aborted(self) -> bool: ...
+    def abort(self) -> None: ...
+    def reset(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Beats:
+    """Two numbers of each rank in shared memory: beats so far, and the work that it has done.
+
+    The work is the progress of the load first, and `Runner.work_counter` afterwards.
+    """
+
+    BYTES = 4096
+
+    def __init__(self, file: int) -> None:
+        """`file` is a descriptor of at least BYTES bytes, which may be closed afterwards."""
+        self._numbers = memoryview(mmap.mmap(file, self.BYTES)).cast("q")
+
+    def beat(self, rank: int, work: int) -> None:
+        """Record a beat of a rank."""
+        self._numbers[2 * rank] += 1
+        self._numbers[2 * rank + 1] = work
+
+    def seen(self, rank: int) -> int:
+        """Number of beats of a rank."""
+        return self._numbers[2 * rank]
+
+    def work(self, ranks: range) -> int:
+        """The work of these ranks together."""
+        return sum(self._numbers[2 * rank + 1] for rank in ranks)
+
+
+class RankProcess(Protocol):
+    """A process of a rank, as subprocess.Popen has it."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+    def kill(self) -> None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+Launch = Callable[[int, Sequence[int]], RankProcess]
+"""Starts the process of a rank, which inherits the descriptors: connection, collective, beats and KV pages."""
+
+
+def launch_process(rank: int, files: Sequence[int]) -> RankProcess:
+    """Start `python -m baton.engine.rank`.
+
+    It ends with the calling thread, even if this process is killed (`bind_to_parent`).
+    """
+    command = [sys.executable, "-m", "baton.engine.rank", *map(str, files)]
+    _log.debug("starting rank %d", rank)
+    quiet = subprocess.DEVNULL
+    return subprocess.Popen(bind_to_parent(command), pass_fds=files, stdin=quiet, stdout=quiet, start_new_session=True)
+
+
+class Ranks:
+    """The leader's links to the processes of the other ranks."""
+
+    def __init__(self, config: EngineConfig, floats: int, file: int, launch: Launch) -> None:
+        """Start the processes, which begin to load their shards.
+
+        `floats` is the size of the collective's buffers, `file` the descriptor of its memory, which `close` closes.
+        """
+        size = config.tensor_parallel
+        self.size = size
+        self.error: EngineError | None = None
+        """The reason why no pass can be computed any more."""
+        self._failed: Callable[[EngineError], object] = lambda _: None
+        self._collective: Collective | None = None
+        self._lock = threading.Lock()
+        self._closing, self._closed = os.pipe()
+        self._connections: list[Connection[Any, Any]] = []
+        self._processes: list[RankProcess] = []
+        self.kv_files: list[int] = []
+        """The memory of the pages of each rank but the leader."""
+        self.file = file
+        beats = _memory("baton-beats", Beats.BYTES)
+        self.beats = Beats(beats)
+        try:
+            for rank in range(1, size):
+                self._start(rank, RankStart(rank, size, floats, config, logs.settings()), beats, launch)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(beats)
+        self._watching = threading.Thread(target=self._watch, name="ranks", daemon=True)
+        self._watching.start()
+
+    def _start(self, rank: int, start: RankStart, beats: int, launch: Launch) -> None:
+        ours, theirs = socket.socketpair()
+        self.kv_files.append(_memory(f"baton-kv-{rank}", 0))
+        with theirs:
+            self._processes.append(launch(rank, (theirs.fileno(), self.file, beats, self.kv_files[-1])))
+        self._connections.append(Connection(ours.detach()))
+        self._connections[-1].send(start)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the ranks, in their order."""
+        return [process.pid for process in self._processes]
+
+    def attach(self, collective: Collective) -> None:
+        """Set the leader's collective, which is aborted when a rank fails."""
+        self._collective = collective
+        self._check()
+
+    def wait_loaded(self, progress: LoadProgress) -> None:
+        """Wait until all ranks have loaded their shards. Raises the error of the first rank that could not."""
+        seen = -1
+        for rank, connection in enumerate(self._connections, 1):
+            progress.begin(f"waiting for rank {rank} to load its shard")
+            while not connection.poll(BEAT_S):
+                self._check()
+                if (work := self.beats.work(range(1, self.size))) != seen:
+                    seen = work
+                    progress.touch()
+            self._expect(rank, None)
+
+    def share_pages(self, spec: EngineSpec) -> None:
+        """Tell all ranks the spec, with which they make their pages, and wait until they have."""
+        self.send(spec)
+        for rank in range(1, self.size):
+            self._expect(rank, None)
+
+    def send(self, message: object) -> None:
+        """Send a message to all ranks. Raises EngineError if one has died."""
+        self._check()
+        for rank, connection in enumerate(self._connections, 1):
+            try:
+                connection.send(message)
+            except OSError:
+                raise self._break(f"rank {rank} is gone") from None
+
+    def recover(self) -> str:
+        """Make all ranks leave the failed pass; returns the error of a rank, or "". Raises EngineError if one can't."""
+        if self._collective is None:
+            return ""
+        self._collective.abort()
+        self.send(Word.RECOVER)
+        failures = [self._expect(rank, Word.RECOVER) for rank in range(1, self.size)]
+        self._collective.reset()
+        return "; ".join(filter(None, failures))
+
+    def watch_failure(self, failed: Callable[[EngineError], object]) -> None:
+        """Call `failed`, from any thread, when no pass can be computed any more."""
+        with self._lock:
+            self._failed = failed
+        if self.error is not None:
+            failed(self.error)
+
+    def close(self) -> None:
+        """End all ranks. Idempotent."""
+        if self._closed < 0:
+            return
+        os.close(self._closed)
+        self._closed = -1
+        if self._collective is not None:
+            self._collective.abort()
+        for connection in self._connections:
+            connection.close()
+        deadline = time.monotonic() + _END_S
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+                continue
+            process.kill()
+            process.wait()
+        for file in (self.file, *self.kv_files):
+            os.close(file)
+
+    def _expect(self, rank: int, wanted: Word | None) -> str:
+        """Wait for the answer `wanted` of a rank; returns its error before it. Raises the error if None is wanted."""
+        connection, found = self._connections[rank - 1], ""
+        deadline = time.monotonic() + _RECOVER_S
+        while True:
+            if not connection.poll(BEAT_S):
+                self._check()
+                if wanted is not None and time.monotonic() > deadline:
+                    raise self._break(f"rank {rank} does not leave a failed pass")
+                continue
+            try:
+                message = connection.recv()
+            except (EOFError, OSError):
+                raise self._break(f"rank {rank} is gone") from None
+            if message is wanted:
+                return found
+            if isinstance(message, RankFailure):
+                if wanted is None:
+                    kinds = {"ConfigError": ConfigError, "ModelError": ModelError}
+                    raise kinds.get(message.kind, EngineError)(f"rank {rank}: {message.text}")
+                found = found or f"rank {rank}: {message.text}"
+
+    def _check(self) -> None:
+        if self.error is not None:
+            raise EngineError(str(self.error))
+
+    def _break(self, reason: str) -> EngineError:
+        """Record that no pass can be computed any more; only the first reason counts."""
+        with self._lock:
+            first, self.error = self.error is None, self.error or EngineError(reason)
+            failed = self._failed
+        if first:
+            _log.error("%s: the worker ends", reason)
+            if self._collective is not None:
+                self._collective.abort()
+            failed(self.error)
+        return self.error
+
+    def _watch(self) -> None:
+        """Notice the end of a rank at once, and a rank that stands still after _STILL_LOOKS looks."""
+        poll = select.poll()
+        poll.register(self._closing, select.POLLIN)
+        files = [os.pidfd_open(process.pid) for process in self._processes]
+        for file in files:
+            poll.register(file, select.POLLIN)
+        still, seen = [0] * self.size, [0] * self.size
+        try:
+            while self.error is None:
+                ready = [file for file, _ in poll.poll(1000 * _LOOK_S)]
+                if self._closing in ready:
+                    return
+                for rank, (process, file) in enumerate(zip(self._processes, files, strict=True), 1):
+                    if file in ready:
+                        status = process.wait()
+                        self._break(f"rank {rank} (process {process.pid}) {describe_exit(status)}")
+                    elif not ready:
+                        beats = self.beats.seen(rank)
+                        still[rank] = 0 if beats != seen[rank] else still[rank] + 1
+                        seen[rank] = beats
+                        if still[rank] >= _STILL_LOOKS:
+                            self._break(f"rank {rank} (process {process.pid}) has stood still for {_STILL_LOOKS} s")
+        finally:
+            for file in (*files, self._closing):
+                os.close(file)
+
+
+def _memory(name: str, size: int) -> int:
+    """The descriptor of zeroed memory that processes can share."""
+    file = os.memfd_create(name)
+    os.ftruncate(file, size)
+    return file
+
+
+class RanksExecutor:
+    """Executor of several ranks: the leader's runner, on the engine thread, and the others through `Ranks`."""
+
+    def __init__(self, runner: Runner, memory: KvMemory, ranks: Ranks) -> None:
+        """`memory` is the pages of all shards."""
+        self.runner = runner
+        self._memory = memory
+        self._ranks = ranks
+        self._recoveries = 0
+
+    @property
+    def memory(self) -> KvMemory:
+        return self._memory
+
+    def work_counter(self) -> int:
+        return self.runner.work_counter() + self._ranks.beats.work(range(1, self._ranks.size))
+
+    def launch(self, plan: ForwardPlan, on_layer: OnLayer | None = None) -> Callable[[], PlanResult]:
+        with self._recovered_on_error():
+            self._ranks.send(Pass(plan, on_layer is not None))
+            wait = self.runner.sample(plan, self.runner.forward(plan, on_layer and self._spoken(on_layer)))
+
+        def result() -> PlanResult:
+            with as_engine_errors():
+                return wait()
+
+        return result
+
+    def watch_failure(self, failed: Callable[[EngineError], object]) -> None:
+        self._ranks.watch_failure(failed)
+
+    def close(self) -> None:
+        self._ranks.close()
+
+    def _spoken(self, on_layer: OnLayer) -> OnLayer:
+        """`on_layer`, after which the ranks hear whether to go on."""
+
+        def spoken(layer: int) -> None:
+            before = self._recoveries
+            try:
+                on_layer(layer)
+            except PassEnded:
+                self._ranks.send(Word.STOP)
+                raise
+            if self._recoveries != before:
+                raise EngineError("undone, because a pass between its layers failed")
+            self._ranks.send(Word.GO)
+
+        return spoken
+
+    @contextlib.contextmanager
+    def _recovered_on_error(self) -> Iterator[None]:
+        try:
+            with as_engine_errors():
+                yield
+        except PassEnded:
+            raise
+        except BaseException as error:
+            self._recoveries += 1
+            text = self._ranks.recover()
+            if text and not isinstance(error, JoinFailed):
+                raise EngineError(text) from error
+            raise
+
+
+class _Left(Exception):
+    """The rank leaves the pass that it computes, and those around it."""
+
+
+class RankServer:
+    """The loop of a rank: it computes the passes of the leader, and waits for its word."""
+
+    def __init__(self, connection: Connection[Any, Any], runner: Runner, collective: Collective) -> None:
+        self._connection = connection
+        self._runner = runner
+        self._collective = collective
+
+    def run(self) -> None:
+        """Compute passes until the leader has closed the connection."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                with contextlib.suppress(_Left):
+                    self._handle(self._connection.recv())
+
+    def _handle(self, message: object) -> None:
+        """Compute a pass, or leave a failed one. Words for a pass that this rank has left are ignored."""
+        if isinstance(message, Pass):
+            self._compute(message)
+        elif message is Word.RECOVER:
+            self._connection.send(Word.RECOVER)
+            raise _Left
+
+    def _compute(self, given: Pass) -> None:
+        try:
+            forwarded = self._runner.forward(given.plan, self._on_layer if given.reports else None)
+            self._runner.sample(given.plan, forwarded)()
+        except PassEnded:
+            pass
+        except (_Left, EOFError, OSError):
+            raise
+        except Exception as error:
+            if not self._collective.aborted:
+                _log.exception("a pass failed")
+                self._connection.send(RankFailure(type(error).__name__, f"{type(error).__name__}: {error}"))
+                self._collective.abort()
+            raise _Left from None
+
+    def _on_layer(self, _layer: int) -> None:
+        while (message := self._connection.recv()) is not Word.GO:
+            if message is Word.STOP:
+                raise PassEnded
+            self._handle(message)
+
+
+def beat(beats: Beats, rank: int, work: Callable[[], int]) -> None:
+    """Record a beat of this rank with its work each BEAT_S seconds, on a thread of its own, as long as it lives."""
+
+    def run() -> None:
+        while True:
+            beats.beat(rank, work())
+            time.sleep(BEAT_S)
+
+    threading.Thread(target=run, name="beats", daemon=True).start()

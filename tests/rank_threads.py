@@ -1,0 +1,36 @@
+"""Ranks of an engine as threads of the test, which start at once. Only for torch's operators: the compute threads of
+native kernels serve one call at a time in a process.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from baton.engine.rank import serve
+
+
+class RankThread:
+    """A rank on a thread (`baton.engine.ranks.Launch`). It has a process that does nothing, whose end is that of the
+    rank.
+    """
+
+    def __init__(self, rank: int, files: Sequence[int]) -> None:
+        self._process = subprocess.Popen(["sleep", "infinity"])
+        self.pid, self.poll = self._process.pid, self._process.poll
+        self.kill, self.wait = self._process.kill, self._process.wait
+        # The leader closes its own descriptors.
+        connection, *memory = (os.dup(file) for file in files)
+        run = threading.Thread(
+            target=self._run, args=(Connection(connection), memory), name=f"rank {rank}", daemon=True
+        )
+        run.start()
+
+    def _run(self, connection: Connection[Any, Any], memory: Sequence[int]) -> None:
+        with connection:
+            serve(connection, connection.recv(), *memory)
+        self.kill()
