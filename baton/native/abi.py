@@ -1,4 +1,4 @@
-"""The structs and functions of src/model.h, for ctypes; fields and their units are explained there."""
+"""The structs and functions of src/model.h and src/collective.h, for ctypes; fields and units are explained there."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class BatonModel(ctypes.Structure):
         ("eps", c_double),
         *_fields("layer embedding head norm frequencies"),
         ("rotary_factor", c_double),
+        ("ranks", c_void_p),
     ]
 
 
@@ -86,6 +87,18 @@ def declare(library: ctypes.CDLL) -> None:
             ),
         ),
         "head": (c_int, (POINTER(BatonModel), c_int64, POINTER(BatonCall), c_void_p)),
+        "rank_floats": (c_int64, (c_int64,)),
+        "collective_bytes": (c_int64, (c_int64, c_int64)),
+        "collective_open": (c_void_p, (c_int, c_int64, c_int64, c_int64)),
+        "collective_close": (None, (c_void_p,)),
+        "collective_ranks": (c_void_p, (c_void_p,)),
+        "all_reduce": (c_int, (c_void_p, c_void_p, c_int64)),
+        "all_gather": (c_int, (c_void_p, c_void_p, c_int64, c_void_p)),
+        "barrier": (c_int, (c_void_p,)),
+        "collective_abort": (None, (c_void_p,)),
+        "collective_reset": (None, (c_void_p,)),
+        "collective_waited_ns": (c_int64, (c_void_p,)),
+        "collective_calls": (c_int64, (c_void_p,)),
         "error": (c_char_p, ()),
         "packed_size": (c_int64, (c_int64, c_int64)),
         "pack": (None, (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int64)),

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import byref
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -54,18 +55,46 @@ class NativeOutput:
     logits: Tensor | None
 
 
+class Ranks(Protocol):
+    """One rank's exchanges with the other tensor-parallel ranks; `baton.native.collective.Collective` explains them.
+
+    `address` is that of a `BatonRanks` (src/model.h).
+    """
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+
+
 class NativeDecoder:
-    """A decoder that computes with native kernels, on a CPU; used by one thread at a time."""
+    """A decoder that computes with native kernels, on a CPU; used by one thread at a time.
+
+    With ranks, each rank makes the same calls in the same order, and has the same results, except for its own heads in
+    its KvCache. After an error, `abort` of the ranks ends the calls of the others.
+    """
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, weights: PackedWeights, library: ctypes.CDLL, threads: int
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        weights: PackedWeights,
+        library: ctypes.CDLL,
+        threads: int,
+        ranks: Ranks | None = None,
     ) -> None:
-        """Start `threads` - 1 threads beside the caller's; `dtype` is that of the weights. Raises EngineError."""
+        """Start `threads` - 1 threads beside the caller's; `dtype` is that of the weights. Raises EngineError.
+
+        `config` is that of the whole model; `weights` are this rank's. `ranks` stay open as long as the decoder.
+        """
         self.config = config
+        self._ranks = ranks
         self._library = library
         self._threads = threads
         self._weights = weights
-        self._model, self._layers = _describe(config, dtype, weights.addresses)
+        self._model, self._layers = _describe(config, dtype, weights.addresses, ranks)
         self._kv: tuple[weakref.ref[KvCache], abi.BatonKv, object] | None = None
         self._workspace = library.baton_native_workspace_new()
         if not self._workspace:
@@ -205,8 +234,11 @@ class NativeDecoder:
         return self._kv[1]
 
 
-def _describe(config: ModelConfig, dtype: torch.dtype, addresses: Mapping[str, int]) -> tuple[abi.BatonModel, object]:
-    """The struct of the model, and the array of layers to which it points."""
+def _describe(
+    config: ModelConfig, dtype: torch.dtype, addresses: Mapping[str, int], ranks: Ranks | None
+) -> tuple[abi.BatonModel, object]:
+    """The struct of a rank's share of the model, and the array of layers to which it points."""
+    size = ranks.size if ranks else 1
     layers = (abi.BatonLayer * config.num_layers)()
     for index, layer in enumerate(config.layers):
         prefix = f"layers.{index}."
@@ -215,10 +247,11 @@ def _describe(config: ModelConfig, dtype: torch.dtype, addresses: Mapping[str, i
     model = abi.BatonModel(
         config.num_layers,
         config.hidden_size,
-        config.intermediate_size,
+        config.intermediate_size // size,
         config.vocab_size,
-        config.num_heads,
-        config.num_kv_heads,
+        config.num_heads // size,
+        # More ranks than KV heads have copies of them.
+        max(config.num_kv_heads // size, 1),
         config.head_dim,
         TYPES[dtype],
         config.rms_norm_eps,
@@ -228,6 +261,7 @@ def _describe(config: ModelConfig, dtype: torch.dtype, addresses: Mapping[str, i
         addresses["norm"],
         addresses["frequencies"],
         config.rope.attention_factor,
+        ranks.address if ranks else None,
     )
     return model, layers
 

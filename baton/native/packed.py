@@ -170,15 +170,22 @@ def _pack(
         # Panels are padded with zeros, and so are the missing rows of the last rank's vocabulary.
         memory.zero_()
     for row, view in views:
-        # Kernels read no float64, which checkpoints rarely have.
-        part = (view if view.dtype in TYPES else view.to(memory.dtype)).contiguous()
-        place, row_bytes, count = view.untyped_storage().data_ptr(), columns * part.itemsize, len(part)
-        stripe = max(PIECE // row_bytes // _PANEL, 1) * _PANEL
+        # A rank's inputs of a weight are some columns of each row of the file.
+        place, row_bytes, count = view.untyped_storage().data_ptr(), view.stride(0) * view.itemsize, len(view)
+        stripe = max(PIECE // max(row_bytes, 1) // _PANEL, 1) * _PANEL
         for begin in range(0, count, stripe):
-            done = min(begin + stripe, count)
-            source, size = part.data_ptr() + begin * row_bytes, (done - begin) * row_bytes
-            bring(source, size, min(size, (count - done) * row_bytes))
+            own = view[begin : begin + stripe]
+            size = len(own) * row_bytes
+            bring(own.data_ptr(), size, min(size, (count - begin - len(own)) * row_bytes))
+            # Kernels read no float64, which checkpoints rarely have.
+            part = (own if own.dtype in TYPES else own.to(memory.dtype)).contiguous()
             library.baton_native_pack(
-                source, TYPES[part.dtype], done - begin, columns, row + begin, memory.data_ptr(), TYPES[memory.dtype]
+                part.data_ptr(),
+                TYPES[part.dtype],
+                len(part),
+                columns,
+                row + begin,
+                memory.data_ptr(),
+                TYPES[memory.dtype],
             )
-            progress.add(view[begin:done].nbytes, address=place)
+            progress.add(own.nbytes, address=place)

@@ -22,6 +22,19 @@ int fail(const char* format, ...) {
   return 1;
 }
 
+namespace {
+
+bool check_ranks(const BatonRanks& ranks, int64_t hidden) {
+  if (ranks.size < 1 || ranks.rank < 0 || ranks.rank >= ranks.size || !ranks.buffer || !ranks.exchange || !ranks.part)
+    return !fail("rank %lld of %lld, or a function of its exchanges is missing", Long(ranks.rank), Long(ranks.size));
+  const int64_t floats = baton_native_rank_floats(hidden);
+  if (ranks.floats < floats)
+    return !fail("ranks exchange %lld floats at once, the model needs %lld", Long(ranks.floats), Long(floats));
+  return true;
+}
+
+}  // namespace
+
 bool check_model(const BatonModel& m) {
   if (m.head_dim % 2 || m.head_dim < 2 || m.head_dim > kMaxHeadDim)
     return !fail("head_dim %lld is not a multiple of 2 up to %d", Long(m.head_dim), kMaxHeadDim);
@@ -30,7 +43,7 @@ bool check_model(const BatonModel& m) {
   if (m.layers < 1 || m.hidden < 1 || m.inner < 1 || m.vocab < 1)
     return !fail("a model of %lld layers, %lld hidden, %lld inner and %lld tokens", Long(m.layers), Long(m.hidden),
                  Long(m.inner), Long(m.vocab));
-  return true;
+  return !m.ranks || check_ranks(*m.ranks, m.hidden);
 }
 
 int64_t check_batch(const BatonModel& model, const BatonKv& kv, const BatonBatch& batch, const BatonCall& call) {

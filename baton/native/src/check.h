@@ -11,6 +11,8 @@ int64_t check_batch(const BatonModel& model, const BatonKv& kv, const BatonBatch
 // False after `fail` if there are no kernels for the model's shape.
 bool check_model(const BatonModel& model);
 
+constexpr const char* kAborted = "the ranks' collective was aborted";
+
 // Keep a message for `baton_native_error`; returns 1.
 int fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 

@@ -37,6 +37,7 @@ int run(const BatonModel& model, const BatonKv* kv, const BatonBatch* batch, con
     Forward forward{model, kv, batch, call, kernels(Type(model.type)), workspace, tokens};
     forward.reserve();
     ThreadPool::shared().run(int(call.threads), Forward::work, &forward);
+    if (forward.aborted) return fail("%s", kAborted);
     if (batch) workspace.angles_of = forward.lengths();
   } catch (const std::exception& error) {
     return fail("%s", error.what());
@@ -100,6 +101,8 @@ int baton_native_start(int64_t threads) {
   }
   return 0;
 }
+
+int64_t baton_native_rank_floats(int64_t hidden) { return kRowGroup * (hidden > kPanel ? hidden : kPanel); }
 
 int64_t baton_native_tasks() { return ThreadPool::shared().tasks(); }
 

@@ -2,6 +2,9 @@
 //
 // The residual stream is float32. A task of a product is a panel of 32 columns and some rows. A task of attention is a
 // few tokens of a sequence, a KV head and, of long contexts, a split of the keys.
+//
+// With tensor-parallel ranks, products whose inputs are split leave partial sums in this rank's part of an exchange, some
+// rows at a time; the first thread exchanges, and then all threads add the ranks' parts.
 
 #pragma once
 
@@ -10,6 +13,7 @@
 #include <cstring>
 #include <vector>
 
+#include "collective.h"
 #include "model.h"
 #include "thread_pool.h"
 #include "workspace.h"
@@ -22,6 +26,9 @@ constexpr int64_t kSlotBytes = 256;   // of a slot's heads that one thread reads
 constexpr int64_t kRowGroup = 512;    // rows whose activations stay in the caches while all panels pass
 constexpr int64_t kSlice = 1024;      // inputs of an MLP's last product at a time, for the same reason
 
+// Between 0 and `most`.
+inline int64_t clamp(int64_t size, int64_t most) { return size < 0 ? 0 : size < most ? size : most; }
+
 struct Forward {
   const BatonModel& m;
   const BatonKv* kv;
@@ -31,9 +38,13 @@ struct Forward {
   BatonWorkspace& workspace;
   int64_t tokens;
   int64_t samples = call.sampled ? call.samples : tokens;  // rows of hidden states that come out
+  const BatonRanks* ranks = m.ranks && m.ranks->size > 1 ? m.ranks : nullptr;
+  mutable bool aborted = false;  // written by the first thread before a barrier
 
   int64_t group = m.heads / m.kv_heads, query_width = m.heads * m.head_dim;
   int64_t qkv_width = (m.heads + 2 * m.kv_heads) * m.head_dim, head_width = padded(m.head_dim, kPanel);
+  int64_t vocab_share = ranks ? (m.vocab + ranks->size - 1) / ranks->size : m.vocab;
+  int64_t vocab_first = ranks ? ranks->rank * vocab_share : 0, vocab_rows = clamp(m.vocab - vocab_first, vocab_share);
   int64_t element = k.rows == kFloat32 ? 4 : 2;
   int64_t hidden_stride = padded(m.hidden, kInputs), query_stride = padded(query_width, kInputs);
   int64_t inner_stride = padded(m.inner, kInputs);
@@ -161,11 +172,69 @@ struct Forward {
     region.barrier();
   }
 
-  void embed(Region& region, int thread) const {
-    for (int64_t t = thread; t < tokens; t += region.threads()) {
-      const int64_t id = call.token_ids[t];
-      k.embed(panel_of(m.embedding, id / kPanel, m.hidden), int(id % kPanel), m.hidden, call.hidden + t * m.hidden);
+  // The same calls by all threads: false for all of them if the exchange was aborted.
+  bool exchange(Region& region, int thread) const {
+    if (!thread) aborted = ranks->exchange(ranks->context) != 0;
+    region.barrier();
+    return !aborted;
+  }
+
+  // hidden[first + r] = (add ? it : 0) + the sum of the ranks' rows r. A thread has the rows that it normalizes.
+  void sum_rows(Region& region, int thread, int64_t first, int64_t rows, bool add) const {
+    const int64_t threads = region.threads();
+    for (int64_t r = (thread + threads - first % threads) % threads; r < rows; r += threads)
+      sum_parts(*ranks, r * m.hidden, m.hidden, add, call.hidden + (first + r) * m.hidden);
+  }
+
+  // hidden += x w^T + bias, with so many inputs at a time. `x` is `normed` or the like, of `stride` inputs a row.
+  bool add_product(Region& region, int thread, int64_t rows, const char* x, int64_t stride, const void* weight,
+                   const float* bias, int64_t slice, float* sums) const {
+    const auto each_slice = [&](int64_t first, int64_t count_of_rows, bool fresh, float* out) {
+      for (int64_t from = 0; from < stride; from += slice) {
+        const int64_t inputs = stride - from < slice ? stride - from : slice;
+        each_product(region, m.hidden, count_of_rows, [&](int64_t panel, int64_t row, int count, int64_t next) {
+          k.product(x + ((first + row) * stride + from) * element, stride, count, panel_of(weight, panel, stride, from),
+                    inputs, next < 0 ? nullptr : panel_of(weight, next, stride, from), sums);
+          (fresh && !from ? k.store : k.add)(sums, from ? nullptr : bias_of(bias, panel), count,
+                                             columns_of(panel, m.hidden), out + row * m.hidden + panel * kPanel,
+                                             m.hidden);
+        });
+      }
+    };
+    if (!ranks) return each_slice(0, rows, false, call.hidden), true;
+    for (int64_t first = 0; first < rows; first += kRowGroup) {
+      const int64_t part = clamp(rows - first, kRowGroup);
+      each_slice(first, part, true, ranks->buffer(ranks->context));
+      if (!exchange(region, thread)) return false;
+      sum_rows(region, thread, first, part, true);
     }
+    return true;
+  }
+
+  // `id` is one of this rank's.
+  void embed_token(int64_t id, float* out) const {
+    k.embed(panel_of(m.embedding, id / kPanel, m.hidden), int(id % kPanel), m.hidden, out);
+  }
+
+  bool embed(Region& region, int thread) const {
+    if (!ranks) {
+      for (int64_t t = thread; t < tokens; t += region.threads())
+        embed_token(call.token_ids[t], call.hidden + t * m.hidden);
+      return true;
+    }
+    for (int64_t first = 0; first < tokens; first += kRowGroup) {
+      const int64_t rows = clamp(tokens - first, kRowGroup);
+      float* part = ranks->buffer(ranks->context);
+      for (int64_t r = thread; r < rows; r += region.threads()) {
+        const int64_t id = call.token_ids[first + r] - vocab_first;
+        if (id >= 0 && id < vocab_rows) embed_token(id, part + r * m.hidden);
+        else std::memset(part + r * m.hidden, 0, m.hidden * sizeof(float));
+      }
+      region.barrier();
+      if (!exchange(region, thread)) return false;
+      sum_rows(region, thread, first, rows, false);
+    }
+    return true;
   }
 
   void compute_angles(Region& region, int thread) const {
@@ -268,7 +337,8 @@ struct Forward {
     k.finish(whole, int(count), int(group), int(m.head_dim), out, query_stride);
   }
 
-  void layer(Region& region, int thread, int64_t index, float* memory) const {
+  // False if an exchange was aborted.
+  bool layer(Region& region, int thread, int64_t index, float* memory) const {
     const BatonLayer& w = m.layer[index];
     float *sums = memory, *more = memory + kRowBlock * kPanel, *rest = more + kRowBlock * kPanel;
     normalize(region, thread, w.attention_norm, tokens);
@@ -280,17 +350,11 @@ struct Forward {
     append(region, thread, index);
     const bool last = call.sampled && index == m.layers - 1;
     const int64_t rows = last ? samples : tokens;
-    if (!rows) return;
+    // The caller may send this layer's keys and values of all ranks.
+    if (!rows) return !ranks || exchange(region, thread);
     if (last && !thread) gather_sampled();
     attend(region, last ? workspace.sampled : workspace.all, index, rest);
-    const auto add_to_hidden = [&](const float* bias, int64_t panel, int64_t row, int count) {
-      k.add(sums, bias_of(bias, panel), count, columns_of(panel, m.hidden),
-            call.hidden + row * m.hidden + panel * kPanel, m.hidden);
-    };
-    each_product(region, m.hidden, rows, [&](int64_t panel, int64_t row, int count, int64_t next) {
-      multiply(attended, query_stride, row, count, w.o, panel, w.o, next, sums);
-      add_to_hidden(w.o_bias, panel, row, count);
-    });
+    if (!add_product(region, thread, rows, attended, query_stride, w.o, w.o_bias, query_stride, sums)) return false;
     normalize(region, thread, w.mlp_norm, rows);
     each_product(region, m.inner, rows, [&](int64_t panel, int64_t row, int count, int64_t next) {
       multiply(normed, hidden_stride, row, count, w.gate, panel, w.up, panel, sums);
@@ -298,16 +362,7 @@ struct Forward {
       k.silu(sums, more, bias_of(w.gate_bias, panel), bias_of(w.up_bias, panel), count, columns_of(panel, m.inner),
              inner + (row * inner_stride + panel * kPanel) * element, inner_stride);
     });
-    const int64_t slice = slice_of_inner(rows);
-    for (int64_t from = 0; from < inner_stride; from += slice) {
-      const int64_t inputs = inner_stride - from < slice ? inner_stride - from : slice;
-      each_product(region, m.hidden, rows, [&](int64_t panel, int64_t row, int count, int64_t next) {
-        k.product(inner + (row * inner_stride + from) * element, inner_stride, count,
-                  panel_of(w.down, panel, inner_stride, from), inputs,
-                  next < 0 ? nullptr : panel_of(w.down, next, inner_stride, from), sums);
-        add_to_hidden(from ? nullptr : w.down_bias, panel, row, count);
-      });
-    }
+    return add_product(region, thread, rows, inner, inner_stride, w.down, w.down_bias, slice_of_inner(rows), sums);
   }
 
   // The hidden states of the tokens to be sampled after become the first rows; each moves forward, or stays.
@@ -322,40 +377,101 @@ struct Forward {
     return k.rows == kFloat32 || rows <= k.row_block ? inner_stride : kSlice;
   }
 
-  void head(Region& region, int thread, float* sums) const {
+  bool head(Region& region, int thread, float* sums) const {
     normalize(region, thread, m.norm, samples);
     Argmax* own = call.argmax ? maxima + thread * samples : nullptr;
     for (int64_t t = 0; own && t < samples; ++t) own[t] = {-INFINITY, 0, -1};
-    each_product(region, m.vocab, samples, [&](int64_t panel, int64_t row, int count, int64_t next) {
-      multiply(normed, hidden_stride, row, count, m.head, panel, m.head, next, sums);
-      const int columns = columns_of(panel, m.vocab);
-      if (own) k.argmax(sums, count, columns, panel * kPanel, own + row);
-      if (call.logits) k.store(sums, nullptr, count, columns, call.logits + row * m.vocab + panel * kPanel, m.vocab);
-    });
-    if (!own || thread) return;
-    for (int64_t t = 0; t < samples; ++t) {
-      Argmax found{-INFINITY, 0, -1};
-      for (int other = 0; other < region.threads(); ++other) {
-        const Argmax& each = maxima[other * samples + t];
-        found.finite += each.finite;
-        const bool wins = each.value > found.value || (each.value == found.value && each.id < found.id);
-        if (each.id >= 0 && (found.id < 0 || wins)) found.value = each.value, found.id = each.id;
-      }
-      call.argmax[t] = found.finite == 0 ? found.id : -1;
+    if (ranks && call.logits) {
+      if (!gather_logits(region, thread, own, sums)) return false;
+    } else {
+      each_product(region, vocab_rows, samples, [&](int64_t panel, int64_t row, int count, int64_t next) {
+        multiply(normed, hidden_stride, row, count, m.head, panel, m.head, next, sums);
+        const int columns = columns_of(panel, vocab_rows);
+        if (own) k.argmax(sums, count, columns, vocab_first + panel * kPanel, own + row);
+        if (call.logits) k.store(sums, nullptr, count, columns, call.logits + row * m.vocab + panel * kPanel, m.vocab);
+      });
     }
+    return !own || thread || choose(region.threads());
+  }
+
+  // Logits of all ranks; those of this one's are looked at for `own`. An exchange has some columns of some rows, so that
+  // weights are read once for many rows.
+  bool gather_logits(Region& region, int thread, Argmax* own, float* sums) const {
+    for (int64_t first = 0; first < samples; first += kRowGroup) {
+      const int64_t rows = clamp(samples - first, kRowGroup), width = ranks->floats / rows / kPanel * kPanel;
+      for (int64_t begin = 0; begin < vocab_share; begin += width) {
+        const int64_t columns = clamp(vocab_rows - begin, width), before = begin / kPanel;
+        float* part = ranks->buffer(ranks->context);
+        each_product(region, columns, rows, [&](int64_t panel, int64_t row, int count, int64_t next) {
+          multiply(normed, hidden_stride, first + row, count, m.head, before + panel, m.head,
+                   next < 0 ? next : before + next, sums);
+          const int size = columns_of(panel, columns);
+          if (own) k.argmax(sums, count, size, vocab_first + begin + panel * kPanel, own + first + row);
+          k.store(sums, nullptr, count, size, part + row * width + panel * kPanel, width);
+        });
+        if (!exchange(region, thread)) return false;
+        for (int64_t rank = 0; rank < ranks->size; ++rank) {
+          const int64_t token = rank * vocab_share + begin;
+          const int64_t size = clamp(m.vocab - token, clamp(vocab_share - begin, width));
+          const float* from = ranks->part(ranks->context, rank);
+          for (int64_t row = thread; row < rows && size; row += region.threads())
+            std::memcpy(call.logits + (first + row) * m.vocab + token, from + row * width, size * sizeof(float));
+        }
+      }
+    }
+    // The parts are read before the next exchange.
+    region.barrier();
+    return true;
+  }
+
+  static void merge(const Argmax& from, Argmax& found) {
+    found.finite += from.finite;
+    const bool wins = from.value > found.value || (from.value == found.value && from.id < found.id);
+    if (from.id >= 0 && (found.id < 0 || wins)) found.value = from.value, found.id = from.id;
+  }
+
+  // The choices of all threads, and of all ranks.
+  bool choose(int threads) const {
+    for (int64_t t = 0; t < samples; ++t) {
+      for (int other = 1; other < threads; ++other) merge(maxima[other * samples + t], maxima[t]);
+      if (!ranks) call.argmax[t] = chosen(maxima[t]);
+    }
+    static_assert(sizeof(Argmax) == 4 * sizeof(float), "ranks exchange them as floats");
+    for (int64_t first = 0; ranks && first < samples; first += kRowGroup) {
+      const int64_t rows = clamp(samples - first, kRowGroup), bytes = rows * int64_t(sizeof(Argmax));
+      std::memcpy(ranks->buffer(ranks->context), maxima + first, bytes);
+      aborted = ranks->exchange(ranks->context) != 0;
+      if (aborted) return false;
+      for (int64_t row = 0; row < rows; ++row) {
+        Argmax found{-INFINITY, 0, -1}, each;
+        for (int64_t rank = 0; rank < ranks->size; ++rank) {
+          std::memcpy(&each, ranks->part(ranks->context, rank) + row * 4, sizeof each);
+          merge(each, found);
+        }
+        call.argmax[first + row] = chosen(found);
+      }
+    }
+    return true;
+  }
+
+  static int64_t chosen(const Argmax& found) { return found.finite == 0 ? found.id : -1; }
+
+  bool compute(Region& region, int thread) const {
+    float* memory = scratch + thread * scratch_size;
+    if (batch) {
+      if (call.token_ids && !embed(region, thread)) return false;
+      if (!angles_ready) compute_angles(region, thread);
+      region.barrier();
+      for (int64_t index = call.first; index < call.last; ++index)
+        if (!layer(region, thread, index, memory)) return false;
+    }
+    return (!call.logits && !call.argmax) || head(region, thread, memory);
   }
 
   static void work(void* context, Region& region, int thread) {
     const Forward& f = *static_cast<const Forward*>(context);
-    float* memory = f.scratch + thread * f.scratch_size;
     if (f.k.begin_thread) f.k.begin_thread();
-    if (f.batch) {
-      if (f.call.token_ids) f.embed(region, thread);
-      if (!f.angles_ready) f.compute_angles(region, thread);
-      region.barrier();
-      for (int64_t index = f.call.first; index < f.call.last; ++index) f.layer(region, thread, index, memory);
-    }
-    if (f.call.logits || f.call.argmax) f.head(region, thread, memory);
+    f.compute(region, thread);
     if (f.k.end_thread) f.k.end_thread();
   }
 };

@@ -13,6 +13,21 @@ struct BatonLayer {
   int64_t window;  // positions that a token sees, its own included; 0: all
 };
 
+// Exchanges between the tensor-parallel ranks of a model, over any transport (collective.h has that of one host). All
+// ranks make the same calls of this library, with the same batches, in the same order. Any thread may ask for buffers
+// and parts, but none while the first one exchanges.
+struct BatonRanks {
+  int64_t rank, size;
+  int64_t floats;  // of a rank's part, at least `baton_native_rank_floats`
+  void* context;
+  float* (*buffer)(void* context);  // where this rank writes its part of the next exchange
+  int (*exchange)(void* context);   // wait until all ranks have written theirs; not 0 if the wait was aborted
+  const float* (*part)(void* context, int64_t rank);  // of the last exchange
+};
+
+// With `ranks`, heads, KV heads and `inner` are this rank's, and so are the weights. The vocabulary is the whole one, of
+// which each rank has the next ceil(vocab / size) rows of `embedding` and `head`, and the last ones fewer or none.
+// Biases of `o` and `down` are on the first rank alone.
 struct BatonModel {
   int64_t layers, hidden, inner, vocab, heads, kv_heads, head_dim;
   int64_t type;  // of weights: 0 float32, 1 bfloat16
@@ -23,6 +38,7 @@ struct BatonModel {
   const float* norm;
   const double* frequencies;  // [head_dim / 2], radians a position
   double rotary_factor;       // of cosines and sines
+  const BatonRanks* ranks;    // or null
 };
 
 // Pages of all layers: keys[layer] and values[layer] are [pages][page_size][kv_heads][head_dim].
@@ -65,7 +81,8 @@ BATON_API void baton_native_workspace_free(BatonWorkspace* workspace);
 // Bytes that it has now.
 BATON_API int64_t baton_native_workspace_size(const BatonWorkspace* workspace);
 
-// 0, or an error that `baton_native_error` describes; then nothing was read or written.
+// 0, or an error that `baton_native_error` describes; then nothing was read or written, unless the ranks' exchange was
+// aborted. When it returns, the keys and values of all ranks are in their pages.
 BATON_API int baton_native_forward(const BatonModel* model, const BatonKv* kv, const BatonBatch* batch,
                                    const BatonCall* call, BatonWorkspace* workspace);
 
@@ -78,6 +95,9 @@ BATON_API int baton_native_attend(const BatonModel* model, const BatonKv* kv, co
 // nothing.
 BATON_API int baton_native_head(const BatonModel* model, int64_t count, const BatonCall* call,
                                 BatonWorkspace* workspace);
+
+// Floats of a rank's part that models with this hidden size need.
+BATON_API int64_t baton_native_rank_floats(int64_t hidden);
 
 // The last error of this thread.
 BATON_API const char* baton_native_error();

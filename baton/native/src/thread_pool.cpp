@@ -4,17 +4,6 @@
 #include <sched.h>
 
 namespace baton {
-namespace {
-
-constexpr int kSpins = 2000;  // about 20 microseconds to 80, by CPU
-
-inline void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#endif
-}
-
-}  // namespace
 
 void Gate::wait(uint32_t seen) {
   for (int i = 0; i < kSpins; ++i) {

@@ -11,6 +11,14 @@
 
 namespace baton {
 
+constexpr int kSpins = 2000;  // of a wait: about 20 microseconds to 80, by CPU
+
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
 // Waits that spin first and then park.
 class Gate {
  public:
