@@ -96,6 +96,7 @@ def declare(library: ctypes.CDLL) -> None:
         "all_gather": (c_int, (c_void_p, c_void_p, c_int64, c_void_p)),
         "barrier": (c_int, (c_void_p,)),
         "collective_abort": (None, (c_void_p,)),
+        "collective_aborted": (c_int, (c_void_p,)),
         "collective_reset": (None, (c_void_p,)),
         "collective_waited_ns": (c_int64, (c_void_p,)),
         "collective_calls": (c_int64, (c_void_p,)),

@@ -76,6 +76,11 @@ class Collective:
         """End all waits of all ranks with an error, now and until `reset`."""
         self._library.baton_native_collective_abort(self._open())
 
+    @property
+    def aborted(self) -> bool:
+        """Whether waits end with an error."""
+        return bool(self._library.baton_native_collective_aborted(self._open()))
+
     def reset(self) -> None:
         """Make the memory usable after `abort`, for all ranks. No rank may be inside a call."""
         self._library.baton_native_collective_reset(self._open())

@@ -215,6 +215,8 @@ void baton_native_collective_abort(BatonCollective* collective) {
   for (int64_t rank = 0; rank < collective->ranks.size; ++rank) ring(collective->header().of[rank]);
 }
 
+int baton_native_collective_aborted(const BatonCollective* collective) { return collective->aborted(); }
+
 void baton_native_collective_reset(BatonCollective* collective) {
   for (Words& words : collective->header().of) {
     words.arrived.store(0);

@@ -33,6 +33,8 @@ BATON_API int baton_native_barrier(BatonCollective* collective);
 
 // End all waits of all ranks, now and later, with an error.
 BATON_API void baton_native_collective_abort(BatonCollective* collective);
+// 1 from an abort until a reset, else 0.
+BATON_API int baton_native_collective_aborted(const BatonCollective* collective);
 
 // Make the memory as it was at first, while no rank is inside a call.
 BATON_API void baton_native_collective_reset(BatonCollective* collective);
