@@ -28,22 +28,22 @@ _log = logging.getLogger(__name__)
 _COMPUTE = "baton-compute"
 
 
-def prepare(cpus: str = "", threads: int = 0) -> None:
+def prepare(cpus: str = "", threads: int = 0, ranks: int = 1) -> None:
     """Set up this process for `threads` compute threads, or for one on each usable core if it is 0.
 
-    `cpus` lists the cores to use, such as "0-3,8"; "" means all. No thread is started; threads that exist keep their
+    `ranks` processes have as many threads each, on the same cores. `cpus` lists the cores to use, such as "0-3,8"; "" means all. No thread is started; threads that exist keep their
     cores. Raises ConfigError if `cpus` is invalid, or if there are more threads than cores.
     """
     if pinned := cores.available_cpus(cpus):
         os.sched_setaffinity(0, pinned)
-    _check_threads(threads)
+    _check_threads(threads, ranks)
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     allocator.keep_freed((1 << 31) - 1)
     allocator.use_one_arena()
 
 
-def _check_threads(threads: int) -> None:
+def _check_threads(threads: int, ranks: int) -> None:
     """Raise ConfigError if there are more threads than cores; warn if a cgroup gives less time than they need."""
     there, usable = cores.affinity(), cores.usable()
     if threads > there:
@@ -52,6 +52,9 @@ def _check_threads(threads: int) -> None:
         # A quota may be raised while the process runs.
         words = "threads: %d are more than the time of %.3g cores, to which a cgroup limits this process: they stall"
         _log.warning(words, threads, cores.quota())
+    elif (total := max(1, threads) * ranks) > usable and ranks > 1:
+        words = "tensor_parallel: %d ranks have %d compute threads, on %d cores: they wait for each other"
+        _log.warning(words, ranks, total, usable)
     elif usable < there:
         # torch's runtime reads this when it is loaded; it does not know the quota.
         os.environ.setdefault("OMP_NUM_THREADS", str(usable))

@@ -28,7 +28,7 @@ def main() -> None:
     start: RankStart = connection.recv()
     level, worker, log_format = start.log
     logs.configure(level, f"rank {start.rank}", worker, log_format=log_format)
-    prepare(threads=start.config.threads * start.size)
+    prepare(threads=start.config.threads)
     serve(connection, start, *files)
     # As services do: unloading torch would take seconds on a busy machine.
     os._exit(0)

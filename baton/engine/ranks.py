@@ -234,7 +234,7 @@ class Ranks:
             try:
                 connection.send(message)
             except OSError:
-                raise self._break(f"rank {rank} is gone") from None
+                raise self._lose(rank) from None
 
     def recover(self) -> str:
         """Make all ranks leave the failed pass; returns the error of a rank, or "". Raises EngineError if one can't."""
@@ -286,7 +286,7 @@ class Ranks:
             try:
                 message = connection.recv()
             except (EOFError, OSError):
-                raise self._break(f"rank {rank} is gone") from None
+                raise self._lose(rank) from None
             if message is wanted:
                 return found
             if isinstance(message, RankFailure):
@@ -298,6 +298,15 @@ class Ranks:
     def _check(self) -> None:
         if self.error is not None:
             raise EngineError(str(self.error))
+
+    def _lose(self, rank: int) -> EngineError:
+        """Record that a rank has closed its connection, because it has ended."""
+        process = self._processes[rank - 1]
+        try:
+            end = describe_exit(process.wait(_END_S))
+        except subprocess.TimeoutExpired:
+            end = "does not answer"
+        return self._break(f"rank {rank} (process {process.pid}) {end}")
 
     def _break(self, reason: str) -> EngineError:
         """Record that no pass can be computed any more; only the first reason counts."""
