@@ -31,8 +31,9 @@ _COMPUTE = "baton-compute"
 def prepare(cpus: str = "", threads: int = 0, ranks: int = 1) -> None:
     """Set up this process for `threads` compute threads, or for one on each usable core if it is 0.
 
-    `ranks` processes have as many threads each, on the same cores. `cpus` lists the cores to use, such as "0-3,8"; "" means all. No thread is started; threads that exist keep their
-    cores. Raises ConfigError if `cpus` is invalid, or if there are more threads than cores.
+    `ranks` processes have as many threads each, on the same cores. `cpus` lists the cores to use, such as "0-3,8"; ""
+    means all. No thread is started; threads that exist keep their cores. Raises ConfigError if `cpus` is invalid, or if
+    there are more threads than cores.
     """
     if pinned := cores.available_cpus(cpus):
         os.sched_setaffinity(0, pinned)

@@ -15,14 +15,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from baton.errors import EngineError
 from baton.model.attention import AttentionBackend, AttentionBatch, KvCache, SegmentedAttention, select
-from baton.model.config import ModelConfig
+from baton.model.config import LayerConfig, ModelConfig
 from baton.model.families import AttentionKind, MlpKind
 from baton.model.layers import (
     MergedColumnParallelLinear,
@@ -99,10 +101,13 @@ class GroupedAttention(nn.Module):
     Each group of query heads shares one KV head (Ainslie et al. 2023, arXiv:2305.13245).
     """
 
-    def __init__(self, config: ModelConfig, index: int, options: TensorOptions, parallel: TensorParallel) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: LayerConfig, place: int, options: TensorOptions, parallel: TensorParallel
+    ) -> None:
+        """`place` is that of the layer in the KvCache."""
         super().__init__()
-        self._index = index
-        self._window = config.layers[index].window
+        self._place = place
+        self._window = layer.window
         self._head_dim = config.head_dim
         self._heads = parallel.divide("num_attention_heads", config.num_heads)
         self._kv_heads = len(parallel.kv_heads(config.num_kv_heads))
@@ -129,12 +134,12 @@ class GroupedAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat((self.q_norm(qk[:, : self._heads]), self.k_norm(qk[:, self._heads :])), dim=1)
         q, k = Rotary.rotate(qk, context.angles).split_with_sizes((self._heads, self._kv_heads), 1)
-        context.attention.append(context.kv, self._index, k, v, context.batch)
+        context.attention.append(context.kv, self._place, k, v, context.batch)
         return q
 
     def attend(self, q: Tensor, context: ForwardContext) -> Tensor:
         """Attend with the queries `[T, heads, head_dim]`, and project to `[T, hidden]`."""
-        attended = context.attention.attend(context.kv, self._index, q, context.batch, self._window)
+        attended = context.attention.attend(context.kv, self._place, q, context.batch, self._window)
         output: Tensor = self.o(attended.flatten(1))
         return output
 
@@ -172,23 +177,25 @@ class GatedMlp(nn.Module):
         yield from _tensors(self.down, prefix + self._names.down)
 
 
-ATTENTIONS: Mapping[AttentionKind, Callable[[ModelConfig, int, TensorOptions, TensorParallel], Attention]] = {
-    AttentionKind.GROUPED: GroupedAttention
-}
+NewAttention = Callable[[ModelConfig, LayerConfig, int, TensorOptions, TensorParallel], Attention]
+ATTENTIONS: Mapping[AttentionKind, NewAttention] = {AttentionKind.GROUPED: GroupedAttention}
 MLPS: Mapping[MlpKind, Callable[[ModelConfig, TensorOptions, TensorParallel], Mlp]] = {MlpKind.GATED: GatedMlp}
 
 
 class DecoderLayer(nn.Module):
     """One block: attention, then an MLP. Each takes the normalised hidden states, and its result is added to them."""
 
-    def __init__(self, config: ModelConfig, index: int, options: TensorOptions, parallel: TensorParallel) -> None:
+    def __init__(
+        self, config: ModelConfig, index: int, place: int, options: TensorOptions, parallel: TensorParallel
+    ) -> None:
+        """`index` is that of the layer in the whole model, `place` that among the layers of the stage and their KV."""
         super().__init__()
         self._parallel = parallel
         self._names = config.family.names
         self._prefix = self._names.layer.format(index=index)
         layer = config.layers[index]
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, options)
-        self.attention = ATTENTIONS[layer.attention](config, index, options, parallel)
+        self.attention = ATTENTIONS[layer.attention](config, layer, place, options, parallel)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, options)
         self.mlp = MLPS[layer.mlp](config, options, parallel)
 
@@ -224,21 +231,41 @@ class DecoderLayer(nn.Module):
         yield from self.mlp.checkpoint_tensors(self._prefix)
 
 
-class Decoder(nn.Module):
-    """The whole model. Its weights are uninitialised until `baton.model.weights` fills them."""
+def stages_of(layers: int, count: int) -> list[range]:
+    """The layers of each of `count` pipeline stages, as even as can be; the first ones have one more."""
+    each, more = divmod(layers, count)
+    ends = [each * stage + min(stage, more) for stage in range(count + 1)]
+    return [range(first, last) for first, last in pairwise(ends)]
 
-    def __init__(self, config: ModelConfig, options: TensorOptions, parallel: TensorParallel) -> None:
+
+class Decoder(nn.Module):
+    """The whole model, or a pipeline stage of it. Its weights are uninitialised until `baton.model.weights` fills them.
+
+    Only the first stage has the embedding, and only the last one the final norm and the output projection. The last
+    stage of a model whose projection may be the embedding has both.
+    """
+
+    def __init__(
+        self, config: ModelConfig, options: TensorOptions, parallel: TensorParallel, stage: range | None = None
+    ) -> None:
+        """`stage` has the layers, by their indices in the whole model; all by default."""
         super().__init__()
         self.config = config
         self.options = options
+        self.stage = range(config.num_layers) if stage is None else stage
+        first, last = self.stage.start == 0, self.stage.stop == config.num_layers
         self._names = config.family.names
-        self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, options, parallel)
+        self.embedding = (
+            VocabParallelEmbedding(config.vocab_size, config.hidden_size, options, parallel)
+            if first or (last and config.tie_word_embeddings)
+            else None
+        )
         self.layers = nn.ModuleList(
-            DecoderLayer(config, index, options, parallel) for index in range(config.num_layers)
+            DecoderLayer(config, index, place, options, parallel) for place, index in enumerate(self.stage)
         )
         self.rotary = Rotary(config.rope, config.head_dim, options.device)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, options)
-        self.head = ParallelLMHead(config.vocab_size, config.hidden_size, options, parallel)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, options) if last else None
+        self.head = ParallelLMHead(config.vocab_size, config.hidden_size, options, parallel) if last else None
 
     @torch.inference_mode()
     def forward(
@@ -250,7 +277,7 @@ class Decoder(nn.Module):
         on_layer: Callable[[int], None] | None = None,
         sampled: Sequence[int] | None = None,
     ) -> Tensor:
-        """Take `token_ids` and `positions` (int64 `[T]`, sequence by sequence) through all layers.
+        """Take `token_ids` and `positions` (int64 `[T]`, sequence by sequence) through all layers of the whole model.
 
         Returns hidden states `[T, hidden]` in the compute dtype, before the final norm (`logits` applies it). With
         `sampled`, ascending indices into `token_ids`, it returns only the hidden states of these tokens,
@@ -263,6 +290,8 @@ class Decoder(nn.Module):
     @torch.inference_mode()
     def embed(self, token_ids: Tensor) -> Tensor:
         """Embed token ids, int64 `[T]`; returns hidden states `[T, hidden]`."""
+        if self.embedding is None:
+            raise EngineError("only the first stage of a pipeline embeds tokens")
         hidden: Tensor = self.embedding(token_ids)
         return hidden
 
@@ -276,9 +305,12 @@ class Decoder(nn.Module):
         on_layer: Callable[[int], None] | None = None,
         sampled: Sequence[int] | None = None,
     ) -> Tensor:
-        """Take hidden states `[T, hidden]` through all layers; other arguments and the result as in `forward`."""
+        """Take hidden states `[T, hidden]` through the layers; other arguments and the result as in `forward`.
+
+        The indices for `on_layer` are those in the KvCache.
+        """
         backend = select(hidden.device, hidden.dtype, kv.dtype, kv.page_size, kv.head_dim)
-        windows = [layer.window for layer in self.config.layers]
+        windows = [self.config.layers[index].window for index in self.stage]
         attention = backend if batch.host is None else SegmentedAttention(backend, batch.host, windows)
         context = ForwardContext(self.rotary.angles(positions), batch, kv, attention)
         for index, layer in enumerate(self.layers):
@@ -293,6 +325,8 @@ class Decoder(nn.Module):
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the final norm and the output projection to `[n, hidden]`; returns float32 `[n, vocab_size]`."""
+        if self.head is None or self.norm is None:
+            raise EngineError("only the last stage of a pipeline has logits")
         logits: Tensor = self.head(self.norm(hidden))
         return logits
 
@@ -303,11 +337,15 @@ class Decoder(nn.Module):
 
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
         """All tensors to load, in the order of computation, except the output projection (`head_tensor`)."""
-        yield from _tensors(self.embedding, self._names.embed)
+        if self.embedding is not None:
+            yield from _tensors(self.embedding, self._names.embed)
         for layer in self.layers:
             yield from cast(DecoderLayer, layer).checkpoint_tensors()
-        yield from _tensors(self.norm, self._names.norm)
+        if self.norm is not None:
+            yield from _tensors(self.norm, self._names.norm)
 
     def head_tensor(self) -> CheckpointTensor:
-        """The tensor of the output projection; most tied checkpoints do not have it."""
+        """The tensor of the output projection, which only the last stage has; most tied checkpoints do not have it."""
+        if self.head is None:
+            raise EngineError("only the last stage of a pipeline has an output projection")
         return next(_tensors(self.head, self._names.head))

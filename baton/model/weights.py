@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from baton.errors import ModelError
 from baton.model.checkpoint import weight_files
 from baton.model.decoder import CheckpointTensor, Decoder
+from baton.model.layers import TensorParallel
 from baton.process.load_progress import PIECE, LoadProgress
 from baton.process.madvise import bring
 
@@ -100,13 +102,12 @@ def load_weights(decoder: Decoder, directory: Path, progress: LoadProgress) -> N
     """
     checkpoint = Checkpoint(directory, progress)
     tensors = list(decoder.checkpoint_tensors())
-    head = decoder.head_tensor()
-    tied = _is_tied(decoder, head, checkpoint)
-    if not tied:
+    tied = decoder.head is not None and _is_tied(decoder, checkpoint)
+    if decoder.head is not None and not tied:
         # The largest tensors go first, while little else is in memory.
-        tensors.insert(0, head)
+        tensors.insert(0, decoder.head_tensor())
     checkpoint.check(tensors)
-    _refuse_unknown(decoder, {head.name, *(tensor.name for tensor in tensors)}, checkpoint)
+    _refuse_unknown(decoder, checkpoint)
     packed = decoder.options.repacked
     checkpoint.begin("reading and packing the weights" if packed else "reading the weights", tensors)
     for tensor in tensors:
@@ -115,7 +116,7 @@ def load_weights(decoder: Decoder, directory: Path, progress: LoadProgress) -> N
         if not (packed and found.ndim > 1):
             bring_pieces(found, progress)
         tensor.load(found)
-    if tied:
+    if tied and decoder.head is not None and decoder.embedding is not None:
         # Loading may have given the embedding another tensor.
         decoder.head.tie(decoder.embedding)
 
@@ -128,7 +129,9 @@ def bring_pieces(tensor: Tensor, progress: LoadProgress) -> None:
         progress.add(size, address=tensor.untyped_storage().data_ptr())
 
 
-def _refuse_unknown(decoder: Decoder, known: set[str], checkpoint: Checkpoint) -> None:
+def _refuse_unknown(decoder: Decoder, checkpoint: Checkpoint) -> None:
+    whole = Decoder(decoder.config, replace(decoder.options, device=torch.device("meta")), TensorParallel())
+    known = {tensor.name for tensor in (*whole.checkpoint_tensors(), whole.head_tensor())}
     ignorable = decoder.config.family.names.ignorable
     unknown = sorted(name for name in checkpoint.shapes.keys() - known if not name.endswith(ignorable))
     if unknown:
@@ -137,7 +140,7 @@ def _refuse_unknown(decoder: Decoder, known: set[str], checkpoint: Checkpoint) -
         )
 
 
-def _is_tied(decoder: Decoder, head: CheckpointTensor, checkpoint: Checkpoint) -> bool:
+def _is_tied(decoder: Decoder, checkpoint: Checkpoint) -> bool:
     """Whether the output projection is the embedding.
 
     A tied checkpoint may contain the projection too. As in transformers, it is used if it differs from the embedding.
@@ -145,6 +148,7 @@ def _is_tied(decoder: Decoder, head: CheckpointTensor, checkpoint: Checkpoint) -
     """
     if not decoder.config.tie_word_embeddings:
         return False
+    head = decoder.head_tensor()
     embed = f"{decoder.config.family.names.embed}.weight"
     if checkpoint.shapes.get(head.name) != head.shape or checkpoint.shapes.get(embed) != head.shape:
         return True
