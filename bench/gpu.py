@@ -184,7 +184,8 @@ def random_model(config: ModelConfig, device: torch.device) -> LoadedModel:
         else:
             weight.normal_(0.0, 0.02, generator=made)
         tensor.load(weight)
-    return LoadedModel(Path("random"), config, decoder.eval(), "random", torch.bfloat16, device, parallel)
+    decoder = decoder.eval()
+    return LoadedModel(Path("random"), config, decoder, "random", torch.bfloat16, device, parallel, decoder.stage)
 
 
 class Bench:

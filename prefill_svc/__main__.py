@@ -11,7 +11,7 @@ from baton.telemetry.logs import configure
 def start(config: PrefillConfig) -> Running:
     """A worker that is ready to be entered."""
     configure(config.log_level, "prefill", config.worker_id, log_format=config.log_format)
-    prepare(config.cpus, config.threads, config.tensor_parallel)
+    prepare(config.cpus, config.threads, config.tensor_parallel * config.pipeline_parallel)
     # Imported here, so that --help and bad settings are answered before torch is imported.
     from prefill_svc.app import run
 

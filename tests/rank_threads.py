@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from baton.engine.rank import serve
+from baton.engine.ranks import LinkFiles
 
 
 class RankThread:
@@ -24,13 +25,14 @@ class RankThread:
         self.pid, self.poll = self._process.pid, self._process.poll
         self.kill, self.wait = self._process.kill, self._process.wait
         # The leader closes its own descriptors.
-        connection, *memory = (os.dup(file) for file in files)
+        connection, beats, pages, *links = (os.dup(file) if file >= 0 else -1 for file in files)
+        memory = beats, pages, LinkFiles(*links)
         run = threading.Thread(
             target=self._run, args=(Connection(connection), memory), name=f"rank {rank}", daemon=True
         )
         run.start()
 
-    def _run(self, connection: Connection[Any, Any], memory: Sequence[int]) -> None:
+    def _run(self, connection: Connection[Any, Any], memory: tuple[int, int, LinkFiles]) -> None:
         with connection:
             serve(connection, connection.recv(), *memory)
         self.kill()

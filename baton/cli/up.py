@@ -24,8 +24,9 @@ import re
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator, Collection
-from dataclasses import dataclass, fields, replace
+from collections.abc import AsyncIterator, Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,9 @@ class UpOptions:
     prefill: int
     decode: int
     prefill_tp: int
+    prefill_pp: int
     decode_tp: int
+    decode_pp: int
     grpc: str
     redis: str
     redis_memory: int
@@ -82,22 +85,27 @@ class UpOptions:
     insecure: bool
     start_timeout: float
     services: dict[str, Any]
+    shared_weights: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    """The value of --packed-weights for workers of these degrees, if users give none."""
 
     @property
     def served_model_name(self) -> str:
         """Name of the model for clients."""
         return str(self.services["served_model_name"])
 
-    def ranks(self, role: str) -> int:
-        """Processes of a worker of this role that share each layer."""
-        return {"prefill": self.prefill_tp, "decode": self.decode_tp}[role]
+    def degrees(self, role: str) -> tuple[int, int]:
+        """Degrees of tensor and pipeline parallelism of the workers of a role."""
+        prefill, decode = (self.prefill_tp, self.prefill_pp), (self.decode_tp, self.decode_pp)
+        return {"prefill": prefill, "decode": decode}[role]
 
     def flags(self, role: str, name: str, secure: SecureFleet | None) -> list[str]:
         """The flags of the service `name`, without the listeners of workers and the router's list of workers."""
         if role == "router":
             own = {"grpc": self.grpc, "ops": "127.0.0.1:0", "insecure": self.insecure}
         else:
-            own = {"worker_id": name, "threads": self.threads, "tensor_parallel": self.ranks(role)}
+            tp, pp = self.degrees(role)
+            own = {"worker_id": name, "threads": self.threads, "tensor_parallel": tp, "pipeline_parallel": pp}
+            own |= {"packed_weights": self.shared_weights.get((tp, pp), "")}
         known = {field.name for field in fields(ROLES[role])}
         given = {setting: value for setting, value in self.services.items() if setting in known}
         tls = [] if secure is None else secure.router_flags() if role == "router" else secure.worker_flags(name)
@@ -139,13 +147,13 @@ def _check_services(options: UpOptions) -> None:
 
 def _threads(options: UpOptions) -> int:
     """Compute threads of each rank of each worker; raises click.BadParameter for more than there are cores."""
-    ranks = options.prefill * options.prefill_tp + options.decode * options.decode_tp
+    ranks = options.prefill * prod(options.degrees("prefill")) + options.decode * prod(options.degrees("decode"))
     there, usable = cores.affinity(), cores.usable()
     if options.threads > there:
         raise _bad("--threads", f"{options.threads} are more than the {there} cores that this process may use")
     if options.threads > 1 and options.threads * ranks > usable:
         # This is not an error: workers that are busy at different times may share cores.
-        words = f"warning: --threads {options.threads} for each of {ranks} workers, on {usable} cores"
+        words = f"warning: --threads {options.threads} for each of {ranks} processes, on {usable} cores"
         click.echo(f"{words}: workers that compute at the same time slow each other down", err=True)
     return options.threads or max(1, usable // ranks)
 
@@ -216,6 +224,8 @@ _OFFERED = (
 )
 """Settings of the services that are also flags of `up`: a given flag goes to all roles that have the setting."""
 
+_DEGREE = click.IntRange(1, 64)
+
 _NEEDED = ("drain_s", "log_level")
 """Settings that `up` uses itself."""
 
@@ -258,8 +268,10 @@ _FIELDS = {field.name: field for role in reversed(ROLES.values()) for field in f
 )
 @click.option("--prefill", type=click.IntRange(1, 64), default=1, show_default=True, help="Prefill workers.")
 @click.option("--decode", type=click.IntRange(1, 64), default=1, show_default=True, help="Decode workers.")
-@click.option("--prefill-tp", type=click.IntRange(1), default=1, show_default=True, help="Ranks of a prefill worker.")
-@click.option("--decode-tp", type=click.IntRange(1), default=1, show_default=True, help="Ranks of a decode worker.")
+@click.option("--prefill-tp", type=_DEGREE, default=1, show_default=True, help="Ranks that share each layer in prefill.")
+@click.option("--prefill-pp", type=_DEGREE, default=1, show_default=True, help="Stages of layers in prefill.")
+@click.option("--decode-tp", type=_DEGREE, default=1, show_default=True, help="Ranks that share each layer in decode.")
+@click.option("--decode-pp", type=_DEGREE, default=1, show_default=True, help="Stages of layers in decode.")
 @click.option("--redis-memory", type=Size(), default="256MiB", show_default=True, help="Memory of the embedded server.")
 @click.option(
     "--secure",
@@ -317,14 +329,17 @@ def _sharing(options: UpOptions) -> UpOptions:
     if options.services.get("packed_weights") or not hasattr(os, "memfd_create"):
         return options
     model = Path(options.services["model"])
+    # Workers of the same degrees have the same shares.
+    degrees = dict.fromkeys((options.degrees("prefill"), options.degrees("decode")))
     try:
         size = sum(file.stat().st_size for file in weight_files(model))
-        file = unnamed_file(cache_folder(), size)
+        files = {each: [unnamed_file(cache_folder(), size) for _ in range(prod(each))] for each in degrees}
     except (OSError, ModelError, RuntimeError):
         # The workers say what is wrong with the checkpoint; without such a file each holds its own weights. A user
         # without a home folder is a RuntimeError.
         return options
-    return replace(options, services=options.services | {"packed_weights": f"/proc/{os.getpid()}/fd/{file}"})
+    paths = {each: ",".join(f"/proc/{os.getpid()}/fd/{file}" for file in files[each]) for each in degrees}
+    return replace(options, shared_weights=paths)
 
 
 def _secure(options: UpOptions) -> SecureFleet | None:

@@ -37,8 +37,8 @@ class WorkerConfig(Settings):
     )
     packed_weights: str = option(
         "",
-        help="Path of a file, on a tmpfs, through which the workers of a host share the weights of native kernels. "
-        "The first worker writes it. Empty: each worker has its own weights.",
+        help="Path of a file, on a tmpfs, through which the workers of a host share the weights of native kernels; or "
+        "a path for each rank, with commas. The first worker writes it. Empty: each worker has its own weights.",
     )
     max_model_len: int = option(
         0, help="Largest number of tokens of prompt and output together; 0: the limit of the model.", minimum=0
@@ -73,11 +73,12 @@ class WorkerConfig(Settings):
     )
     block_size: int = option(16, help="Tokens in a block of prefix hashing, the same in the whole fleet.", minimum=1)
     tensor_parallel: int = option(
-        1, help="Processes that share each layer of the model, on a CPU; the worker is one of them.", minimum=1
+        1, help="Processes that share each layer of the model, on a CPU; see docs/parallel.md.", minimum=1
     )
+    pipeline_parallel: int = option(1, help="Stages that share the layers of the model, on a CPU.", minimum=1)
     threads: int = option(
         0,
-        help="Compute threads of each process of --tensor-parallel, in all at most one per core; 0: all cores.",
+        help="Compute threads of each process, at most one per core; 0: the cores, divided by the processes.",
         minimum=0,
     )
     cpus: str = option("", help="Cores that the worker uses, such as 0-3,8; empty: all that it may use.")
@@ -151,6 +152,7 @@ class WorkerConfig(Settings):
             block_size=self.block_size,
             threads=self.threads,
             tensor_parallel=self.tensor_parallel,
+            pipeline_parallel=self.pipeline_parallel,
             pin_threads=bool(self.cpus),
         )
 

@@ -62,7 +62,8 @@ class EngineConfig:
     segment_tokens   number of tokens of KV in host memory to which attention is computed at once; 0 means
                      `default_segment_tokens`
     num_kv_buffers   number of device buffers for segments
-    tensor_parallel  number of ranks, each with a share of every layer
+    tensor_parallel  number of ranks that share each layer
+    pipeline_parallel  number of stages, each with some of the layers
     pin_threads      whether each compute thread gets a core of its own
     packed_weights   file in which the workers of a host share the weights of native kernels; "" means no sharing
     """
@@ -85,6 +86,7 @@ class EngineConfig:
     num_kv_buffers: int = 3
     packed_weights: str = ""
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
     pin_threads: bool = False
 
     def __post_init__(self) -> None:
@@ -110,10 +112,15 @@ class EngineConfig:
             value = getattr(self, name)
             if value < 0:
                 raise ConfigError(f"{name}: must be 0 or more, got {value}")
-        for name, least in (("block_size", 1), ("num_kv_buffers", 2), ("tensor_parallel", 1)):
+        for name, least in (("block_size", 1), ("num_kv_buffers", 2), ("tensor_parallel", 1), ("pipeline_parallel", 1)):
             if (value := getattr(self, name)) < least:
                 raise ConfigError(f"{name}: must be {least} or more, got {value}")
         if self.kv_home not in KV_HOMES:
             raise ConfigError(f"kv_home: must be {', '.join(KV_HOMES)}, got {self.kv_home!r}")
         if self.host_memory and self.kv_home != "auto":
             raise ConfigError(f"host_memory: is for kv_home auto, with {self.kv_home} kv_memory sizes the pool")
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes that compute."""
+        return self.tensor_parallel * self.pipeline_parallel

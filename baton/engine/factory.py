@@ -15,19 +15,21 @@ from baton.engine.config import EngineConfig, default_page_size, default_segment
 from baton.engine.contract import EngineSpec, min_overlap_chunk
 from baton.engine.core import EngineCore
 from baton.engine.executor import InProcessExecutor
-from baton.engine.kv_memory import HeadShard, ShardedMemory, TorchMemory
-from baton.engine.load import LoadedModel, load_model
+from baton.engine.kv_memory import KvShard, ShardedMemory, TorchMemory
+from baton.engine.load import LoadedModel, Place, load_model
 from baton.engine.model_runner import ModelRunner
 from baton.engine.process import pin_compute_threads
-from baton.engine.ranks import Launch, Ranks, RanksExecutor, launch_process
+from baton.engine.ranks import Launch, LinkFiles, Ranks, RanksExecutor, launch_process
 from baton.errors import ConfigError
 from baton.kv.format import KvFormat, attention_parts
 from baton.model.attention import KvCache, SegmentRing, SegmentSource, SegmentViews
 from baton.model.checkpoint import resolve
 from baton.model.config import ModelConfig
+from baton.model.decoder import stages_of
 from baton.model.layers import unsplittable
 from baton.model.tensors import DTYPES, dtype_name
 from baton.model.zeros import RegistrationError, SharedMemory
+from baton.native.channel import Channel, channel_memory
 from baton.native.collective import Collective, exchange_floats, shared_memory
 from baton.native.decoder import NativeDecoder, unsupported
 from baton.native.library import Kernels, NativeUnavailable, select_kernels
@@ -69,14 +71,16 @@ def build(
     progress = progress or LoadProgress()
     began = time.monotonic()
     with ExitStack() as stack:
-        ranks = collective = None
-        if config.tensor_parallel > 1:
+        ranks = place = None
+        if config.ranks > 1:
             floats = _check_ranks(config)
-            ranks = Ranks(config, floats, shared_memory(config.tensor_parallel, floats), launch)
+            files = _link_files(config, floats)
+            ranks = Ranks(config, floats, files, launch)
             stack.callback(ranks.close)
-            collective = Collective(ranks.file, 0, ranks.size, floats)
-            ranks.attach(collective)
-        model = load(config, progress, collective)
+            places = [place_of(config, rank, each, floats) for rank, each in enumerate(files)]
+            ranks.attach([link for each in places for link in each.links])
+            place = places[0]
+        model = load(config, progress, place)
         if ranks is not None:
             ranks.wait_loaded(progress)
         progress.begin("making the KV pool")
@@ -86,8 +90,8 @@ def build(
     return engine
 
 
-def load(config: EngineConfig, progress: LoadProgress, collective: Collective | None = None) -> LoadedModel:
-    """Load the model, or with `collective` the shard of its rank. Errors as in `build`."""
+def load(config: EngineConfig, progress: LoadProgress, place: Place | None = None) -> LoadedModel:
+    """Load the model, or with `place` the shard of its rank. Errors as in `build`."""
     path = resolve(config.model)
     model_config = ModelConfig.from_pretrained(path)
     device = _device(config.device)
@@ -98,7 +102,7 @@ def load(config: EngineConfig, progress: LoadProgress, collective: Collective | 
     kv_dtype = dtype if config.kv_dtype == "auto" else DTYPES[config.kv_dtype]
     kernels = kernels.unless(unsupported(model_config, dtype, kv_dtype), config.kernels)
     _log.info("kernels: %s", kernels)
-    if threads := config.threads or (collective and max(1, cores.usable() // collective.size)):
+    if threads := config.threads or (place and max(1, cores.usable() // config.ranks)):
         torch.set_num_threads(threads)
     _check_free_memory("kv_memory", config.kv_memory, _home(config, device))
     model = load_model(
@@ -106,9 +110,9 @@ def load(config: EngineConfig, progress: LoadProgress, collective: Collective | 
         dtype=dtype,
         device=device,
         native=kernels.library,
-        packed_weights=config.packed_weights,
+        packed_weights=_packed_weights(config, place),
         progress=progress,
-        collective=collective,
+        place=place,
     )
     # Loading used more memory than the weights, which is not needed again.
     allocator.trim()
@@ -116,8 +120,20 @@ def load(config: EngineConfig, progress: LoadProgress, collective: Collective | 
         # Done before the pool is made, which gets its huge pages in the background.
         huge_pages.collapse()
     if config.pin_threads:
-        pin_compute_threads(model.parallel.rank * torch.get_num_threads())
+        pin_compute_threads(place.number * torch.get_num_threads() if place else 0)
     return model
+
+
+def _packed_weights(config: EngineConfig, place: Place | None) -> str:
+    """Path of the file with the packed weights of a rank."""
+    if place is None:
+        return config.packed_weights
+    paths = config.packed_weights.split(",")
+    if len(paths) > 1:
+        return paths[place.number]
+    if not paths[0]:
+        return ""
+    return f"{paths[0]}.rank-{place.rank}-of-{config.tensor_parallel}.stage-{place.stage}-of-{place.stages}"
 
 
 def assemble(
@@ -154,19 +170,21 @@ def assemble(
     runner = make_runner(config, model, kv, spec)
     if ranks is None:
         return EngineCore(spec, InProcessExecutor(runner))
-    caches = [kv, *(make_kv_cache(config, model, spec, SharedMemory(file)) for file in ranks.kv_files)]
-    shards = [
-        HeadShard(TorchMemory(each), replace(model.parallel, rank=rank).kv_heads(kv_format.heads))
-        for rank, each in enumerate(caches)
-    ]
+    stages = stages_of(model.config.num_layers, config.pipeline_parallel)
+    shards = []
+    for number in range(config.ranks):
+        stage, rank = divmod(number, config.tensor_parallel)
+        own = replace(model, stage=stages[stage], parallel=replace(model.parallel, rank=rank))
+        cache = make_kv_cache(config, own, spec, SharedMemory(ranks.kv_files[number - 1])) if number else kv
+        shards.append(KvShard(TorchMemory(cache), own.stage, own.parallel.kv_heads(kv_format.heads)))
     ranks.share_pages(spec)
-    return EngineCore(spec, RanksExecutor(runner, ShardedMemory(shards), ranks))
+    return EngineCore(spec, RanksExecutor(runner, ShardedMemory(shards), ranks, stages))
 
 
 def make_kv_cache(
     config: EngineConfig, model: LoadedModel, spec: EngineSpec, shared: SharedMemory | None = None
 ) -> KvCache:
-    """Pages of one rank, of the KV heads of `model`; in `shared`, if it is given."""
+    """Pages of one rank, of the layers and KV heads of `model`; in `shared`, if it is given."""
     # On CUDA there is one more page: rows of a graph without a sequence write to it.
     device_pages = spec.device_pages + int(model.device.type == "cuda")
     dtype = DTYPES[spec.kv_format.parts[0].dtype]
@@ -183,22 +201,49 @@ def make_runner(config: EngineConfig, model: LoadedModel, kv: KvCache, spec: Eng
     return ModelRunner(model, kv, spec, _source(config, model, kv, spec))
 
 
+def place_of(config: EngineConfig, rank: int, files: LinkFiles, floats: int) -> Place:
+    """The place of a rank, with its links over the memory in `files`."""
+    stage, own = divmod(rank, config.tensor_parallel)
+    collective = Collective(files.collective, own, config.tensor_parallel, floats) if files.collective >= 0 else None
+    receive, send = (Channel(file, 4 * floats) if file >= 0 else None for file in (files.receive, files.send))
+    return Place(rank, own, stage, config.pipeline_parallel, collective, receive, send)
+
+
+def _link_files(config: EngineConfig, floats: int) -> list[LinkFiles]:
+    """Memory for the links of all ranks: collectives of each stage, and channels between ranks of stages."""
+    tp, stages = config.tensor_parallel, config.pipeline_parallel
+    collectives = [shared_memory(tp, floats) if tp > 1 else -1 for _ in range(stages)]
+    channels = [channel_memory(4 * floats) for _ in range((stages - 1) * tp)]
+    none = [-1] * tp
+    return [
+        LinkFiles(collectives[rank // tp], receive, send)
+        for rank, (receive, send) in enumerate(zip(none + channels, channels + none, strict=True))
+    ]
+
+
 def _check_ranks(config: EngineConfig) -> int:
-    """Check that the model can be split over the ranks, and return the size of the buffers of their collective.
+    """Check that the model can be split over the ranks, and return the size of the buffers of their links.
 
     Raises ConfigError, which names the degrees that would do.
     """
-    size, device = config.tensor_parallel, _device(config.device)
+    device, size = _device(config.device), config.ranks
+    name = "tensor_parallel" if config.tensor_parallel > 1 else "pipeline_parallel"
     if device.type != "cpu":
-        raise ConfigError(f"tensor_parallel: {size} ranks run on a CPU, the device is {device}")
+        raise ConfigError(f"{name}: {size} ranks run on a CPU, the device is {device}")
     try:
         load_library()
     except NativeUnavailable as error:
-        raise ConfigError(f"tensor_parallel: {size} ranks need the native library: {error}") from None
+        raise ConfigError(f"{name}: {size} ranks need the native library: {error}") from None
     model = ModelConfig.from_pretrained(resolve(config.model))
-    if problem := unsplittable(model, size):
-        degrees = [str(degree) for degree in range(1, model.num_heads + 1) if not unsplittable(model, degree)]
+    if problem := unsplittable(model, config.tensor_parallel):
+        degrees = [str(each) for each in range(1, model.num_heads + 1) if not unsplittable(model, each)]
         raise ConfigError(f"tensor_parallel: {problem}; {', '.join(degrees)} would do")
+    if (stages := config.pipeline_parallel) > model.num_layers:
+        raise ConfigError(f"pipeline_parallel: {stages} is above num_hidden_layers, {model.num_layers}")
+    if len(config.packed_weights.split(",")) not in (1, config.ranks):
+        raise ConfigError(f"packed_weights: must be one path or {config.ranks}, got {config.packed_weights!r}")
+    if stages > 1 and (config.kv_home == "host" or config.host_memory):
+        raise ConfigError(f"pipeline_parallel: {stages} stages read KV of their device only, kv_home is host")
     return exchange_floats(model.hidden_size)
 
 

@@ -4,7 +4,7 @@
     CudaMemory                     pages on a CUDA device
     HostedMemory ──▶ CudaMemory    pages in both, for a sequence whose pages are all on the device
                  ──▶ SpanMemory    pages in both, for any sequence, one run of pages after the other
-    ShardedMemory ─▶ TorchMemory   pages of several ranks, each with some of the KV heads
+    ShardedMemory ─▶ TorchMemory   pages of several ranks, each with some of the layers and KV heads
 
 Any thread may use these classes while a pass runs, because the pass writes to other pages, or to other tokens.
 
@@ -409,25 +409,28 @@ class HostedMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadShard:
-    """Pages in host memory that have some KV heads of all layers."""
+class KvShard:
+    """Pages in host memory that have some layers, and in them some KV heads."""
 
     memory: TorchMemory
+    layers: range
     heads: range
 
 
 class ShardedMemory:
-    """KvMemory over the shards of tensor-parallel ranks: it joins and splits KV heads.
+    """KvMemory over the shards of a worker's ranks: it joins and splits KV heads and layers.
 
-    If several shards have a head, writes go to all of them, and reads come from the first.
+    If several shards have a head of a layer, writes go to all of them, and reads come from the first.
     """
 
-    def __init__(self, shards: Sequence[HeadShard]) -> None:
-        """`shards` have all heads, in ascending order."""
+    def __init__(self, shards: Sequence[KvShard]) -> None:
+        """`shards` have all layers, and in each all heads, in ascending order."""
         self._shards = shards
-        self._read = [
-            shard for index, shard in enumerate(shards) if not index or shard.heads != shards[index - 1].heads
-        ]
+        places = [(shard.layers, shard.heads) for shard in shards]
+        self._first = [shard for index, shard in enumerate(shards) if places.index(places[index]) == index]
+        """The first shard of each place."""
+        self._stages = list(dict.fromkeys(shard.layers for shard in shards))
+        self._heads = max(shard.heads.stop for shard in shards)
         parts = shards[0].memory.kv.parts.values()
         self._head_bytes = [part[0, 0, 0, 0].nbytes for part in parts]
         """Bytes of one head of a token in each part."""
@@ -438,8 +441,8 @@ class ShardedMemory:
 
     def read(self, pages: Sequence[int], layer: int, tokens: range, heads: range) -> list[PartData]:
         pieces = [
-            shard.memory.read(pages, layer, tokens, range(low - shard.heads.start, high - shard.heads.start))
-            for shard, low, high in _overlaps(self._read, heads)
+            shard.memory.read(pages, layer - shard.layers.start, tokens, some)
+            for shard, some, _ in _overlaps(self._first, layer, heads)
         ]
         return [_join_heads(parts) for parts in zip(*pieces, strict=True)]
 
@@ -447,53 +450,61 @@ class ShardedMemory:
         self, pages: Sequence[int], layer: int, token_start: int, head_start: int, parts: Sequence[PartData]
     ) -> None:
         given = range(head_start, head_start + parts[0].shape[1])
-        for shard, low, high in _overlaps(self._shards, given):
-            own = [_some_heads(part, low - head_start, high - head_start) for part in parts]
-            shard.memory.write(pages, layer, token_start, low - shard.heads.start, own)
+        for shard, some, of_given in _overlaps(self._shards, layer, given):
+            own = [_some_heads(part, of_given) for part in parts]
+            shard.memory.write(pages, layer - shard.layers.start, token_start, some.start, own)
 
     def read_blocks(self, pages: Sequence[int], token_start: int, block_size: int, count: int) -> list[bytes]:
-        found = [shard.memory.read_blocks(pages, token_start, block_size, count) for shard in self._read]
+        found = [shard.memory.read_blocks(pages, token_start, block_size, count) for shard in self._first]
         return [self._join_blocks(payloads, block_size) for payloads in zip(*found, strict=True)]
 
     def write_blocks(
         self, pages: Sequence[int], token_start: int, block_size: int, payloads: Sequence[bytes | memoryview]
     ) -> None:
-        heads = self._read[-1].heads.stop
-        views = [self._block_parts(np.frombuffer(payload, np.uint8), heads, block_size) for payload in payloads]
+        layers = self._stages[-1].stop
+        views = [_block_parts(payload, layers, self._heads, block_size, self._head_bytes) for payload in payloads]
         for shard in self._shards:
-            low, high = shard.heads.start, shard.heads.stop
-            joined = [
-                np.concatenate([part[:, :, low:high].reshape(len(part), -1) for part in parts], axis=1)
-                for parts in views
-            ]
-            own = [block.reshape(-1).data for block in joined]
+            first, last, low, high = shard.layers.start, shard.layers.stop, shard.heads.start, shard.heads.stop
+            own = [_block([part[first:last, :, low:high] for part in parts]) for parts in views]
             shard.memory.write_blocks(pages, token_start, block_size, own)
 
     def _join_blocks(self, payloads: Sequence[bytes], block_size: int) -> bytes:
-        """Join the payloads of one block, one of each shard."""
-        shards = [
-            self._block_parts(np.frombuffer(payload, np.uint8), len(shard.heads), block_size)
-            for payload, shard in zip(payloads, self._read, strict=True)
-        ]
-        joined = [np.concatenate(parts, axis=2) for parts in zip(*shards, strict=True)]
-        return np.concatenate([part.reshape(len(part), -1) for part in joined], axis=1).tobytes()
-
-    def _block_parts(self, payload: NDArray[np.uint8], heads: int, block_size: int) -> list[NDArray[np.uint8]]:
-        """Views of a payload's parts, `[layers, block_size, heads, bytes]`."""
-        layers, at, parts = payload.reshape(self._shards[0].memory.kv.num_layers, -1), 0, []
-        for width in self._head_bytes:
-            end = at + block_size * heads * width
-            parts.append(layers[:, at:end].reshape(len(layers), block_size, heads, width))
-            at = end
-        return parts
+        """Join the payloads of one block, one of each first shard."""
+        joined = []
+        for stage in self._stages:
+            own = [
+                _block_parts(payload, len(stage), len(shard.heads), block_size, self._head_bytes)
+                for payload, shard in zip(payloads, self._first, strict=True)
+                if shard.layers == stage
+            ]
+            joined.append(_block([np.concatenate(parts, axis=2) for parts in zip(*own, strict=True)]))
+        return b"".join(joined)
 
 
-def _overlaps(shards: Sequence[HeadShard], heads: range) -> Iterator[tuple[HeadShard, int, int]]:
-    """Each shard that has some of these heads, with the first of them and the one after the last."""
+def _block_parts(
+    payload: bytes | memoryview, layers: int, heads: int, block_size: int, head_bytes: Sequence[int]
+) -> list[NDArray[np.uint8]]:
+    """Views of the parts of a block's payload, `[layers, block_size, heads, bytes]`."""
+    rows, at, parts = np.frombuffer(payload, np.uint8).reshape(layers, -1), 0, []
+    for width in head_bytes:
+        end = at + block_size * heads * width
+        parts.append(rows[:, at:end].reshape(layers, block_size, heads, width))
+        at = end
+    return parts
+
+
+def _block(parts: Sequence[NDArray[np.uint8]]) -> memoryview:
+    """The payload of a block with these parts, `[layers, block_size, heads, bytes]`."""
+    return np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1).reshape(-1).data
+
+
+def _overlaps(shards: Sequence[KvShard], layer: int, heads: range) -> Iterator[tuple[KvShard, range, range]]:
+    """Each shard that has some of these heads of a layer, with their places in it, and their places in `heads`."""
     for shard in shards:
         low, high = max(shard.heads.start, heads.start), min(shard.heads.stop, heads.stop)
-        if low < high:
-            yield shard, low, high
+        if low < high and layer in shard.layers:
+            own, given = shard.heads.start, heads.start
+            yield shard, range(low - own, high - own), range(low - given, high - given)
 
 
 def _join_heads(parts: Sequence[PartData]) -> PartData:
@@ -506,9 +517,9 @@ def _join_heads(parts: Sequence[PartData]) -> PartData:
     return PartData(first.name, first.dtype, shape, joined.reshape(-1).data)
 
 
-def _some_heads(part: PartData, low: int, high: int) -> PartData:
-    if (low, high) == (0, part.shape[1]):
+def _some_heads(part: PartData, heads: range) -> PartData:
+    if len(heads) == part.shape[1]:
         return part
-    rows = np.frombuffer(part.data, np.uint8).reshape(*part.shape[:2], -1)[:, low:high]
-    shape = (part.shape[0], high - low, *part.shape[2:])
+    rows = np.frombuffer(part.data, np.uint8).reshape(*part.shape[:2], -1)[:, heads.start : heads.stop]
+    shape = (part.shape[0], len(heads), *part.shape[2:])
     return PartData(part.name, part.dtype, shape, np.ascontiguousarray(rows).reshape(-1).data)

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 
+from baton.engine.pipeline import NativeStageDecoder, StageDecoder
 from baton.kv.format import attention_parts
 from baton.model.attention import KvCache
 from baton.model.checkpoint import resolve
 from baton.model.config import ModelConfig
-from baton.model.decoder import Decoder
+from baton.model.decoder import Decoder, stages_of
 from baton.model.fingerprint import model_fingerprint, weights_digest
 from baton.model.layers import TensorParallel
 from baton.model.linear import TensorOptions
@@ -22,11 +23,12 @@ from baton.model.tensors import dtype_name
 from baton.model.weights import load_weights
 from baton.model.zeros import SharedMemory
 from baton.native import build as native_build
+from baton.native.channel import Channel
 from baton.native.collective import Collective
 from baton.native.decoder import NativeDecoder
 from baton.native.library import isa
 from baton.native.packed import LoadedWeight, PackedWeights, weights_of
-from baton.native.shared import is_held_open, share_weights
+from baton.native.shared import share_weights
 from baton.process.load_progress import LoadProgress
 
 _PACKING = (Path(__file__).parents[1] / "model", Path(native_build.__file__).parent)
@@ -34,16 +36,42 @@ _PACKING = (Path(__file__).parents[1] / "model", Path(native_build.__file__).par
 
 
 @dataclass(frozen=True)
+class Place:
+    """The place of one rank in a worker of several, and its links to the others.
+
+    `number` counts all ranks, stage by stage; `rank` is its number among the tensor-parallel ranks of its `stage`.
+    `collective` has the ranks of its stage, `receive` and `send` are channels from the stage before and to the next.
+    """
+
+    number: int
+    rank: int
+    stage: int
+    stages: int
+    collective: Collective | None
+    receive: Channel | None
+    send: Channel | None
+
+    @property
+    def links(self) -> list[Collective | Channel]:
+        """The links that are there."""
+        return [link for link in (self.collective, self.receive, self.send) if link is not None]
+
+
+@dataclass(frozen=True)
 class LoadedModel:
-    """A decoder with its properties; `fingerprint` is in hex (`baton.model.fingerprint`)."""
+    """A decoder with its properties; `fingerprint` is in hex (`baton.model.fingerprint`).
+
+    `stage` has the layers of the decoder, all or those of a pipeline's stage.
+    """
 
     path: Path
     config: ModelConfig
-    decoder: Decoder | NativeDecoder
+    decoder: Decoder | NativeDecoder | StageDecoder
     fingerprint: str
     dtype: torch.dtype
     device: torch.device
     parallel: TensorParallel
+    stage: range
 
     def new_kv_cache(
         self,
@@ -61,7 +89,7 @@ class LoadedModel:
         parts = attention_parts(dtype_name(dtype or self.dtype), heads, self.config.head_dim)
         return KvCache.allocate(
             parts,
-            num_layers=self.config.num_layers,
+            num_layers=len(self.stage),
             num_pages=num_pages,
             host_pages=host_pages,
             page_size=page_size,
@@ -79,31 +107,38 @@ def load_model(
     native: CDLL | None = None,
     packed_weights: str = "",
     progress: LoadProgress | None = None,
-    collective: Collective | None = None,
+    place: Place | None = None,
 ) -> LoadedModel:
     """Load a checkpoint directory or hub name, to compute in `dtype` on `device`.
 
     `native` is a library of kernels for models for which `baton.native.decoder.unsupported` returns nothing.
     `packed_weights` is a file of their weights for all workers of this host (`baton.native.shared`), or "". `progress`
-    is that of the load. With `collective`, only the shard of its rank is loaded. Raises ModelError for the checkpoint,
+    is that of the load. With `place`, only the shard of this rank is loaded. Raises ModelError for the checkpoint,
     ConfigError for that file.
     """
     progress = progress or LoadProgress()
     path = resolve(name)
     config = ModelConfig.from_pretrained(path)
+    stage, collective = range(config.num_layers), None
+    if place is not None:
+        stage, collective = stages_of(config.num_layers, place.stages)[place.stage], place.collective
     if collective is not None:
         exchanges = collective.all_reduce, collective.all_gather, collective.barrier
         parallel = TensorParallel(collective.rank, collective.size, *exchanges)
     parallel = parallel or TensorParallel()
     options = TensorOptions(dtype, torch.device(device), repacked=native is not None)
     fingerprint = model_fingerprint(config, weights_digest(path, progress), dtype_name(dtype))
-    loading = partial(_load, config, options, parallel, path, progress)
-    decoder: Decoder | NativeDecoder
+    loading = partial(_load, config, options, parallel, stage, path, progress)
+    decoder: Decoder | NativeDecoder | StageDecoder
     if native is None:
         decoder = loading()
+        if place is not None and place.stages > 1:
+            decoder = StageDecoder(decoder, place.receive, place.send)
     else:
-        weights = _pack(loading, native, packed_weights, fingerprint, parallel, progress)
-        decoder = NativeDecoder(config, dtype, weights, native, torch.get_num_threads(), collective)
+        weights = _pack(loading, native, packed_weights, fingerprint, parallel, stage, progress)
+        decoder = NativeDecoder(config, dtype, weights, native, torch.get_num_threads(), collective, stage)
+        if place is not None and place.stages > 1:
+            decoder = NativeStageDecoder(decoder, place.receive, place.send)
     return LoadedModel(
         path=path,
         config=config,
@@ -112,13 +147,19 @@ def load_model(
         dtype=dtype,
         device=options.device,
         parallel=parallel,
+        stage=stage,
     )
 
 
 def _load(
-    config: ModelConfig, options: TensorOptions, parallel: TensorParallel, path: Path, progress: LoadProgress
+    config: ModelConfig,
+    options: TensorOptions,
+    parallel: TensorParallel,
+    stage: range,
+    path: Path,
+    progress: LoadProgress,
 ) -> Decoder:
-    decoder = Decoder(config, options, parallel).eval()
+    decoder = Decoder(config, options, parallel, stage).eval()
     load_weights(decoder, path, progress)
     return decoder
 
@@ -129,6 +170,7 @@ def _pack(
     shared: str,
     fingerprint: str,
     parallel: TensorParallel,
+    stage: range,
     progress: LoadProgress,
 ) -> PackedWeights:
     threads = torch.get_num_threads()
@@ -136,16 +178,15 @@ def _pack(
     def load() -> list[LoadedWeight]:
         return weights_of(loading(), library, progress)
 
-    if not shared or (parallel.size > 1 and is_held_open(shared)):
+    rank = f"{parallel.rank} of {parallel.size}, layers {stage.start} to {stage.stop}"
+    if not shared:
         return PackedWeights.private(load(), threads)
-    if parallel.size > 1:
-        shared = f"{shared}.rank-{parallel.rank}-of-{parallel.size}"
     key = {
         "boot": _boot_id(),
         "model": fingerprint,
         "layout": f"{packing_hash()}-{library.baton_native_source_hash().decode()}",
         "instructions": isa(library),
-        "rank": f"{parallel.rank} of {parallel.size}",
+        "rank": rank,
     }
     return share_weights(shared, key, load, threads, progress)
 

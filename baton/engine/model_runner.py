@@ -24,6 +24,7 @@ from baton.engine.cuda_graphs import DecodeGraphs, padded
 from baton.engine.executor import KvMemory
 from baton.engine.kv_memory import CudaMemory, HostedMemory, TorchMemory
 from baton.engine.load import LoadedModel
+from baton.engine.pipeline import NativeStageDecoder
 from baton.engine.plan import ForwardPlan, Join, PlanResult, PromptInput, Row, RowResult
 from baton.errors import EngineError, JoinFailed, NoToken
 from baton.model.attention import AttentionBatch, HostKv, KvCache, SegmentSource, select
@@ -96,7 +97,9 @@ class ModelRunner:
         self._decoder = model.decoder
         self._device = model.device
         self._kv = kv
-        self._native = self._decoder if isinstance(self._decoder, NativeDecoder) else None
+        self._native = self._decoder if isinstance(self._decoder, NativeDecoder | NativeStageDecoder) else None
+        self._samples = model.stage.stop == model.config.num_layers
+        """Whether this rank has logits: those of a pipeline's earlier stages have none."""
         # A backend that can't be loaded should fail now, not in the first request.
         backend = select(model.device, model.dtype, kv.dtype, kv.page_size, kv.head_dim)
         # A sequence that has reached its length may be in one more step.
@@ -128,6 +131,12 @@ class ModelRunner:
             finally:
                 if self._source is not None:
                     self._source.end()
+
+    def append(self, tokens: Mapping[int, int]) -> None:
+        """Append the token that another stage has sampled for each slot; it is the input of the next step."""
+        with torch.inference_mode():
+            for number, token in tokens.items():
+                self._inputs.append_row(self._slots[number].row, token)
 
     def sample(self, plan: ForwardPlan, forwarded: _Forwarded) -> Callable[[], PlanResult]:
         with self._drained_on_error():
@@ -224,6 +233,8 @@ class ModelRunner:
             output = self._native.forward_head(ids, batch, self._kv, layer_done, read, logits)
             return _Forwarded(prompts, output, [()] * len(prompts))
         hidden = self._decoder.forward(ids, batch.positions, batch, self._kv, layer_done, read)
+        if not self._samples:
+            return _Forwarded(prompts, hidden, [()] * len(prompts))
         places = {token: place for place, token in enumerate(read)}
         infos = [self._prompt_logprobs(hidden, places, each, finished) for each in prompts]
         sampled = [places[each.begin + offset] for each in prompts for offset in each.row.sampled]
@@ -425,6 +436,11 @@ class StepInputs:
         count = len(context_lens)
         tables = self.tables[:count, :width]
         return AttentionBatch.step(context_lens, self.positions[:count], tables, self.page_size, host)
+
+    def append_row(self, row: int, token: int) -> None:
+        """Append one token to a row."""
+        self.ids[row] = token
+        self.positions[row] += 1
 
     def append(self, tokens: Tensor) -> None:
         """Append one token to each of the first rows; `tokens` is int64 `[n]`."""

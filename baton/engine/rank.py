@@ -1,11 +1,13 @@
-"""The process of a rank: `python -m baton.engine.rank CONNECTION COLLECTIVE BEATS PAGES`, four file descriptors.
+"""The process of a rank: `python -m baton.engine.rank CONNECTION BEATS PAGES COLLECTIVE RECEIVE SEND`.
 
+The arguments are file descriptors, or -1 for links that the rank does not have.
 The leader starts it (`baton.engine.ranks`), and it ends with the leader. It loads its shard of the model, makes its
 pages when the leader has sent the spec, and then computes the leader's passes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -13,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from baton.engine.process import prepare
-from baton.engine.ranks import Beats, RankFailure, RankServer, RankStart, beat
+from baton.engine.ranks import Beats, LinkFiles, RankFailure, RankServer, RankStart, beat
 from baton.errors import BatonError
 from baton.process.load_progress import LoadProgress
 from baton.telemetry import logs
@@ -23,29 +25,28 @@ _log = logging.getLogger(__name__)
 
 def main() -> None:
     """Run the rank until its leader is gone."""
-    number, *files = (int(word) for word in sys.argv[1:])
+    number, beats, pages, *links = (int(word) for word in sys.argv[1:])
     connection: Connection[Any, Any] = Connection(number)
     start: RankStart = connection.recv()
     level, worker, log_format = start.log
     logs.configure(level, f"rank {start.rank}", worker, log_format=log_format)
     prepare(threads=start.config.threads)
-    serve(connection, start, *files)
+    serve(connection, start, beats, pages, LinkFiles(*links))
     # As services do: unloading torch would take seconds on a busy machine.
     os._exit(0)
 
 
-def serve(connection: Connection[Any, Any], start: RankStart, collective: int, beats: int, pages: int) -> None:
+def serve(connection: Connection[Any, Any], start: RankStart, beats: int, pages: int, links: LinkFiles) -> None:
     """Run a rank over memory that it shares with others, until the leader closes the connection or is gone."""
     progress = LoadProgress()
     works = [lambda: progress.moves]
     beat(Beats(beats), start.rank, lambda: works[-1]())
     try:
-        from baton.engine.factory import load, make_kv_cache, make_runner
+        from baton.engine.factory import load, make_kv_cache, make_runner, place_of
         from baton.model.zeros import SharedMemory
-        from baton.native.collective import Collective
 
-        own = Collective(collective, start.rank, start.size, start.floats)
-        model = load(start.config, progress, own)
+        place = place_of(start.config, start.rank, links, start.floats)
+        model = load(start.config, progress, place)
         connection.send(None)
         spec = connection.recv()
         runner = make_runner(start.config, model, make_kv_cache(start.config, model, spec, SharedMemory(pages)), spec)
@@ -57,8 +58,13 @@ def serve(connection: Connection[Any, Any], start: RankStart, collective: int, b
         if not isinstance(error, BatonError):
             _log.exception("rank %d can't start", start.rank)
         connection.send(RankFailure(type(error).__name__, str(error)))
+        with contextlib.suppress(EOFError):
+            # The leader reads the reason before it notices the end.
+            connection.recv()
         return
-    RankServer(connection, runner, own).run()
+    last = place.stage == place.stages - 1
+    answers = last and place.stages > 1 and model.parallel.rank == 0
+    RankServer(connection, runner, place.links, samples=last, answers=answers).run()
 
 
 if __name__ == "__main__":

@@ -1,13 +1,19 @@
 """Several ranks of one model on this host: the executor of the leader, which is rank 0, and its link to the others.
 
     EngineCore ── plan ──▶ RanksExecutor ──▶ the leader's ModelRunner
-                                │ pass, go on, stop                   all ranks meet in collectives
+                                │ pass, go on, stop                   ranks meet in collectives and channels
                                 └──────────▶ RankServer ──▶ ModelRunner of rank 1 …
 
 Each rank has a shard of the model and of the KV, and computes the same passes in the same order. Only the leader
-decides. It sends each plan in one message, before it computes the pass itself. If the pass reports its layers, the
-other ranks wait after each layer for the leader's word: go on, stop, or compute another pass first. So ranks never
-disagree. All ranks sample the same tokens from the same logits, and the leader's result is the result of the pass.
+decides. It sends each plan in one message, before it computes the pass itself.
+
+The ranks of a stage share each layer (tensor parallel). If a pass reports its layers, the other ranks wait after each
+layer for the leader's word: go on, stop, or compute another pass first. So ranks never disagree. All ranks of a stage
+sample the same tokens from the same logits.
+
+The stages of a pipeline have different layers (`baton.engine.pipeline`). The last one samples, and sends the result to
+the leader, whose next message has the tokens for the other stages. Layers are reported when the whole pass has ended,
+so it can't be stopped before.
 
 Pages of all shards are memory that the leader maps too. So it reads and writes them alone, between and beside passes.
 
@@ -30,10 +36,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple, Protocol, cast
 
 from baton.engine.config import EngineConfig
 from baton.engine.contract import EngineSpec, OnLayer
@@ -61,12 +67,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RankStart:
-    """The first message to a rank: its place, and the settings of its engine and its log."""
+    """The first message to a rank: its number, and the settings of its engine and its log.
+
+    Ranks are numbered stage by stage. `floats` is the size of the buffers of collectives and channels.
+    """
 
     rank: int
-    size: int
     floats: int
-    """Size of the collective's buffers."""
     config: EngineConfig
     log: tuple[str, str, str]
     """Settings of the leader's log (`baton.telemetry.logs.settings`)."""
@@ -74,10 +81,14 @@ class RankStart:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A plan to compute; with `reports`, the rank waits for the leader's word after each layer."""
+    """A plan to compute; with `reports`, the rank waits for the leader's word after each layer.
+
+    `tokens` has the token that the last stage has sampled for each slot, for ranks of other stages.
+    """
 
     plan: ForwardPlan
-    reports: bool
+    reports: bool = False
+    tokens: Mapping[int, int] = field(default_factory=dict)
 
 
 class Word(enum.Enum):
@@ -96,14 +107,20 @@ class RankFailure:
     text: str
 
 
-class Collective(Protocol):
-    """The collectives of a rank, which its executor ends from outside; `baton.native.collective` has them."""
+class Link(Protocol):
+    """Collectives or a channel, whose waits can be ended from outside (`baton.native`)."""
 
     @property
     def aborted(self) -> bool: ...
     def abort(self) -> None: ...
     def reset(self) -> None: ...
-    def close(self) -> None: ...
+
+
+class StageRunner(Runner, Protocol):
+    """A runner that may be one of a stage before the last."""
+
+    def append(self, tokens: Mapping[int, int]) -> None:
+        """Append the token that the last stage has sampled for each slot."""
 
 
 class Beats:
@@ -127,9 +144,9 @@ class Beats:
         """Number of beats of a rank."""
         return self._numbers[2 * rank]
 
-    def work(self, ranks: range) -> int:
-        """The work of these ranks together."""
-        return sum(self._numbers[2 * rank + 1] for rank in ranks)
+    def work(self, size: int) -> int:
+        """The work of all ranks together, of `size` ranks."""
+        return sum(self._numbers[2 * rank + 1] for rank in range(size))
 
 
 class RankProcess(Protocol):
@@ -143,7 +160,8 @@ class RankProcess(Protocol):
 
 
 Launch = Callable[[int, Sequence[int]], RankProcess]
-"""Starts the process of a rank, which inherits the descriptors: connection, collective, beats and KV pages."""
+"""Starts the process of a rank, which inherits descriptors: connection, beats, KV pages, and then those of its links
+(`LinkFiles`)."""
 
 
 def launch_process(rank: int, files: Sequence[int]) -> RankProcess:
@@ -157,32 +175,43 @@ def launch_process(rank: int, files: Sequence[int]) -> RankProcess:
     return subprocess.Popen(bind_to_parent(command), pass_fds=files, stdin=quiet, stdout=quiet, start_new_session=True)
 
 
-class Ranks:
-    """The leader's links to the processes of the other ranks."""
+class LinkFiles(NamedTuple):
+    """The descriptors of the memory of a rank's links; -1 for one that it does not have.
 
-    def __init__(self, config: EngineConfig, floats: int, file: int, launch: Launch) -> None:
+    `collective` is for the ranks of its stage, `receive` and `send` for the stages before and after it.
+    """
+
+    collective: int
+    receive: int
+    send: int
+
+
+class Ranks:
+    """The leader's connections to the processes of the other ranks."""
+
+    def __init__(self, config: EngineConfig, floats: int, files: Sequence[LinkFiles], launch: Launch) -> None:
         """Start the processes, which begin to load their shards.
 
-        `floats` is the size of the collective's buffers, `file` the descriptor of its memory, which `close` closes.
+        `files` has the links of each rank, the leader's too; `close` closes them. `floats` is the size of their
+        buffers.
         """
-        size = config.tensor_parallel
-        self.size = size
+        self.size = len(files)
         self.error: EngineError | None = None
         """The reason why no pass can be computed any more."""
         self._failed: Callable[[EngineError], object] = lambda _: None
-        self._collective: Collective | None = None
+        self._links: Sequence[Link] = ()
         self._lock = threading.Lock()
         self._closing, self._closed = os.pipe()
         self._connections: list[Connection[Any, Any]] = []
         self._processes: list[RankProcess] = []
         self.kv_files: list[int] = []
         """The memory of the pages of each rank but the leader."""
-        self.file = file
+        self._files = {file for each in files for file in each if file >= 0}
         beats = _memory("baton-beats", Beats.BYTES)
         self.beats = Beats(beats)
         try:
-            for rank in range(1, size):
-                self._start(rank, RankStart(rank, size, floats, config, logs.settings()), beats, launch)
+            for rank in range(1, self.size):
+                self._start(RankStart(rank, floats, config, logs.settings()), beats, files[rank], launch)
         except BaseException:
             self.close()
             raise
@@ -191,22 +220,24 @@ class Ranks:
         self._watching = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watching.start()
 
-    def _start(self, rank: int, start: RankStart, beats: int, launch: Launch) -> None:
+    def _start(self, start: RankStart, beats: int, links: LinkFiles, launch: Launch) -> None:
         ours, theirs = socket.socketpair()
-        self.kv_files.append(_memory(f"baton-kv-{rank}", 0))
+        self.kv_files.append(_memory(f"baton-kv-{start.rank}", 0))
         with theirs:
-            self._processes.append(launch(rank, (theirs.fileno(), self.file, beats, self.kv_files[-1])))
+            self._processes.append(launch(start.rank, (theirs.fileno(), beats, self.kv_files[-1], *links)))
         self._connections.append(Connection(ours.detach()))
-        self._connections[-1].send(start)
+        # A process that has ended already is noticed later.
+        with contextlib.suppress(OSError):
+            self._connections[-1].send(start)
 
     @property
     def pids(self) -> list[int]:
         """Process ids of the ranks, in their order."""
         return [process.pid for process in self._processes]
 
-    def attach(self, collective: Collective) -> None:
-        """Set the leader's collective, which is aborted when a rank fails."""
-        self._collective = collective
+    def attach(self, links: Sequence[Link]) -> None:
+        """Set the leader's ends of the links of all ranks, which are aborted when a rank fails."""
+        self._links = links
         self._check()
 
     def wait_loaded(self, progress: LoadProgress) -> None:
@@ -216,7 +247,7 @@ class Ranks:
             progress.begin(f"waiting for rank {rank} to load its shard")
             while not connection.poll(BEAT_S):
                 self._check()
-                if (work := self.beats.work(range(1, self.size))) != seen:
+                if (work := self.beats.work(self.size)) != seen:
                     seen = work
                     progress.touch()
             self._expect(rank, None)
@@ -236,14 +267,24 @@ class Ranks:
             except OSError:
                 raise self._lose(rank) from None
 
+    def receive(self) -> PlanResult:
+        """Wait for the result of a pass, which a rank of the last stage sends. Raises EngineError if a rank fails."""
+        while True:
+            for each in wait(self._connections, BEAT_S):
+                rank = self._connections.index(cast("Connection[Any, Any]", each)) + 1
+                message = self._receive(rank)
+                if isinstance(message, PlanResult):
+                    return message
+                raise EngineError(f"rank {rank}: {message.text}")
+            self._check()
+
     def recover(self) -> str:
         """Make all ranks leave the failed pass; returns the error of a rank, or "". Raises EngineError if one can't."""
-        if self._collective is None:
-            return ""
-        self._collective.abort()
+        self._abort()
         self.send(Word.RECOVER)
         failures = [self._expect(rank, Word.RECOVER) for rank in range(1, self.size)]
-        self._collective.reset()
+        for link in self._links:
+            link.reset()
         return "; ".join(filter(None, failures))
 
     def watch_failure(self, failed: Callable[[EngineError], object]) -> None:
@@ -259,8 +300,7 @@ class Ranks:
             return
         os.close(self._closed)
         self._closed = -1
-        if self._collective is not None:
-            self._collective.abort()
+        self._abort()
         for connection in self._connections:
             connection.close()
         deadline = time.monotonic() + _END_S
@@ -270,8 +310,18 @@ class Ranks:
                 continue
             process.kill()
             process.wait()
-        for file in (self.file, *self.kv_files):
+        for file in (*self._files, *self.kv_files):
             os.close(file)
+
+    def _abort(self) -> None:
+        for link in self._links:
+            link.abort()
+
+    def _receive(self, rank: int) -> Any:
+        try:
+            return self._connections[rank - 1].recv()
+        except (EOFError, OSError):
+            raise self._lose(rank) from None
 
     def _expect(self, rank: int, wanted: Word | None) -> str:
         """Wait for the answer `wanted` of a rank; returns its error before it. Raises the error if None is wanted."""
@@ -283,10 +333,7 @@ class Ranks:
                 if wanted is not None and time.monotonic() > deadline:
                     raise self._break(f"rank {rank} does not leave a failed pass")
                 continue
-            try:
-                message = connection.recv()
-            except (EOFError, OSError):
-                raise self._lose(rank) from None
+            message = self._receive(rank)
             if message is wanted:
                 return found
             if isinstance(message, RankFailure):
@@ -315,8 +362,7 @@ class Ranks:
             failed = self._failed
         if first:
             _log.error("%s: the worker ends", reason)
-            if self._collective is not None:
-                self._collective.abort()
+            self._abort()
             failed(self.error)
         return self.error
 
@@ -358,11 +404,14 @@ def _memory(name: str, size: int) -> int:
 class RanksExecutor:
     """Executor of several ranks: the leader's runner, on the engine thread, and the others through `Ranks`."""
 
-    def __init__(self, runner: Runner, memory: KvMemory, ranks: Ranks) -> None:
-        """`memory` is the pages of all shards."""
+    def __init__(self, runner: StageRunner, memory: KvMemory, ranks: Ranks, stages: Sequence[range]) -> None:
+        """`memory` is the pages of all shards. `stages` has the layers of each stage."""
         self.runner = runner
         self._memory = memory
         self._ranks = ranks
+        self._stages = stages
+        self._sampled: dict[int, int] = {}
+        """The token of each slot that the last stage has sampled, for the next message to the other stages."""
         self._recoveries = 0
 
     @property
@@ -370,17 +419,36 @@ class RanksExecutor:
         return self._memory
 
     def work_counter(self) -> int:
-        return self.runner.work_counter() + self._ranks.beats.work(range(1, self._ranks.size))
+        return self.runner.work_counter() + self._ranks.beats.work(self._ranks.size)
 
     def launch(self, plan: ForwardPlan, on_layer: OnLayer | None = None) -> Callable[[], PlanResult]:
+        if len(self._stages) > 1:
+            found = self._run_stages(plan)
+            if on_layer is not None:
+                for layer in range(self._stages[-1].stop):
+                    on_layer(layer)
+            return lambda: found
         with self._recovered_on_error():
             self._ranks.send(Pass(plan, on_layer is not None))
-            wait = self.runner.sample(plan, self.runner.forward(plan, on_layer and self._spoken(on_layer)))
+            result = self.runner.sample(plan, self.runner.forward(plan, on_layer and self._spoken(on_layer)))
 
-        def result() -> PlanResult:
+        def read() -> PlanResult:
             with as_engine_errors():
-                return wait()
+                return result()
 
+        return read
+
+    def _run_stages(self, plan: ForwardPlan) -> PlanResult:
+        """Compute a pass in all stages, and wait for its result."""
+        with self._recovered_on_error():
+            tokens, self._sampled = self._sampled, {}
+            self._ranks.send(Pass(plan, tokens=tokens))
+            self.runner.append(tokens)
+            self.runner.forward(plan, None)
+            result = self._ranks.receive()
+        for row, found in zip(plan.rows, result.rows, strict=True):
+            if isinstance(row.source, int) and found.tokens:
+                self._sampled[row.source] = found.tokens[-1].token_id
         return result
 
     def watch_failure(self, failed: Callable[[EngineError], object]) -> None:
@@ -414,6 +482,7 @@ class RanksExecutor:
             raise
         except BaseException as error:
             self._recoveries += 1
+            self._sampled = {}
             text = self._ranks.recover()
             if text and not isinstance(error, JoinFailed):
                 raise EngineError(text) from error
@@ -427,10 +496,21 @@ class _Left(Exception):
 class RankServer:
     """The loop of a rank: it computes the passes of the leader, and waits for its word."""
 
-    def __init__(self, connection: Connection[Any, Any], runner: Runner, collective: Collective) -> None:
+    def __init__(
+        self,
+        connection: Connection[Any, Any],
+        runner: StageRunner,
+        links: Sequence[Link],
+        *,
+        samples: bool,
+        answers: bool,
+    ) -> None:
+        """`links` are those of this rank. A rank of the last stage `samples`; one of them `answers` with the result."""
         self._connection = connection
         self._runner = runner
-        self._collective = collective
+        self._links = links
+        self._samples = samples
+        self._answers = answers
 
     def run(self) -> None:
         """Compute passes until the leader has closed the connection."""
@@ -449,17 +529,22 @@ class RankServer:
 
     def _compute(self, given: Pass) -> None:
         try:
+            if not self._samples:
+                self._runner.append(given.tokens)
             forwarded = self._runner.forward(given.plan, self._on_layer if given.reports else None)
-            self._runner.sample(given.plan, forwarded)()
+            result = self._runner.sample(given.plan, forwarded)() if self._samples else None
+            if self._answers:
+                self._connection.send(result)
         except PassEnded:
             pass
         except (_Left, EOFError, OSError):
             raise
         except Exception as error:
-            if not self._collective.aborted:
+            if not any(link.aborted for link in self._links):
                 _log.exception("a pass failed")
                 self._connection.send(RankFailure(type(error).__name__, f"{type(error).__name__}: {error}"))
-                self._collective.abort()
+            for link in self._links:
+                link.abort()
             raise _Left from None
 
     def _on_layer(self, _layer: int) -> None:

@@ -79,11 +79,6 @@ class _Builder:
     total: int = 0
 
 
-def is_held_open(path: str) -> bool:
-    """Whether the path is that of a file without a name, which `baton up` holds open."""
-    return path.startswith(_OF_PROCESSES)
-
-
 def share_weights(
     path: str,
     key: Key,
@@ -110,7 +105,7 @@ def share_weights(
     except _Unusable as problem:
         _log.warning("packed_weights: %s: %s; this worker holds a copy of its own", path, problem)
     except OSError as error:
-        if not is_held_open(path):
+        if not path.startswith(_OF_PROCESSES):
             reason = "is a symbolic link" if error.errno == errno.ELOOP else error.strerror or error
             raise ConfigError(f"packed_weights: {path}: {reason}") from error
         # Nobody named this file: `baton up` holds it open, and a sandbox may not let its children open it.
@@ -156,7 +151,7 @@ def _weights(
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[int]:
     # The path of a file that `baton up` holds open is a link. Without O_NONBLOCK, a pipe would wait for its other end.
-    links = 0 if is_held_open(path) else os.O_NOFOLLOW
+    links = 0 if path.startswith(_OF_PROCESSES) else os.O_NOFOLLOW
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | links, 0o600)
     try:
         found = os.fstat(fd)
@@ -200,7 +195,7 @@ def _wait_shared(fd: int, path: str, progress: LoadProgress) -> None:
 
 def _describe(path: str) -> str:
     """The file in words."""
-    if not is_held_open(path):
+    if not path.startswith(_OF_PROCESSES):
         return path
     process = path.removeprefix(_OF_PROCESSES).partition("/")[0]
     return f"the memory that `baton up` shares (process {process})"

@@ -22,7 +22,7 @@ class WatchRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerIdentity(_message.Message):
-    __slots__ = ("worker_id", "role", "incarnation", "model", "fingerprint", "kv_format", "converts_kv", "tokenizer_digest", "max_model_len", "shards", "principal", "ticket_key_ids", "wire_version")
+    __slots__ = ("worker_id", "role", "incarnation", "model", "fingerprint", "kv_format", "converts_kv", "tokenizer_digest", "max_model_len", "shards", "principal", "ticket_key_ids", "wire_version", "tensor_parallel", "pipeline_parallel")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,8 @@ class WorkerIdentity(_message.Message):
     PRINCIPAL_FIELD_NUMBER: _ClassVar[int]
     TICKET_KEY_IDS_FIELD_NUMBER: _ClassVar[int]
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
+    PIPELINE_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: WorkerRole
     incarnation: str
@@ -49,7 +51,9 @@ class WorkerIdentity(_message.Message):
     principal: str
     ticket_key_ids: _containers.RepeatedScalarFieldContainer[bytes]
     wire_version: int
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., kv_format: _Optional[_Union[_kv_pb2.KvFormat, _Mapping]] = ..., converts_kv: _Optional[bool] = ..., tokenizer_digest: _Optional[str] = ..., max_model_len: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[_kv_pb2.Shard, _Mapping]]] = ..., principal: _Optional[str] = ..., ticket_key_ids: _Optional[_Iterable[bytes]] = ..., wire_version: _Optional[int] = ...) -> None: ...
+    tensor_parallel: int
+    pipeline_parallel: int
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., kv_format: _Optional[_Union[_kv_pb2.KvFormat, _Mapping]] = ..., converts_kv: _Optional[bool] = ..., tokenizer_digest: _Optional[str] = ..., max_model_len: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[_kv_pb2.Shard, _Mapping]]] = ..., principal: _Optional[str] = ..., ticket_key_ids: _Optional[_Iterable[bytes]] = ..., wire_version: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("pending_tokens", "pages_used", "pages_total", "page_size", "slots_used", "slots_total", "tokens_per_second", "requests_without_token")

@@ -323,9 +323,9 @@ _declare("gauge", "baton_build_info", "Always 1; the version of Baton.", ROLES, 
 _declare(
     "gauge",
     "baton_model_info",
-    "Always 1; the served model. A router has a fingerprint only once a worker is there.",
+    "Always 1; the served model. A router has a fingerprint only once a worker is there; workers have degrees.",
     ROLES,
-    {"fingerprint": (), "max_model_len": ()},
+    {"fingerprint": (), "max_model_len": (), "tensor_parallel": (), "pipeline_parallel": ()},
 )
 
 _tenants: set[str] = set()

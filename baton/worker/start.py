@@ -90,7 +90,12 @@ class WorkerProbes:
             return f"not ready: no progress for {stalled_s:.0f} s" if stalled_s >= stall_s else ""
 
         identity = status.identity
-        self.metrics.model = lambda: {"fingerprint": identity.fingerprint, "max_model_len": identity.max_model_len}
+        self.metrics.model = lambda: {
+            "fingerprint": identity.fingerprint,
+            "max_model_len": identity.max_model_len,
+            "tensor_parallel": identity.tensor_parallel,
+            "pipeline_parallel": identity.pipeline_parallel,
+        }
         self.metrics.measure, self.not_ready = measure, not_ready
         self.not_live = lambda: "not live: the engine hangs" if hangs() else ""
         try:

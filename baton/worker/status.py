@@ -73,6 +73,8 @@ class WorkerIdentity:
     ticket_key_ids: tuple[bytes, ...] = ()
     """Ids of the keys whose tickets the kv listener accepts now; they may change. Empty: it needs no tickets."""
     wire_version: int = WIRE_VERSION
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
 
     @property
     def consumer(self) -> str:
@@ -133,6 +135,8 @@ def new_identity(
         max_model_len=spec.max_model_len,
         shards=(spec.kv_format.whole,),
         principal=principal,
+        tensor_parallel=config.tensor_parallel,
+        pipeline_parallel=config.pipeline_parallel,
     )
 
 
@@ -410,6 +414,8 @@ def status_to_proto(status: WorkerStatus) -> worker_pb2.WorkerStatus:
             principal=identity.principal,
             ticket_key_ids=identity.ticket_key_ids,
             wire_version=identity.wire_version,
+            tensor_parallel=identity.tensor_parallel,
+            pipeline_parallel=identity.pipeline_parallel,
         ),
         load=worker_pb2.WorkerLoad(**{name: getattr(status.load, name) for name in _LOAD_FIELDS}),
         draining=status.draining,
@@ -444,6 +450,8 @@ def status_from_proto(message: worker_pb2.WorkerStatus) -> WorkerStatus:
             principal=identity.principal,
             ticket_key_ids=tuple(identity.ticket_key_ids),
             wire_version=identity.wire_version,
+            tensor_parallel=identity.tensor_parallel,
+            pipeline_parallel=identity.pipeline_parallel,
         ),
         load=WorkerLoad(**{name: getattr(message.load, name) for name in _LOAD_FIELDS}),
         draining=message.draining,

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from baton.engine.kv_memory import LAYERS_AHEAD, CudaMemory, HeadShard, ShardedMemory, TorchMemory
+from baton.engine.kv_memory import LAYERS_AHEAD, CudaMemory, KvShard, ShardedMemory, TorchMemory
 from baton.kv.format import KvPart, PartData, attention_parts
 from baton.model.attention import KvCache
 from baton.model.tensors import DTYPES, dtype_name
@@ -196,37 +196,47 @@ def test_blocks_of_a_device_are_read_after_their_kernels(cuda: Cuda, monkeypatch
     assert waited == [memory._produced[layer] for layer in range(2)]
 
 
-def shard(whole: KvCache, heads: range) -> HeadShard:
-    """An empty cache like `whole`, of some heads."""
+def shard(whole: KvCache, layers: range, heads: range) -> KvShard:
+    """An empty cache like `whole`, of some layers and heads."""
     parts = attention_parts(dtype_name(whole.dtype), len(heads), WIDTH)
-    sizes = {"num_layers": whole.num_layers, "num_pages": PAGES, "page_size": PAGE}
-    return HeadShard(TorchMemory(KvCache.allocate(parts, **sizes, device=torch.device("cpu"))), heads)
+    sizes = {"num_layers": len(layers), "num_pages": PAGES, "page_size": PAGE}
+    return KvShard(TorchMemory(KvCache.allocate(parts, **sizes, device=torch.device("cpu"))), layers, heads)
 
 
-@pytest.mark.parametrize("heads", [[range(1), range(1, 3)], [range(2), range(2), range(2, 3), range(2, 3)]], ids=str)
+SHARDS = {
+    "heads": [(range(3), range(1)), (range(3), range(1, 3))],
+    "copies of heads": [(range(3), range(2)), (range(3), range(2)), (range(3), range(2, 3)), (range(3), range(2, 3))],
+    "layers": [(range(2), range(3)), (range(2, 3), range(3))],
+    "both": [(layers, heads) for layers in (range(1), range(1, 3)) for heads in (range(2), range(2, 3))],
+}
+
+
+@pytest.mark.parametrize("places", SHARDS.values(), ids=SHARDS.keys())
 @pytest.mark.parametrize("seed", range(4))
-def test_shards_are_read_and_written_as_one(heads: list[range], seed: int) -> None:
-    kv = cache_of(torch.bfloat16)
-    whole, shards = TorchMemory(kv), [shard(kv, each) for each in heads]
+def test_shards_are_read_and_written_as_one(places: list[tuple[range, range]], seed: int) -> None:
+    kv = cache_of(torch.bfloat16, layers=3)
+    whole, shards = TorchMemory(kv), [shard(kv, *place) for place in places]
     joined, (pages, layer, tokens, some) = ShardedMemory(shards), random_ranges(seed)
+
+    def check() -> None:
+        for each in shards:
+            for name, part in each.memory.kv.parts.items():
+                own = kv.parts[name][each.layers.start : each.layers.stop, :, :, each.heads.start : each.heads.stop]
+                assert torch.equal(part, own)
+
     everything = list(range(PAGES))
     for each in range(kv.num_layers):
-        parts = whole.read(everything, each, range(PAGES * PAGE), range(HEADS))
-        joined.write(everything, each, 0, 0, parts)
+        joined.write(everything, each, 0, 0, whole.read(everything, each, range(PAGES * PAGE), range(HEADS)))
     assert data_of(joined.read(pages, layer, tokens, some)) == data_of(whole.read(pages, layer, tokens, some))
-    for each in shards:
-        for name, part in each.memory.kv.parts.items():
-            assert torch.equal(part, kv.parts[name][:, :, :, each.heads.start : each.heads.stop])
+    check()
     # A part of the heads, blocks and copies of pages reach the same tokens of every shard.
     given = whole.read(pages, layer, tokens, some)
     for memory in (whole, joined):
-        memory.write(pages, 1 - layer, tokens.start, some.start, given)
+        memory.write(pages, 2 - layer, tokens.start, some.start, given)
         memory.copy_page(pages[0], pages[1], 3)
         memory.write_blocks(pages, 5, 4, memory.read_blocks(pages, 12, 4, 3))
     assert joined.read_blocks(pages, 1, 4, 8) == whole.read_blocks(pages, 1, 4, 8)
-    for each in shards:
-        for name, part in each.memory.kv.parts.items():
-            assert torch.equal(part, kv.parts[name][:, :, :, each.heads.start : each.heads.stop])
+    check()
 
 
 def data_of(parts: list[PartData]) -> list[tuple[str, tuple[int, ...], bytes]]:

@@ -1,0 +1,190 @@
+"""Several ranks of one model: failures of a pass, of a rank, and of its start. Ranks are threads, with real links."""
+
+import contextlib
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.engine import factory, ranks
+from baton.engine.config import EngineConfig
+from baton.engine.core import EngineCore
+from baton.engine.model_runner import ModelRunner
+from baton.engine.ranks import LinkFiles, Ranks
+from baton.errors import ConfigError, EngineError
+from tests.checkpoints import make_checkpoint
+from tests.contract.engines import MIXED, generate, prefill, state
+from tests.engine_calls import prefill_chunk
+from tests.rank_threads import RankThread
+
+PROMPT = list(range(3, 60))
+TP, PP = {"tensor_parallel": 2}, {"pipeline_parallel": 3}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen2", tmp_path_factory.mktemp("qwen2"))
+
+
+@contextlib.contextmanager
+def engine_of(checkpoint: Path, launch: Any = RankThread, **degrees: int) -> Iterator[EngineCore]:
+    settings = {"dtype": "float32", "kernels": "torch", "threads": 1, "slots": 4, "max_model_len": 256}
+    engine = factory.build(EngineConfig(str(checkpoint), kv_memory=1 << 22, **settings, **degrees), launch=launch)  # type: ignore[arg-type]
+    try:
+        yield engine
+        engine.audit()
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[list[int]]:
+    with engine_of(checkpoint) as engine:
+        return [generate(engine, state(PROMPT, params), 12) for params in MIXED]
+
+
+def fails_once(monkeypatch: pytest.MonkeyPatch, method: str, where: Callable[[str], bool]) -> None:
+    """The next call of a ModelRunner's method on a thread of such a name raises."""
+    call, left = getattr(ModelRunner, method), [1]
+
+    def failing(self: ModelRunner, *of: Any) -> Any:
+        if left and where(threading.current_thread().name):
+            left.clear()
+            raise RuntimeError("out of luck")
+        return call(self, *of)
+
+    monkeypatch.setattr(ModelRunner, method, failing)
+
+
+@pytest.mark.parametrize("degrees", [TP, PP], ids=str)
+@pytest.mark.parametrize("rank", ["MainThread", "rank 1", "rank 2"])
+@pytest.mark.parametrize("method", ["forward", "_update"])
+def test_a_pass_fails_as_a_whole_and_the_next_ones_are_right(
+    degrees: dict[str, int],
+    rank: str,
+    method: str,
+    checkpoint: Path,
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if degrees == TP and rank == "rank 2":
+        rank = "rank 1"
+    with engine_of(checkpoint, **degrees) as engine:
+        handle = engine.reserve("r/1", 80)
+        prefill(engine, handle, state(PROMPT))
+        fails_once(monkeypatch, method, lambda name: name == rank)
+        with pytest.raises(EngineError, match="out of luck"):
+            prefill(engine, handle, state(PROMPT))
+        engine.free(handle)
+        assert [generate(engine, state(PROMPT, params), 12) for params in MIXED] == expected
+
+
+def test_a_failed_pass_between_layers_ends_the_pass_around_it(
+    checkpoint: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_of(checkpoint, **TP) as engine:
+        outer, inner = engine.reserve("outer", 80), engine.reserve("inner", 80)
+        failed = []
+
+        def on_layer(layer: int) -> None:
+            if layer == 1:
+                fails_once(monkeypatch, "forward", lambda name: name == "rank 1")
+                with pytest.raises(EngineError, match="out of luck"):
+                    prefill(engine, inner, state(PROMPT))
+                failed.append(layer)
+
+        with pytest.raises(EngineError, match="a pass between its layers failed"):
+            prefill_chunk(engine, outer, PROMPT, 0, 40, on_layer=on_layer)
+        assert failed == [1]
+        engine.free(outer)
+        engine.free(inner)
+        assert generate(engine, state(PROMPT, MIXED[1]), 12) == expected[1]
+
+
+@pytest.mark.parametrize("degrees", [TP, PP], ids=str)
+def test_the_death_of_a_rank_is_reported_and_ends_every_pass(degrees: dict[str, int], checkpoint: Path) -> None:
+    with engine_of(checkpoint, **degrees) as engine:
+        generate(engine, state(PROMPT), 3)
+        reported, seen = list[EngineError](), threading.Event()
+        engine.watch_failure(lambda error: (reported.append(error), seen.set()))
+        os.kill(pids_of(engine)[0], 9)
+        assert seen.wait(10)
+        assert [str(error).split(")")[1] for error in reported] == [" was killed by SIGKILL"]
+        with pytest.raises(EngineError, match=r"rank 1 .* was killed by SIGKILL"):
+            prefill(engine, engine.reserve("r", 80), state(PROMPT))
+        late = list[EngineError]()
+        engine.watch_failure(late.append)
+        assert late == reported
+
+
+def pids_of(engine: EngineCore) -> list[int]:
+    found: list[int] = engine.executor._ranks.pids  # type: ignore[attr-defined]
+    return found
+
+
+class Still:
+    """A rank that never beats."""
+
+    def __init__(self, rank: int, files: Sequence[int]) -> None:
+        self._process = subprocess.Popen(["sleep", "infinity"])
+        self.pid, self.poll = self._process.pid, self._process.poll
+        self.kill, self.wait = self._process.kill, self._process.wait
+        self.connection = os.dup(files[0])
+
+
+def test_a_rank_that_stands_still_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_LOOK_S", 0.01)
+    none = LinkFiles(-1, -1, -1)
+    made = Ranks(EngineConfig("m", **TP), 64, [none, none], Still)
+    try:
+        reported, seen = list[EngineError](), threading.Event()
+        made.watch_failure(lambda error: (reported.append(error), seen.set()))
+        assert seen.wait(10)
+        assert str(reported[0]).endswith("has stood still for 10 s")
+    finally:
+        made.close()
+
+
+def test_a_rank_that_beats_is_left_alone(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_LOOK_S", 0.3)
+    monkeypatch.setattr(ranks, "_STILL_LOOKS", 4)
+    with engine_of(checkpoint, **TP) as engine:
+        looked = threading.Event()
+        before = engine.executor._ranks.beats.seen(1)  # type: ignore[attr-defined]
+        while engine.executor._ranks.beats.seen(1) < before + 3:  # type: ignore[attr-defined]
+            looked.wait(0.1)
+        assert engine.executor._ranks.error is None  # type: ignore[attr-defined]
+
+
+def test_a_rank_that_can_not_start_says_why(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = factory.load
+
+    def refusing(*of: Any) -> Any:
+        if threading.current_thread().name.startswith("rank"):
+            raise ConfigError("packed_weights: no space")
+        return load(*of)
+
+    monkeypatch.setattr(factory, "load", refusing)
+    with pytest.raises(ConfigError, match="^rank 1: packed_weights: no space$"), engine_of(checkpoint, **TP):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("degrees", "words"),
+    [
+        (
+            {"tensor_parallel": 3},
+            "^tensor_parallel: num_attention_heads 4 is not divisible by 3 ranks; 1, 2, 4 would do$",
+        ),
+        ({"pipeline_parallel": 4}, "^pipeline_parallel: 4 is above num_hidden_layers, 3$"),
+        ({"tensor_parallel": 0}, "^tensor_parallel: must be 1 or more, got 0$"),
+    ],
+    ids=str,
+)
+def test_degrees_that_do_not_fit_are_named(degrees: dict[str, int], words: str, checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match=words), engine_of(checkpoint, **degrees):
+        pass
