@@ -5,7 +5,7 @@ build      read it first: compiles the sources, at installation and by `make nat
 library    loads the library, or says why it can't be used
 packed     weights in the kernels' layout; shared: packed weights in a file that the workers of a host map
 decoder    a forward pass on native kernels
-collective exchanges between the tensor-parallel ranks of one host
+collective exchanges between the ranks of one host: of tensor parallelism, and from stage to stage of a pipeline
 abi        the library's structs and functions for ctypes; mapping: files and memory of shared weights
 """
 

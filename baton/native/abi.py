@@ -1,4 +1,4 @@
-"""The structs and functions of src/model.h and src/collective.h, for ctypes; fields and units are explained there."""
+"""The structs and functions of src/model.h, collective.h and channel.h, for ctypes; these explain fields and units."""
 
 from __future__ import annotations
 
@@ -100,6 +100,15 @@ def declare(library: ctypes.CDLL) -> None:
         "collective_reset": (None, (c_void_p,)),
         "collective_waited_ns": (c_int64, (c_void_p,)),
         "collective_calls": (c_int64, (c_void_p,)),
+        "channel_bytes": (c_int64, (c_int64,)),
+        "channel_open": (c_void_p, (c_int, c_int64)),
+        "channel_close": (None, (c_void_p,)),
+        "channel_send": (c_int, (c_void_p, c_void_p, c_int64)),
+        "channel_receive": (c_int, (c_void_p, c_void_p, c_int64)),
+        "channel_abort": (None, (c_void_p,)),
+        "channel_aborted": (c_int, (c_void_p,)),
+        "channel_reset": (None, (c_void_p,)),
+        "channel_waited_ns": (c_int64, (c_void_p,)),
         "error": (c_char_p, ()),
         "packed_size": (c_int64, (c_int64, c_int64)),
         "pack": (None, (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int64)),

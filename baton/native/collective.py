@@ -1,14 +1,17 @@
-"""Exchanges between the tensor-parallel ranks of one host, over memory that they share (src/collective.h).
+"""Exchanges between the ranks of one host, over memory that they share (src/collective.h, src/channel.h).
 
-The leader makes the memory with `shared_memory` and passes its file descriptor to the other ranks. Each rank opens a
-Collective over it, and gives it to its NativeDecoder, or its methods to `baton.model.layers.TensorParallel`. All ranks
-make the same calls in the same order.
+The leader makes the memory with `shared_memory` or `channel_memory`, and passes its file descriptor to the ranks. Each
+tensor-parallel rank opens a Collective over it, and gives it to its NativeDecoder, or its methods to
+`baton.model.layers.TensorParallel`; all of them make the same calls in the same order. Two stages of a pipeline open a
+Channel, through which hidden states go from one to the next.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,16 +27,75 @@ def exchange_floats(hidden_size: int, library: ctypes.CDLL | None = None) -> int
 
 def shared_memory(size: int, floats: int, library: ctypes.CDLL | None = None) -> int:
     """Make memory for the exchanges of `size` ranks, `floats` floats at once; returns its file descriptor (memfd)."""
-    fd = os.memfd_create("baton-ranks")
+    return _memory("baton-ranks", (library or load()).baton_native_collective_bytes(size, floats))
+
+
+def channel_memory(capacity: int, library: ctypes.CDLL | None = None) -> int:
+    """Make memory for a channel with buffers of `capacity` bytes; returns its file descriptor (memfd)."""
+    return _memory("baton-channel", (library or load()).baton_native_channel_bytes(capacity))
+
+
+def _memory(name: str, size: int) -> int:
+    fd = os.memfd_create(name)
     try:
-        os.ftruncate(fd, (library or load()).baton_native_collective_bytes(size, floats))
+        os.ftruncate(fd, size)
     except OSError:
         os.close(fd)
         raise
     return fd
 
 
-class Collective:
+class _End:
+    """One end of an exchange: what a Collective and a Channel have in common."""
+
+    def __init__(self, kind: str, library: ctypes.CDLL | None, *arguments: int) -> None:
+        self._library = library or load()
+        self._kind = kind
+        self._handle: int | None = self._function("open")(*arguments)
+        if self._handle is None:
+            raise EngineError(self._error())
+
+    def abort(self) -> None:
+        """End all waits of all ends with an error, now and until `reset`."""
+        self._function("abort")(self._open())
+
+    @property
+    def aborted(self) -> bool:
+        """Whether waits end with an error."""
+        return bool(self._function("aborted")(self._open()))
+
+    def reset(self) -> None:
+        """Make the memory empty, and usable after `abort`, for all ends. No end may be inside a call."""
+        self._function("reset")(self._open())
+
+    def close(self) -> None:
+        """Unmap the memory. Nothing may use this end during and after this."""
+        if self._handle is not None:
+            self._function("close")(self._handle)
+            self._handle = None
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this end has waited for others since it was opened."""
+        return float(self._function("waited_ns")(self._open())) / 1e9
+
+    def _function(self, name: str) -> Any:
+        return getattr(self._library, f"baton_native_{self._kind}_{name}")
+
+    def _open(self) -> int:
+        if self._handle is None:
+            raise EngineError(f"the {self._kind} is closed")
+        return self._handle
+
+    def _check(self, status: int) -> None:
+        if status:
+            raise EngineError(self._error())
+
+    def _error(self) -> str:
+        return str(self._library.baton_native_error().decode())
+
+
+class Collective(_End):
     """One rank's end of the exchanges. One thread at a time uses it; any thread may call `abort`.
 
     Every method that waits for other ranks raises EngineError after `abort`, on all ranks.
@@ -44,11 +106,8 @@ class Collective:
 
         Raises EngineError.
         """
+        super().__init__("collective", library, fd, rank, size, floats)
         self.rank, self.size = rank, size
-        self._library = library or load()
-        self._handle: int | None = self._library.baton_native_collective_open(fd, rank, size, floats)
-        if self._handle is None:
-            raise EngineError(self._error())
 
     @property
     def address(self) -> int:
@@ -72,43 +131,33 @@ class Collective:
         """Wait until all ranks have come here."""
         self._check(self._library.baton_native_barrier(self._open()))
 
-    def abort(self) -> None:
-        """End all waits of all ranks with an error, now and until `reset`."""
-        self._library.baton_native_collective_abort(self._open())
-
-    @property
-    def aborted(self) -> bool:
-        """Whether waits end with an error."""
-        return bool(self._library.baton_native_collective_aborted(self._open()))
-
-    def reset(self) -> None:
-        """Make the memory usable after `abort`, for all ranks. No rank may be inside a call."""
-        self._library.baton_native_collective_reset(self._open())
-
-    def close(self) -> None:
-        """Unmap the memory. Nothing may use the collective during and after this."""
-        if self._handle is not None:
-            self._library.baton_native_collective_close(self._handle)
-            self._handle = None
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds that this rank has waited for others since it was opened."""
-        return float(self._library.baton_native_collective_waited_ns(self._open())) / 1e9
-
     @property
     def calls(self) -> int:
         """Number of exchanges that this rank has made since it was opened."""
         return int(self._library.baton_native_collective_calls(self._open()))
 
-    def _open(self) -> int:
-        if self._handle is None:
-            raise EngineError("the ranks' collective is closed")
-        return self._handle
 
-    def _check(self, status: int) -> None:
-        if status:
-            raise EngineError(self._error())
+class Channel(_End):
+    """One end of a channel from one stage of a pipeline to the next; one end sends, and the other receives.
 
-    def _error(self) -> str:
-        return str(self._library.baton_native_error().decode())
+    A message that is sent has been copied: at most two, or two pieces of a long one, wait to be received. One thread at
+    a time sends or receives; any thread may call `abort`. Both methods raise EngineError after it, at both ends.
+    """
+
+    def __init__(self, fd: int, capacity: int, library: ctypes.CDLL | None = None) -> None:
+        """Map the memory of `channel_memory`, made with the same `capacity`; `fd` may be closed afterwards.
+
+        Longer messages than `capacity` bytes go in pieces. Raises EngineError.
+        """
+        super().__init__("channel", library, fd, capacity)
+
+    def send(self, tensor: Tensor) -> None:
+        """Send a tensor on a CPU; waits while two pieces wait to be received."""
+        own = tensor.contiguous()
+        self._check(self._library.baton_native_channel_send(self._open(), own.data_ptr(), own.nbytes))
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Wait for the next tensor, which was sent with this shape and dtype."""
+        out = torch.empty(tuple(shape), dtype=dtype, device="cpu")
+        self._check(self._library.baton_native_channel_receive(self._open(), out.data_ptr(), out.nbytes))
+        return out

@@ -22,7 +22,7 @@ from baton.native.build import LIBRARY, source_hash
 
 _log = logging.getLogger(__name__)
 
-ABI = 4
+ABI = 5
 """BATON_NATIVE_ABI in src/abi.h."""
 
 REBUILD = "run `python -m baton.native.build`"

@@ -4,7 +4,7 @@
 #define BATON_API extern "C" __attribute__((visibility("default")))
 
 // Raise it whenever an exported function, a struct or a meaning changes; `ABI` in library.py follows.
-#define BATON_NATIVE_ABI 4
+#define BATON_NATIVE_ABI 5
 
 BATON_API int baton_native_abi();
 

@@ -1,58 +1,26 @@
 #include "collective.h"
 
-#include <linux/futex.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#include <atomic>
-#include <cerrno>
-#include <chrono>
-#include <climits>
 #include <cstring>
-#include <ctime>
 #include <new>
 
 #include "check.h"
 #include "kernels.h"
-#include "thread_pool.h"
+#include "wait.h"
 
 namespace baton {
 namespace {
 
 constexpr int64_t kMaxRanks = 64;
-constexpr int64_t kPage = 4096;
 constexpr int64_t kMaxFloats = int64_t(1) << 32;
-constexpr long kSleep = 100'000'000;  // nanoseconds, after which a sleeper looks again
-
-// Words of one rank, which other ranks read: on two cache lines, which prefetchers fetch together.
-struct alignas(128) Words {
-  std::atomic<uint32_t> arrived;   // exchanges
-  std::atomic<uint32_t> sleepers;  // that wait for this rank
-  std::atomic<uint32_t> bell;      // they sleep until it changes
-};
 
 struct Header {
   alignas(128) std::atomic<uint32_t> aborted;
   Words of[kMaxRanks];
 };
-static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(std::atomic<uint32_t>) == 4, "a futex is a word");
 
 constexpr int64_t kHeader = padded(sizeof(Header), kPage);
 
 int64_t buffer_bytes(int64_t floats) { return padded(floats * int64_t(sizeof(float)), kPage); }
-
-// Not FUTEX_PRIVATE: the word lies in memory that processes share.
-void sleep_on(std::atomic<uint32_t>& word, uint32_t seen) {
-  const timespec most{0, kSleep};
-  syscall(SYS_futex, &word, FUTEX_WAIT, seen, &most, nullptr, 0);
-}
-
-void ring(Words& words) {
-  words.bell.fetch_add(1);
-  syscall(SYS_futex, &words.bell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-}
 
 }  // namespace
 }  // namespace baton
@@ -79,47 +47,14 @@ struct BatonCollective {
   int exchange() {
     if (aborted()) return 1;
     const uint32_t number = own().arrived.load(std::memory_order_relaxed) + 1;
-    // Sequentially consistent, as are a sleeper's accesses: either this sees it, or it sees the new number.
-    own().arrived.store(number);
-    if (own().sleepers.load()) ring(own());
-    for (int64_t rank = 0; rank < ranks.size; ++rank)
-      if (rank != ranks.rank && !has_arrived(rank, number) && !wait(rank, number)) return 1;
+    own().arrive(number);
+    for (int64_t rank = 0; rank < ranks.size; ++rank) {
+      Words& other = header().of[rank];
+      if (rank != ranks.rank && !other.has_arrived(number) && !wait_for(other, number, header().aborted, waited_ns))
+        return 1;
+    }
     calls.fetch_add(1, std::memory_order_relaxed);
     return 0;
-  }
-
-  bool has_arrived(int64_t rank, uint32_t number) const {
-    return int32_t(header().of[rank].arrived.load() - number) >= 0;
-  }
-
-  bool wait(int64_t rank, uint32_t number) {
-    const auto began = std::chrono::steady_clock::now();
-    const bool arrived = spin(rank, number) || sleep(rank, number);
-    const std::chrono::nanoseconds waited = std::chrono::steady_clock::now() - began;
-    waited_ns.fetch_add(waited.count(), std::memory_order_relaxed);
-    return arrived;
-  }
-
-  bool spin(int64_t rank, uint32_t number) const {
-    for (int i = 0; i < kSpins && !aborted(); ++i) {
-      if (has_arrived(rank, number)) return true;
-      relax();
-    }
-    return false;
-  }
-
-  bool sleep(int64_t rank, uint32_t number) const {
-    Words& words = header().of[rank];
-    words.sleepers.fetch_add(1);
-    bool arrived = false;
-    for (;;) {
-      const uint32_t seen = words.bell.load();
-      arrived = has_arrived(rank, number);
-      if (arrived || aborted()) break;
-      sleep_on(words.bell, seen);
-    }
-    words.sleepers.fetch_sub(1);
-    return arrived;
   }
 
   // The next exchange's number is that of the one before it, plus 1.
@@ -163,20 +98,16 @@ BatonCollective* baton_native_collective_open(int fd, int64_t rank, int64_t size
                 Long(floats)),
            nullptr;
   const int64_t bytes = baton_native_collective_bytes(size, floats);
-  struct stat file;
-  if (fstat(fd, &file)) return fail("the ranks' memory: %s", std::strerror(errno)), nullptr;
-  if (file.st_size < bytes)
-    return fail("the ranks' memory has %lld bytes, not %lld", Long(file.st_size), Long(bytes)), nullptr;
-  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (memory == MAP_FAILED) return fail("the ranks' memory can't be mapped: %s", std::strerror(errno)), nullptr;
-  auto* made = new (std::nothrow) BatonCollective(rank, size, floats, static_cast<char*>(memory));
+  char* memory = map_shared(fd, bytes, "the ranks' memory");
+  if (!memory) return nullptr;
+  auto* made = new (std::nothrow) BatonCollective(rank, size, floats, memory);
   if (made) return made;
-  munmap(memory, bytes);
+  unmap_shared(memory, bytes);
   return fail("no memory for a collective"), nullptr;
 }
 
 void baton_native_collective_close(BatonCollective* collective) {
-  munmap(collective->memory, baton_native_collective_bytes(collective->ranks.size, collective->ranks.floats));
+  unmap_shared(collective->memory, baton_native_collective_bytes(collective->ranks.size, collective->ranks.floats));
   delete collective;
 }
 
@@ -212,16 +143,13 @@ int baton_native_barrier(BatonCollective* collective) {
 
 void baton_native_collective_abort(BatonCollective* collective) {
   collective->header().aborted.store(1);
-  for (int64_t rank = 0; rank < collective->ranks.size; ++rank) ring(collective->header().of[rank]);
+  for (int64_t rank = 0; rank < collective->ranks.size; ++rank) collective->header().of[rank].ring();
 }
 
 int baton_native_collective_aborted(const BatonCollective* collective) { return collective->aborted(); }
 
 void baton_native_collective_reset(BatonCollective* collective) {
-  for (Words& words : collective->header().of) {
-    words.arrived.store(0);
-    words.sleepers.store(0);
-  }
+  for (Words& words : collective->header().of) words.reset();
   collective->header().aborted.store(0);
 }
 
