@@ -268,7 +268,9 @@ _FIELDS = {field.name: field for role in reversed(ROLES.values()) for field in f
 )
 @click.option("--prefill", type=click.IntRange(1, 64), default=1, show_default=True, help="Prefill workers.")
 @click.option("--decode", type=click.IntRange(1, 64), default=1, show_default=True, help="Decode workers.")
-@click.option("--prefill-tp", type=_DEGREE, default=1, show_default=True, help="Ranks that share each layer in prefill.")
+@click.option(
+    "--prefill-tp", type=_DEGREE, default=1, show_default=True, help="Ranks that share each layer in prefill."
+)
 @click.option("--prefill-pp", type=_DEGREE, default=1, show_default=True, help="Stages of layers in prefill.")
 @click.option("--decode-tp", type=_DEGREE, default=1, show_default=True, help="Ranks that share each layer in decode.")
 @click.option("--decode-pp", type=_DEGREE, default=1, show_default=True, help="Stages of layers in decode.")

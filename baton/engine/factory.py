@@ -29,8 +29,7 @@ from baton.model.decoder import stages_of
 from baton.model.layers import unsplittable
 from baton.model.tensors import DTYPES, dtype_name
 from baton.model.zeros import RegistrationError, SharedMemory
-from baton.native.channel import Channel, channel_memory
-from baton.native.collective import Collective, exchange_floats, shared_memory
+from baton.native.collective import Channel, Collective, channel_memory, exchange_floats, shared_memory
 from baton.native.decoder import NativeDecoder, unsupported
 from baton.native.library import Kernels, NativeUnavailable, select_kernels
 from baton.native.library import load as load_library

@@ -23,8 +23,7 @@ from baton.model.tensors import dtype_name
 from baton.model.weights import load_weights
 from baton.model.zeros import SharedMemory
 from baton.native import build as native_build
-from baton.native.channel import Channel
-from baton.native.collective import Collective
+from baton.native.collective import Channel, Collective
 from baton.native.decoder import NativeDecoder
 from baton.native.library import isa
 from baton.native.packed import LoadedWeight, PackedWeights, weights_of

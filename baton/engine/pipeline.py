@@ -18,7 +18,7 @@ from torch import Tensor
 from baton.errors import EngineError
 from baton.model.attention import AttentionBatch, KvCache
 from baton.model.decoder import Decoder
-from baton.native.channel import Channel
+from baton.native.collective import Channel
 from baton.native.decoder import NativeDecoder, NativeOutput
 
 _PIECES, _MIN_TOKENS = 8, 128

@@ -169,7 +169,7 @@ def test_a_rank_that_can_not_start_says_why(checkpoint: Path, monkeypatch: pytes
         return load(*of)
 
     monkeypatch.setattr(factory, "load", refusing)
-    with pytest.raises(ConfigError, match="^rank 1: packed_weights: no space$"), engine_of(checkpoint, **TP):
+    with pytest.raises(ConfigError, match=r"^rank 1: packed_weights: no space$"), engine_of(checkpoint, **TP):
         pass
 
 
