@@ -84,17 +84,20 @@ class NativeDecoder:
         library: ctypes.CDLL,
         threads: int,
         ranks: Ranks | None = None,
+        stage: range | None = None,
     ) -> None:
         """Start `threads` - 1 threads beside the caller's; `dtype` is that of the weights. Raises EngineError.
 
-        `config` is that of the whole model; `weights` are this rank's. `ranks` stay open as long as the decoder.
+        `config` is that of the whole model; `weights` are this rank's. `stage` has the layers of a pipeline stage, by
+        their indices in the whole model; all by default. `ranks` stay open as long as the decoder.
         """
         self.config = config
+        self.stage = range(config.num_layers) if stage is None else stage
         self._ranks = ranks
         self._library = library
         self._threads = threads
         self._weights = weights
-        self._model, self._layers = _describe(config, dtype, weights.addresses, ranks)
+        self._model, self._layers = _describe(config, self.stage, dtype, weights.addresses, ranks)
         self._kv: tuple[weakref.ref[KvCache], abi.BatonKv, object] | None = None
         self._workspace = library.baton_native_workspace_new()
         if not self._workspace:
@@ -105,20 +108,29 @@ class NativeDecoder:
 
     def forward(
         self,
-        token_ids: Tensor,
+        token_ids: Tensor | None,
         positions: Tensor,
         batch: AttentionBatch,
         kv: KvCache,
         on_layer: Callable[[int], None] | None = None,
         sampled: Sequence[int] | None = None,
+        hidden: Tensor | None = None,
     ) -> Tensor:
-        """Compute as `Decoder.forward` does; returns float32. `positions` must be those of `batch`."""
-        return self._run(token_ids, batch, kv, on_layer, sampled, abi.BatonCall())
+        """Compute as `Decoder.forward` does; returns float32. `positions` must be those of `batch`.
+
+        A pipeline stage computes its layers: from token ids if it is the first, and from hidden states, contiguous
+        float32 `[tokens, hidden]`, without token ids if it is not. `hidden` is overwritten, and the result is a view of
+        it. `kv` has the layers of the stage, and `on_layer` is called with indices into `kv`. Raises EngineError.
+        """
+        return self._run(token_ids, hidden, batch, kv, on_layer, sampled, abi.BatonCall())
 
     __call__ = forward
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Apply the final norm and the output projection: float32 `[n, hidden]` to float32 `[n, vocab_size]`."""
+        """Apply the final norm and the output projection: float32 `[n, hidden]` to float32 `[n, vocab_size]`.
+
+        Raises EngineError if this is not the last stage.
+        """
         hidden = hidden.float().contiguous()
         logits = _empty(len(hidden), self.config.vocab_size)
         self._head(len(hidden), abi.BatonCall(self._threads, hidden=hidden.data_ptr(), logits=logits.data_ptr()))
@@ -134,16 +146,32 @@ class NativeDecoder:
         logits: bool,
     ) -> NativeOutput:
         """Compute as `forward` does, and apply the head to the result. The output has logits only if `logits`."""
-        count = batch.num_tokens if sampled is None else len(sampled)
-        argmax = torch.empty(count, dtype=torch.int64, device="cpu")
-        found = _empty(count, self.config.vocab_size) if logits else None
+        output, call = self._new_output(batch.num_tokens if sampled is None else len(sampled), logits)
+        self._run(token_ids, None, batch, kv, on_layer, sampled, call)
+        return output
+
+    def head(self, hidden: Tensor, logits: bool) -> NativeOutput:
+        """Apply the head to hidden states, float32 `[n, hidden]`. The output has logits only if `logits`.
+
+        Raises EngineError if this is not the last stage.
+        """
+        hidden = hidden.float().contiguous()
+        output, call = self._new_output(len(hidden), logits)
+        call.threads, call.hidden = self._threads, hidden.data_ptr()
+        self._head(len(hidden), call)
+        return output
+
+    def _new_output(self, rows: int, logits: bool) -> tuple[NativeOutput, abi.BatonCall]:
+        """Uninitialised results of the head, and a call that writes them."""
+        argmax = torch.empty(rows, dtype=torch.int64, device="cpu")
+        found = _empty(rows, self.config.vocab_size) if logits else None
         call = abi.BatonCall(logits=None if found is None else found.data_ptr(), argmax=argmax.data_ptr())
-        self._run(token_ids, batch, kv, on_layer, sampled, call)
-        return NativeOutput(argmax, found)
+        return NativeOutput(argmax, found), call
 
     def _run(
         self,
-        token_ids: Tensor,
+        token_ids: Tensor | None,
+        hidden: Tensor | None,
         batch: AttentionBatch,
         kv: KvCache,
         on_layer: Callable[[int], None] | None,
@@ -151,9 +179,16 @@ class NativeDecoder:
         call: abi.BatonCall,
     ) -> Tensor:
         """Compute hidden states; the head, if any, writes to the addresses in `call`."""
-        layers, tokens = self.config.num_layers, batch.num_tokens
-        hidden = _empty(tokens, self.config.hidden_size)
-        call.threads, call.token_ids, call.hidden = self._threads, _ids(token_ids, tokens), hidden.data_ptr()
+        layers, tokens = len(self.stage), batch.num_tokens
+        if (token_ids is None) == (hidden is None):
+            raise EngineError("a forward pass takes either token ids or hidden states")
+        if token_ids is not None:
+            call.token_ids = _ids(token_ids, tokens)
+        if hidden is None:
+            hidden = _empty(tokens, self.config.hidden_size)
+        else:
+            self._check_hidden(hidden, tokens)
+        call.threads, call.hidden = self._threads, hidden.data_ptr()
         if sampled is not None:
             call.sampled, call.samples = (ctypes.c_int32 * len(sampled))(*sampled), len(sampled)
         seen, head = self._batch(batch), (call.logits, call.argmax)
@@ -170,6 +205,12 @@ class NativeDecoder:
             call.logits, call.argmax = head
             self._head(tokens if sampled is None else len(sampled), call)
         return hidden if sampled is None else hidden[: len(sampled)]
+
+    def _check_hidden(self, hidden: Tensor, tokens: int) -> None:
+        shape = [tokens, self.config.hidden_size]
+        if hidden.dtype != torch.float32 or list(hidden.shape) != shape or not hidden.is_contiguous():
+            seen = f"{hidden.dtype} {list(hidden.shape)}"
+            raise EngineError(f"hidden states must be contiguous float32 {shape}, got {seen}")
 
     def _forward(self, kv: KvCache, batch: abi.BatonBatch, call: abi.BatonCall) -> None:
         model, cache = byref(self._model), byref(self._cache(kv))
@@ -228,6 +269,8 @@ class NativeDecoder:
         """The struct that describes `kv`, which is made once for each KvCache."""
         if self._kv is None or self._kv[0]() is not kv:
             layers, array = kv.num_layers, ctypes.c_void_p * kv.num_layers
+            if layers != len(self.stage):
+                raise EngineError(f"the KV cache has {layers} layers, the decoder has {len(self.stage)}")
             pages = [array(*(kv.pages(part, layer).data_ptr() for layer in range(layers))) for part in (KEYS, VALUES)]
             keys, values = (ctypes.cast(each, ctypes.c_void_p) for each in pages)
             self._kv = (weakref.ref(kv), abi.BatonKv(keys, values, kv.num_pages, kv.page_size, TYPES[kv.dtype]), pages)
@@ -235,17 +278,17 @@ class NativeDecoder:
 
 
 def _describe(
-    config: ModelConfig, dtype: torch.dtype, addresses: Mapping[str, int], ranks: Ranks | None
+    config: ModelConfig, stage: range, dtype: torch.dtype, addresses: Mapping[str, int], ranks: Ranks | None
 ) -> tuple[abi.BatonModel, object]:
-    """The struct of a rank's share of the model, and the array of layers to which it points."""
+    """The struct of a rank's share of a stage of the model, and the array of layers to which it points."""
     size = ranks.size if ranks else 1
-    layers = (abi.BatonLayer * config.num_layers)()
-    for index, layer in enumerate(config.layers):
+    layers = (abi.BatonLayer * len(stage))()
+    for index, layer in enumerate(config.layers[stage.start : stage.stop]):
         prefix = f"layers.{index}."
         own = {name.removeprefix(prefix): where for name, where in addresses.items() if name.startswith(prefix)}
         layers[index] = abi.BatonLayer(window=layer.window or 0, **own)
     model = abi.BatonModel(
-        config.num_layers,
+        len(stage),
         config.hidden_size,
         config.intermediate_size // size,
         config.vocab_size,
@@ -256,9 +299,9 @@ def _describe(
         TYPES[dtype],
         config.rms_norm_eps,
         ctypes.cast(layers, ctypes.c_void_p),
-        addresses.get("embedding", addresses["head"]),
-        addresses["head"],
-        addresses["norm"],
+        addresses.get("embedding", addresses.get("head")) if stage.start == 0 else None,
+        addresses.get("head"),
+        addresses.get("norm"),
         addresses["frequencies"],
         config.rope.attention_factor,
         ranks.address if ranks else None,

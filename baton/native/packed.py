@@ -94,16 +94,22 @@ def write_all(weights: Sequence[LoadedWeight], memory_of: Callable[[str], Tensor
 def weights_of(decoder: Decoder, library: ctypes.CDLL, progress: LoadProgress) -> list[LoadedWeight]:
     """List the weights of a loaded decoder by names such as "layers.3.qkv_bias"; no "embedding" if tied.
 
-    `progress` counts the bytes of the loaded weights when they are packed.
+    The first layer of a pipeline stage is "layers.0". A stage lists "embedding", "head" and "norm" only if it computes
+    with them. `progress` counts the bytes of the loaded weights when they are packed.
     """
     # The largest come first, so that no thread still has one to do when the others have ended.
-    tied = decoder.head.storage.weight is decoder.embedding.weight
-    weights = [_linear("head", decoder.embedding if tied else decoder.head.storage, library, progress)]
-    if not tied:
-        weights.append(_linear("embedding", decoder.embedding, library, progress))
+    embedding, head, weights = decoder.embedding, decoder.head, []
+    tied = embedding is not None and head is not None and head.storage.weight is embedding.weight
+    if head is not None:
+        weights.append(_linear("head", embedding if tied else head.storage, library, progress))
+    # The last stage has one for a projection that is tied.
+    if embedding is not None and not tied and decoder.stage.start == 0:
+        weights.append(_linear("embedding", embedding, library, progress))
     for index, layer in enumerate(decoder.layers):
         weights += _layer(f"layers.{index}.", cast(DecoderLayer, layer), library, progress)
-    return [*weights, _plain("norm", decoder.norm.weight), _plain("frequencies", decoder.rotary.frequencies)]
+    if decoder.norm is not None:
+        weights.append(_plain("norm", decoder.norm.weight))
+    return [*weights, _plain("frequencies", decoder.rotary.frequencies)]
 
 
 def _layer(prefix: str, layer: DecoderLayer, library: ctypes.CDLL, progress: LoadProgress) -> Iterator[LoadedWeight]:

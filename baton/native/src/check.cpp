@@ -35,7 +35,7 @@ bool check_ranks(const BatonRanks& ranks, int64_t hidden) {
 
 }  // namespace
 
-bool check_model(const BatonModel& m) {
+bool check_model(const BatonModel& m, const BatonCall& call) {
   if (m.head_dim % 2 || m.head_dim < 2 || m.head_dim > kMaxHeadDim)
     return !fail("head_dim %lld is not a multiple of 2 up to %d", Long(m.head_dim), kMaxHeadDim);
   if (m.kv_heads < 1 || m.heads < 1 || m.heads % m.kv_heads)
@@ -43,6 +43,8 @@ bool check_model(const BatonModel& m) {
   if (m.layers < 1 || m.hidden < 1 || m.inner < 1 || m.vocab < 1)
     return !fail("a model of %lld layers, %lld hidden, %lld inner and %lld tokens", Long(m.layers), Long(m.hidden),
                  Long(m.inner), Long(m.vocab));
+  if (call.token_ids && !m.embedding) return !fail("token ids for a stage without an embedding");
+  if ((call.logits || call.argmax) && !(m.head && m.norm)) return !fail("a stage without a head was asked for it");
   return !m.ranks || check_ranks(*m.ranks, m.hidden);
 }
 

@@ -58,13 +58,13 @@ int64_t baton_native_workspace_size(const BatonWorkspace* workspace) { return wo
 
 int baton_native_forward(const BatonModel* model, const BatonKv* kv, const BatonBatch* batch, const BatonCall* call,
                          BatonWorkspace* workspace) {
-  if (!check_model(*model)) return 1;
+  if (!check_model(*model, *call)) return 1;
   const int64_t tokens = check_batch(*model, *kv, *batch, *call);
   return tokens < 0 ? 1 : run(*model, kv, batch, *call, tokens, *workspace);
 }
 
 int baton_native_head(const BatonModel* model, int64_t count, const BatonCall* call, BatonWorkspace* workspace) {
-  if (!check_model(*model)) return 1;
+  if (!check_model(*model, *call)) return 1;
   if (count < 1) return fail("%lld rows", static_cast<long long>(count));
   return run(*model, nullptr, nullptr, *call, count, *workspace);
 }
@@ -75,7 +75,7 @@ int baton_native_attend(const BatonModel* model, const BatonKv* kv, const BatonB
   call.threads = threads;
   call.first = layer;
   call.last = layer + 1;
-  const int64_t tokens = check_model(*model) ? check_batch(*model, *kv, *batch, call) : -1;
+  const int64_t tokens = check_model(*model, call) ? check_batch(*model, *kv, *batch, call) : -1;
   if (tokens < 0) return 1;
   Attend attend{{*model, kv, batch, call, kernels(Type(model->type)), *workspace, tokens}, layer};
   Forward& f = attend.forward;

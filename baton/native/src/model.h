@@ -25,6 +25,9 @@ struct BatonRanks {
   const float* (*part)(void* context, int64_t rank);  // of the last exchange
 };
 
+// A stage of a pipeline is a model of its own layers, which takes and gives hidden states: only the first one has the
+// embedding, and only the last one the norm and the head.
+//
 // With `ranks`, heads, KV heads and `inner` are this rank's, and so are the weights. The vocabulary is the whole one, of
 // which each rank has the next ceil(vocab / size) rows of `embedding` and `head`, and the last ones fewer or none.
 // Biases of `o` and `down` are on the first rank alone.
@@ -33,8 +36,8 @@ struct BatonModel {
   int64_t type;  // of weights: 0 float32, 1 bfloat16
   double eps;
   const BatonLayer* layer;
-  const void* embedding;  // packed, as is `head`; the same where they are tied
-  const void* head;
+  const void* embedding;  // packed, as is `head`; the same where they are tied; null where calls give no token ids
+  const void* head;       // this and `norm` are null where calls ask for no head
   const float* norm;
   const double* frequencies;  // [head_dim / 2], radians a position
   double rotary_factor;       // of cosines and sines

@@ -27,7 +27,7 @@ from tests.effort import fuzz
 CPU = torch.device("cpu")
 
 
-def random_config(rng: random.Random, inner: int | None = None) -> ModelConfig:
+def random_config(rng: random.Random, inner: int | None = None, layers: int | None = None) -> ModelConfig:
     """Sizes that fill no vector, panel or tile, biases and norms in all combinations, an epsilon that counts."""
     kv_heads = rng.randint(1, 3)
     config = ModelConfig.from_dict(
@@ -36,7 +36,7 @@ def random_config(rng: random.Random, inner: int | None = None) -> ModelConfig:
             "vocab_size": rng.randint(2, 150),
             "hidden_size": rng.randint(1, 100),
             "intermediate_size": inner or rng.randint(1, 120),
-            "num_hidden_layers": rng.randint(1, 3),
+            "num_hidden_layers": layers or rng.randint(1, 3),
             "num_key_value_heads": kv_heads,
             "num_attention_heads": kv_heads * rng.choice((1, 2, 3, 7)),
             "head_dim": 2 * rng.choice((1, 5, 8, 12, 15, 32, 40)),
