@@ -171,8 +171,8 @@ def launch_process(rank: int, files: Sequence[int]) -> RankProcess:
     """
     command = [sys.executable, "-m", "baton.engine.rank", *map(str, files)]
     _log.debug("starting rank %d", rank)
-    quiet = subprocess.DEVNULL
-    return subprocess.Popen(bind_to_parent(command), pass_fds=files, stdin=quiet, stdout=quiet, start_new_session=True)
+    quiet, given = subprocess.DEVNULL, [file for file in files if file >= 0]
+    return subprocess.Popen(bind_to_parent(command), pass_fds=given, stdin=quiet, stdout=quiet, start_new_session=True)
 
 
 class LinkFiles(NamedTuple):
