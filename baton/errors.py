@@ -47,6 +47,11 @@ class BatonError(Exception):
     http_status: ClassVar[int] = 500
 
 
+def unexpected(error: Exception, place: str) -> BatonError:
+    """An error for the client instead of one that nobody expected, of which it sees the type only."""
+    return BatonError(f"internal error in {place} ({type(error).__name__})")
+
+
 class InvalidRequest(BatonError):
     """A field of a request is wrong; the message names the field, what is wrong, and the value seen."""
 

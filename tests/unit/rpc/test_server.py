@@ -156,6 +156,24 @@ async def test_the_unexpected_is_logged_and_not_shown(stream: bool, caplog: pyte
     assert "Traceback" in caplog.text
 
 
+async def test_the_log_names_the_request_of_a_message(caplog: pytest.LogCaptureFixture) -> None:
+    async def unary(request: Any, context: Any) -> bytes:
+        raise KeyError
+
+    handler = grpc.unary_unary_rpc_method_handler(unary, lambda data: SimpleNamespace(request_id=data.decode()))
+
+    def add(server: grpc.aio.Server) -> None:
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", {"Unary": handler}),))
+
+    async with (
+        listen("127.0.0.1:0", insecure=False, add=add, services=[]) as listener,
+        control_channel(listener.address) as channel,
+    ):
+        assert await channel.unary_unary("/test/Unary")(b"r7").code() is grpc.StatusCode.INTERNAL
+    (record,) = (each for each in caplog.records if each.name == "baton.rpc.errors")
+    assert vars(record)["request_ids"] == ("r7",)
+
+
 async def test_clients_that_leave_unread_what_they_were_sent_are_no_error(caplog: pytest.LogCaptureFixture) -> None:
     class Endless(Service):
         async def Generate(self, request: Any, context: Any) -> AsyncIterator[pb.GenerateResponse]:
