@@ -20,6 +20,7 @@ from kubernetes_validate import utils
 from baton.config import parse_address, parse_bytes
 from baton.config.worker import DecodeConfig
 from baton.model import checkpoint
+from baton.telemetry.metrics import METRIC_FAMILIES
 from tests.deployment import configured
 from tests.redis_server import BINARIES, Server
 
@@ -438,17 +439,32 @@ def test_every_pod_is_behind_a_policy(documents: list[Document]) -> None:
         assert "Egress" in kinds or not any("egress" in name_of(each) for each in policies)
 
 
+def labels_of_targets(documents: list[Document]) -> Iterator[str]:
+    """Labels that PodMonitors add to all metrics of a pod."""
+    for monitor in of_kind(documents, "PodMonitor"):
+        yield from monitor["spec"]["podTargetLabels"]
+        for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+            yield from (rule["targetLabel"] for rule in endpoint["relabelings"])
+
+
 def test_autoscalers_have_the_replicas_to_themselves(documents: list[Document]) -> None:
     replicas = {name_of(each): each["spec"].get("replicas") for each in of_kind(documents, "Deployment")}
     for scaler in of_kind(documents, "HorizontalPodAutoscaler"):
         spec = scaler["spec"]
         assert replicas[spec["scaleTargetRef"]["name"]] is None
-        assert 1 <= spec["minReplicas"] < spec["maxReplicas"]
+        # A rollout without room for a new pod leaves one.
+        assert 2 <= spec["minReplicas"] < spec["maxReplicas"]
         external = [metric["external"] for metric in spec["metrics"] if metric["type"] == "External"]
         assert {each["metric"]["selector"]["matchLabels"]["fleet"] for each in external} <= {
             scaler["metadata"]["labels"]["fleet"]
         }
         for each in external:
+            family = METRIC_FAMILIES[each["metric"]["name"]]
+            assert family.kind == "gauge"
+            assert each["metric"]["selector"]["matchLabels"].keys() <= {
+                *family.all_labels,
+                *labels_of_targets(documents),
+            }
             if each["metric"]["name"] == "baton_requests_running" and name_of(scaler).endswith("decode"):
                 assert int(each["target"]["averageValue"]) == DecodeConfig().slots * 3 // 4
 
