@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import time
 import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -498,6 +499,27 @@ def test_models_come_from_one_folder(rendered: Callable[[str], list[Document]]) 
     assert re.findall(r'--include "([^"]+)"', script) == checkpoint._HUB_FILES
 
 
+DOWNLOAD = ["sh", str(KUBERNETES / "components" / "model" / "download.sh")]
+
+
+def download_environment(folder: Path, binaries: Path) -> dict[str, str]:
+    path = f"{binaries}:{os.environ['PATH']}"
+    return {"HF_MODEL": "org/model", "HF_REVISION": "main", "BATON_MODEL": str(folder), "PATH": path}
+
+
+def test_a_download_ends_at_once_when_its_pod_ends(tmp_path: Path) -> None:
+    (tmp_path / "hf").write_text(f"#!/bin/sh\necho > {tmp_path}/begun\nexec sleep 60\n")
+    (tmp_path / "hf").chmod(0o755)
+    values = download_environment(tmp_path / "model" / "main", tmp_path)
+    with subprocess.Popen(DOWNLOAD, env=values, stdout=subprocess.PIPE) as script:
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.01)
+        script.terminate()
+        # The pipe ends when the download has ended too.
+        script.communicate(timeout=30)
+    assert script.returncode == 143
+
+
 def test_a_model_is_downloaded_once_and_whole(tmp_path: Path) -> None:
     folder, binaries = tmp_path / "org" / "model" / "main", tmp_path / "bin"
     binaries.mkdir()
@@ -506,12 +528,10 @@ def test_a_model_is_downloaded_once_and_whole(tmp_path: Path) -> None:
         f"[ -e {tmp_path}/works ] || exit 3\nmkdir -p {folder}.part && touch {folder}.part/config.json\n"
     )
     (binaries / "hf").chmod(0o755)
-    values = {"HF_MODEL": "org/model", "HF_REVISION": "main", "BATON_MODEL": str(folder)}
-    values["PATH"] = f"{binaries}:{os.environ['PATH']}"
+    values = download_environment(folder, binaries)
 
     def run() -> int:
-        script = KUBERNETES / "components" / "model" / "download.sh"
-        return subprocess.run(["sh", str(script)], env=values, timeout=30).returncode
+        return subprocess.run(DOWNLOAD, env=values, timeout=30).returncode
 
     assert run() == 3
     assert not folder.exists()
