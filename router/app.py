@@ -52,7 +52,8 @@ class RouterApp:
     pool: WorkerPool
     _door: FrontDoor
     _health: _Health
-    _drain_s: float
+    _listener: Listener
+    _config: RouterConfig
     failed: asyncio.Future[None]
     """A future that gets an exception if the router can't go on."""
 
@@ -62,13 +63,21 @@ class RouterApp:
         return f"grpc={self.address} ops={self.ops_address}"
 
     async def drain(self) -> None:
-        """Refuse new requests and let the running ones finish, for `drain_s` seconds at most."""
+        """Accept no new requests after `drain_delay_s`, and let the running ones finish, for at most `drain_s` seconds.
+
+        During the delay health is negative, so load balancers send no new connections, and clients leave the old ones,
+        which are told to end at `connection_age_s`. So no client sends a request to a port that is closed.
+        """
         self._health.stop()
+        if (delay_s := self._config.drain_delay_s) > 0:
+            _log.info("not ready; new requests are accepted for %g s more", delay_s)
+            await asyncio.sleep(delay_s)
+        self._listener.stop_accepting()
         if running := self._door.running:
             requests = f"{running} request{'s' if running > 1 else ''}"
-            _log.warning("draining %s, up to %g s; press Ctrl-C again to stop now", requests, self._drain_s)
+            _log.warning("draining %s, up to %g s; press Ctrl-C again to stop now", requests, self._config.drain_s)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._drain_s):
+            async with asyncio.timeout(self._config.drain_s):
                 await self._door.drain()
 
 
@@ -149,7 +158,7 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         stack.callback(failed.cancel)
         stack.push_async_callback(_stop, request_runner, door, model.processes)
-        yield RouterApp(listener.address, ops.address, pool, door, health, config.drain_s, failed)
+        yield RouterApp(listener.address, ops.address, pool, door, health, listener, config, failed)
 
 
 async def _stop(request_runner: RequestRunner, door: FrontDoor, processes: TokenizerProcesses | None) -> None:
