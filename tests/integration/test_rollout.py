@@ -28,9 +28,11 @@ PAIR = 2
 PROMPTS = [prompt_ids(40, seed) for seed in (0, 19)]
 TOKENS = 120
 START_S, GRACE_S = 60.0, 60.0
-AGE_S, DELAY_S = 0.4, 1.5
+AGE_S, DELAY_S = 0.4, 2.0
 """A router that isn't ready any more accepts requests until clients have left it."""
 POLL_S = 0.1
+MIXED = ("bad_frame", "corrupt_frame", "wrong_prefix", "stale_incarnation")
+"""Faults of a transfer between workers that do not match."""
 ROLES = ("prefill", "decode", "router")
 
 
@@ -161,10 +163,11 @@ class Cluster:
         for role, log, metrics in self.drained:
             if role == "router":
                 assert count(metrics, "baton_requests_total", "OK") > 0
-                assert [count(metrics, "baton_replays_total", f'"{cause}"') for cause in ("fault", "lost")] == [0, 0]
+                assert not any(count(metrics, "baton_replays_total", f'"{cause}"') for cause in ("fault", "lost"))
             else:
                 assert "drained\n" in log, log
-                assert count(metrics, "baton_transfer_faults_total") == 0
+                # A prefill worker that refuses a prompt while it drains has no KV for the fetch, which is no fault.
+                assert not any(count(metrics, "baton_transfer_faults_total", f'"{kind}"') for kind in MIXED)
 
     @contextlib.asynccontextmanager
     async def service(self) -> AsyncIterator[str]:
