@@ -305,9 +305,6 @@ OTHER_NAMES = "has a certificate of other names"
 
 _NAMES_TIMEOUT_S = 2.0
 
-_CANCELLED_BY_SERVER = "CANCELLED"
-"""gRPC's message when a server that stops accepting calls cancels one that was on its way."""
-
 _NO_METHOD = "Method not found!"
 """gRPC's message when a listener does not have the called service."""
 
@@ -358,8 +355,6 @@ class ClientCall:
             return DeadlineExceeded(f"the deadline of {self.timeout:g} s passed{self._progress()}{more}")
         if code is grpc.StatusCode.UNIMPLEMENTED and details == _NO_METHOD:
             return Unsupported(f"{self._target} has no such method: requests go to the grpc address of a router")
-        if code is grpc.StatusCode.CANCELLED and details == _CANCELLED_BY_SERVER and not self._tokens:
-            return Unavailable(f"{self._target} stops, and has not read the request; send it again")
         if code is grpc.StatusCode.UNAVAILABLE and (why := self._connection_problem(details)):
             return Unavailable(why)
         return from_rpc_error(error)

@@ -267,7 +267,7 @@ async def test_a_closed_client_says_so() -> None:
             call("x")
 
 
-def test_a_request_that_a_stopping_router_has_not_read_is_unavailable() -> None:
+def test_a_request_that_a_stopping_router_does_not_serve_is_unavailable() -> None:
     nothing = grpc.aio.Metadata()
     by_grpc, by_router = (
         grpc.aio.AioRpcError(grpc.StatusCode.CANCELLED, nothing, nothing, details)
@@ -277,4 +277,4 @@ def test_a_request_that_a_stopping_router_has_not_read_is_unavailable() -> None:
     assert isinstance(call.to_error(by_router), Cancelled)
     error = call.to_error(by_grpc)
     assert isinstance(error, Unavailable)
-    assert str(error) == "r:1 stops, and has not read the request; send it again"
+    assert str(error) == "the server stops, and does not serve the call; send it again"
