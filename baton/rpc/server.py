@@ -61,6 +61,7 @@ class Listener:
         self._services = ("", *services)
         self._health = servicer
         self._server = server
+        self._reporting: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._serving = False
         self._changed = asyncio.Event()
@@ -78,20 +79,32 @@ class Listener:
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._server.stop(_UNLIMITED_S), name=f"end of {self.address}")
 
+    async def start(self) -> None:
+        """Start the server, which reports NOT_SERVING."""
+        await self._report()
+        await self._server.start()
+        self._reporting = asyncio.create_task(self._report_changes(), name=f"health of {self.address}")
+
     async def stop(self, grace: float) -> None:
-        """Stop the server; running calls get `grace` seconds."""
+        """Report NOT_SERVING, and stop the server; running calls get `grace` seconds."""
+        if self._reporting is not None:
+            self._reporting.cancel()
+            await asyncio.gather(self._reporting, return_exceptions=True)
+        await self._health.enter_graceful_shutdown()
         await self._server.stop(grace)
         if self._stopping is not None:
             await self._stopping
 
-    async def report(self) -> None:
-        """Report every change to the health servicer; runs as long as the listener."""
+    async def _report_changes(self) -> None:
         while True:
             self._changed.clear()
-            status = _Status.SERVING if self._serving else _Status.NOT_SERVING
-            for service in self._services:
-                await self._health.set(service, status)
+            await self._report()
             await self._changed.wait()
+
+    async def _report(self) -> None:
+        status = _Status.SERVING if self._serving else _Status.NOT_SERVING
+        for service in self._services:
+            await self._health.set(service, status)
 
 
 @asynccontextmanager
@@ -142,17 +155,11 @@ async def listen(
     add(server)
     host, port = parse_address(address)
     bound = _bind(server, f"{_bracketed(host)}:{port}", tls, bool(roles), field)
-    for name in ("", *names):
-        await servicer.set(name, _Status.NOT_SERVING)
     listener = Listener(f"{_bracketed(host)}:{bound}", names, servicer, server)
-    await server.start()
-    reporting = asyncio.create_task(listener.report(), name=f"health of {listener.address}")
+    await listener.start()
     try:
         yield listener
     finally:
-        reporting.cancel()
-        await asyncio.gather(reporting, return_exceptions=True)
-        await servicer.enter_graceful_shutdown()
         await listener.stop(grace)
         # gRPC cancels the handlers and does not wait for their `finally` blocks.
         await boundary.wait_ended(_HANDLERS_S)
