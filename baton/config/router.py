@@ -87,6 +87,7 @@ class RouterConfig(Settings):
         0.0,
         help="Seconds from SIGTERM in which the router still accepts requests, though it reports that it isn't ready.",
         minimum=0,
+        hidden=True,
     )
     drain_s: float = option(30.0, help="Seconds that running requests get to finish in a drain.", minimum=0)
     connection_age_s: float = option(
