@@ -38,6 +38,9 @@ from baton.telemetry.logs import about
 RETRY_AFTER = "retry-after"
 """Trailing metadata of a refusal: seconds after which a retry makes sense, as a decimal number."""
 
+_NOT_ACCEPTED = "CANCELLED"
+"""gRPC's message when a server that stops cancels a call that was on its way."""
+
 _DETAILS_BYTES = 2000
 
 _LARGE_BYTES = 64 << 10
@@ -132,6 +135,8 @@ def from_rpc_error(error: grpc.RpcError) -> errors.BatonError:
         return errors.Overloaded(details, _retry_after(error))
     if code is grpc.StatusCode.INTERNAL:
         return errors.BatonError(details)
+    if code is grpc.StatusCode.CANCELLED and details == _NOT_ACCEPTED:
+        return errors.Unavailable("the server stops, and does not serve the call; send it again")
     make = _CLASSES.get(code.name)
     return make(details) if make else errors.BatonError(f"{code.name}: {details}")
 

@@ -275,21 +275,32 @@ async def serve_listeners(
                 listener.set_serving(healthy)
             status.set_stalled(not healthy)
 
-        async def watch() -> None:
-            await watch_engine(watchdog, config.stall_s, report)
-            faulthandler.dump_traceback(2)
-            fail(EngineError(f"it has made no progress for {watchdog.stalled_s():.0f} s: it hangs (--stall-s)"))
-
-        watching = asyncio.create_task(watch(), name="watch-engine")
-        report(True)
-        stack.push_async_callback(wait_to_end, watching)
-        stack.callback(watching.cancel)
-
-        def hangs() -> bool:
-            return watching.done() and not watching.cancelled()
-
+        hangs = await stack.enter_async_context(_watching_engine(watchdog, config.stall_s, report, fail))
         stack.enter_context(probes.running(status, watchdog, config.stall_s, hangs, measure))
         yield WorkerAddresses(control_listener.address, kv_listener.address, probes.address)
+
+
+@contextlib.asynccontextmanager
+async def _watching_engine(
+    watchdog: Watchdog, stall_s: float, report: Callable[[bool], None], fail: Callable[[EngineError], object]
+) -> AsyncIterator[Callable[[], bool]]:
+    """Report the health of the engine, and call `fail` when it hangs, until the block ends.
+
+    Yields a function that tells whether the engine hangs.
+    """
+
+    async def watch() -> None:
+        await watch_engine(watchdog, stall_s, report)
+        faulthandler.dump_traceback(2)
+        fail(EngineError(f"it has made no progress for {watchdog.stalled_s():.0f} s: it hangs (--stall-s)"))
+
+    watching = asyncio.create_task(watch(), name="watch-engine")
+    report(True)
+    try:
+        yield lambda: watching.done() and not watching.cancelled()
+    finally:
+        watching.cancel()
+        await wait_to_end(watching)
 
 
 def _keys(config: WorkerConfig) -> dict[str, str]:
