@@ -118,11 +118,12 @@ class PendingChoices:
 
 @dataclass(eq=False, slots=True)
 class DecodeAttempt:
-    """An attempt on this worker, owned by a session. `tokens` is the number of tokens of one choice that have pages.
+    """An attempt on this worker, owned by a session.
 
-    Attempts are ordered by `order_key`, the oldest first. A later attempt at a request counts as older than all first
-    attempts, so that a request that was preempted is not the first to be preempted again. `choices` has the choices
-    that decode, by index; `pending` has the choices that wait to be forked.
+    `tokens` is the capacity of one choice's pages at the start, in tokens: the context and the first outputs. Attempts
+    are ordered by `order_key`, the oldest first. A later attempt at a request counts as older than all first attempts,
+    so that a request that was preempted is not the first to be preempted again. `choices` has the choices with a
+    sequence, by index; `pending` has those that wait to be forked.
     """
 
     session_number: int

@@ -126,7 +126,7 @@ class WriteBacks:
     async def _copy(self, published: PublishedBlocks, handle: KvHandle) -> None:
         digests, first = published.digests[: self._count_pinned(handle)], published.context_blocks
         try:
-            await self._blocks.write_back(handle, digests, first, lambda: handle.alive, least=first)
+            await self._blocks.write_back(handle, digests, first, lambda: handle.alive, skip_blocks=first)
         except EngineError as error:
             if handle.alive:
                 _log.error("%s failed: %s", handle.owner, error, extra=about(handle.owner))

@@ -189,7 +189,7 @@ class PrefixLoader:
         if job.request.cache.writes and job.prefix.saved < len(job.prefix.digests):
             hits = job.cached_tokens // self._block_size
             await self._blocks.write_back(
-                job.reserved_handle, job.prefix.digests, hits, lambda: True, least=job.prefix.saved
+                job.reserved_handle, job.prefix.digests, hits, lambda: True, skip_blocks=job.prefix.saved
             )
 
     async def give_up(self, job: PrefillJob) -> None:

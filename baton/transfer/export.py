@@ -14,8 +14,8 @@ consumer costs the memory of two frames. A consumer may have to wait while the e
 part of this prompt that the consumer already has. Meanwhile it gets an empty keep-alive frame every KEEPALIVE_S
 seconds, which says only that the export exists; the worker's status says whether the worker makes progress.
 
-The lease begins at the commit. Each frame that a consumer reads renews it. If no frame is read during the lease, the
-export ends, even while a stream is open. The event loop's timers end it, so this does not depend on a scheduler.
+The lease begins at the commit. A stream that opens renews it, and so does each frame that a consumer reads. If neither
+happens during the lease, the export ends, even while a stream is open. The event loop's timers end it.
 
 An export ends once. Then it can't be found any more, and its streams end with an error. When its last read has ended,
 `on_closed` is called, once, and the owner frees the handle. Ids of ended exports are remembered, so that a

@@ -168,20 +168,21 @@ class BlockCopier:
         self,
         handle: KvHandle,
         digests: Sequence[bytes],
-        first: int,
+        hit_blocks: int,
         should_continue: Callable[[], bool],
         *,
-        least: int = 0,
+        skip_blocks: int = 0,
     ) -> None:
         """Put the blocks of the chain that the cache wants, until it refuses one. All blocks must be final.
 
-        The first `first` blocks were cache hits; the first `least` are left to other workers. The caller keeps the
-        handle meanwhile. At most MAX_WRITE_BACKS run at a time; further ones are dropped.
+        The first `hit_blocks` blocks were cache hits. The first `skip_blocks` are never put: they are stored already,
+        or prefill puts them. The caller keeps the handle meanwhile. At most MAX_WRITE_BACKS run at a time; further ones
+        are dropped.
         """
         if not self._cache.enabled:
             return
-        wants = await self._cache.select_writes(digests, first)
-        wanted = [block for block in range(least, len(digests)) if wants[block]]
+        wants = await self._cache.select_writes(digests, hit_blocks)
+        wanted = [block for block in range(skip_blocks, len(digests)) if wants[block]]
         if self._writing_back >= MAX_WRITE_BACKS:
             metrics.PREFIX_BLOCKS.labels("any", "dropped").inc(len(wanted))
             return
@@ -206,8 +207,8 @@ class BlockCopier:
     ) -> int:
         """Save the `blocks` of the chain that are `wanted`, in slices of COPY_BYTES. All of them must be final.
 
-        Returns the number of the block before which all wanted blocks are stored: the end of `blocks`, unless the store
-        fails. Returns or raises, also when cancelled, only after the last read has ended.
+        Returns the index of the first wanted block that is not stored, or the end of `blocks`. Returns or raises, also
+        when cancelled, only after the last read has ended.
         """
         for run in _slices([block for block in blocks if wanted[block]], self._copy):
             if self._stopped:
