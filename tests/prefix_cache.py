@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from itertools import takewhile
 
-from baton.kv.prefix.contract import BlocksChanged, CacheTier, Hits, NullPrefixCache, Payload
+from baton.kv.prefix.contract import BlocksChanged, CacheTier, Hits, Payload, PrefixCache
 from baton.kv.prefix.host import TIER
 
 
-class MemoryPrefixCache(NullPrefixCache):
+class MemoryPrefixCache(PrefixCache):
     """An unbounded dictionary: the reference for the other caches."""
 
     def __init__(self) -> None:

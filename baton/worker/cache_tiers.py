@@ -18,7 +18,7 @@ from baton.config.worker import WorkerConfig
 from baton.engine.contract import Engine, KvHandle
 from baton.kv.format import KvFormat
 from baton.kv.hashing import block_digests, chain_root
-from baton.kv.prefix.contract import NullPrefixCache, Payload, PrefixCache
+from baton.kv.prefix.contract import Payload, PrefixCache
 from baton.kv.prefix.host import HostPrefixCache
 from baton.kv.prefix.redis.address import check_url
 from baton.kv.prefix.tiered import StoreTier, TieredPrefixCache, WriteFilter
@@ -92,7 +92,7 @@ def open_prefix_cache(
         stores.append(StoreTier(redis, writes, known))
     if stores:
         return TieredPrefixCache(host, stores)
-    return host if host.enabled else NullPrefixCache()
+    return host if host.enabled else PrefixCache()
 
 
 class BlockCopier:

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Generator, Sequence
 from itertools import takewhile
 from typing import TypeVar
 
-from baton.kv.prefix.contract import BlocksChanged, CacheTier, Hits, NullPrefixCache, Payload
+from baton.kv.prefix.contract import BlocksChanged, CacheTier, Hits, Payload, PrefixCache
 from baton.telemetry import metrics
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class _ChainRun:
         self.digests: list[bytes] = []
 
 
-class HostPrefixCache(NullPrefixCache):
+class HostPrefixCache(PrefixCache):
     """`PrefixCache` of at most `capacity_bytes` of payload; 0 keeps nothing.
 
     Blocks are not saved for other workers, do not expire, and are fetched in no time.

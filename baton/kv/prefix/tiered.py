@@ -217,7 +217,7 @@ class StoreTier:
         return taken
 
 
-class TieredPrefixCache:
+class TieredPrefixCache(PrefixCache):
     """`PrefixCache` over host memory and the `stores` behind it, nearest first."""
 
     def __init__(

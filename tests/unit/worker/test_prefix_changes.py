@@ -12,7 +12,7 @@ from baton.config.worker import WorkerConfig
 from baton.engine.fake import FakeEngine
 from baton.errors import InvalidRequest
 from baton.kv.hashing import block_digests
-from baton.kv.prefix.contract import BlocksChanged, NullPrefixCache
+from baton.kv.prefix.contract import BlocksChanged, PrefixCache
 from baton.pb import worker_pb2
 from baton.worker import status
 from baton.worker.status import (
@@ -31,7 +31,7 @@ DIGESTS = block_digests(bytes(32), range(640), 16)
 NAMES = [digest[:8] for digest in DIGESTS]
 
 
-class HostTier(NullPrefixCache):
+class HostTier(PrefixCache):
     """A cache whose host memory the test speaks for."""
 
     def __init__(self) -> None:

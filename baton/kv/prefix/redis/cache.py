@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 
 from baton.breaker import Breaker
 from baton.kv.format import KvFormat
-from baton.kv.prefix.contract import BlocksChanged, CacheTier, FetchRate, Hits, Payload
+from baton.kv.prefix.contract import CacheTier, FetchRate, Hits, Payload, PrefixCache
 from baton.kv.prefix.fetch_cost import Throughput
 from baton.kv.prefix.redis.address import parse_redis_url
 from baton.kv.prefix.redis.nodes import Command, Node, RedisCalls, count_fault, fault_label, open_topology
@@ -102,7 +102,7 @@ class _CheckedRecords:
         return len(self.payloads) == self.asked
 
 
-class RedisPrefixCache:
+class RedisPrefixCache(PrefixCache):
     """`PrefixCache` over the servers at a URL; raises ConfigError for a URL that can't be used.
 
     `lost` is called with blocks that `put` accepted but that were not stored, and with blocks that a fetch or a touch
@@ -137,11 +137,6 @@ class RedisPrefixCache:
     def enabled(self) -> bool:
         """True."""
         return True
-
-    @property
-    def local_tiers(self) -> frozenset[str]:
-        """Empty: all workers share the blocks."""
-        return frozenset()
 
     async def check(self) -> None:
         """Send one PING to each node."""
@@ -234,9 +229,6 @@ class RedisPrefixCache:
     def fetch_rates(self) -> Mapping[str, FetchRate]:
         """The rate measured over the fetches of this process."""
         return {TIER: rate} if (rate := self._throughput.rate) else {}
-
-    def watch(self, changed: BlocksChanged | None) -> None:
-        """Do nothing: no block is in this process."""
 
     async def stats(self) -> list[CacheTier]:
         """The statistics of the servers: blocks are all keys of the database, bytes all memory in use."""
