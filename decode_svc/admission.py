@@ -41,7 +41,8 @@ from baton.errors import InvalidRequest, OutOfPages, Overloaded
 from baton.kv.cached_blocks import SLICE_NODES
 from baton.rates import DecayingAverage, DecayingSum
 from decode_svc.attempts import Attempts, DecodeAttempt
-from decode_svc.reservation import AttemptKey, ReservationSize, Reserve, size_reservation
+from decode_svc.messages import AttemptKey, Reserve
+from decode_svc.reservation import ReservationSize, size_reservation
 from decode_svc.scheduler import DecodeSequence
 
 T = TypeVar("T")

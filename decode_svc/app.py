@@ -22,7 +22,7 @@ from baton.worker.cache_tiers import CacheTiers, open_cache
 from baton.worker.health import Watchdog
 from baton.worker.start import Service, WorkerAddresses, serve_listeners, start_runtime
 from baton.worker.status import PrefixChangeFeed, StatusHub, WorkerRole
-from decode_svc.attempts import FailureKind
+from decode_svc.messages import FailureKind
 from decode_svc.servicer import DecodeServicer
 from decode_svc.worker import DecodeWorker
 

@@ -26,54 +26,19 @@ are pending.
 
 from __future__ import annotations
 
-import enum
 import itertools
 import math
 from collections import abc
 from dataclasses import dataclass, field
 
 from baton.engine.contract import Engine, KvHandle
-from baton.errors import BatonError, EngineError, IncompleteTransfer, OutOfPages, SourceUnreachable
+from baton.errors import EngineError, IncompleteTransfer, OutOfPages
 from baton.ledger import LedgerEntry
 from baton.lifecycle import Lifecycle, State
 from baton.request import FirstToken, Handoff, SequenceState
-from decode_svc.reservation import (
-    AttemptKey,
-    ReservationSize,
-    Reserve,
-    check_handoff,
-    context_ids,
-)
+from decode_svc.messages import AttemptKey, Failure, FailureKind, Reserve
+from decode_svc.reservation import ReservationSize, check_handoff, context_ids
 from decode_svc.scheduler import DecodeSequence, RollingBlockHasher
-
-
-class FailureKind(enum.Enum):
-    """Reasons for which an attempt can fail."""
-
-    SOURCE_UNREACHABLE = "source unreachable"
-    TRANSFER = "transfer"
-    ENGINE = "engine"
-    DEADLINE = "deadline"
-    DRAINING = "draining"
-    PREEMPTED = "preempted"
-
-    @classmethod
-    def of(cls, error: BatonError) -> FailureKind:
-        """The kind of failure of an attempt whose transfer ended with this error."""
-        match error:
-            case SourceUnreachable():
-                return cls.SOURCE_UNREACHABLE
-            case EngineError():
-                return cls.ENGINE
-        return cls.TRANSFER
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """The failure of an attempt."""
-
-    kind: FailureKind
-    message: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from baton.engine.contract import Engine, EngineSequence, ForwardPass
 from baton.errors import NoToken, OutOfPages
 from baton.telemetry.logs import about
 from baton.worker.health import FaultCounter, Watchdog
-from decode_svc.attempts import FailureKind
+from decode_svc.messages import FailureKind
 from decode_svc.scheduler import DecodeScheduler, DecodeSequence, StepOutput
 
 _log = logging.getLogger(__name__)

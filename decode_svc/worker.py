@@ -45,11 +45,12 @@ from baton.worker.cache_tiers import BlockCopier, CacheTiers
 from baton.worker.health import IdleAudit, Watchdog, build_ledger
 from baton.worker.status import WorkerIdentity, WorkerLoad
 from decode_svc.admission import CLAIM_RENEW_S, Admission, SlotForecast
-from decode_svc.attempts import Attempts, DecodeAttempt, Failure, FailureKind, ledger_entries
+from decode_svc.attempts import Attempts, DecodeAttempt, ledger_entries
 from decode_svc.loop import DecodeLoop, StepReport
-from decode_svc.reservation import ReservationTooLarge, Reserve, context_ids
+from decode_svc.messages import Cancel, Command, Ended, Failure, FailureKind, Heartbeat, Reserve, Start
+from decode_svc.reservation import ReservationTooLarge, context_ids
 from decode_svc.scheduler import DecodeSequence
-from decode_svc.session import MAX_ANSWERS, Cancel, Command, Ended, Heartbeat, RouterSession, Start
+from decode_svc.session import MAX_ANSWERS, RouterSession
 from decode_svc.write_backs import WriteBacks
 
 _log = logging.getLogger(__name__)

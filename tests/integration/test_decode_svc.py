@@ -16,8 +16,7 @@ from baton.pb import admin_pb2, admin_pb2_grpc, decode_pb2, decode_pb2_grpc
 from baton.request import SamplingParams
 from baton.rpc.admin import ledger_from_proto
 from baton.rpc.channel import control_channel
-from decode_svc.reservation import AttemptKey, Reserve
-from decode_svc.session import Cancel, Start
+from decode_svc.messages import AttemptKey, Cancel, Reserve, Start
 from tests.decode_rig import WAIT_S, Rig, SessionRouter, key, rig
 from tests.decoding import alone, greedy
 from tests.metrics import sample

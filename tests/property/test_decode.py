@@ -32,9 +32,9 @@ from baton.worker.health import Watchdog
 from baton.worker.status import WorkerRole, new_identity
 from decode_svc.admission import REFUSED_PRIORITY_S
 from decode_svc.loop import StepReport
-from decode_svc.reservation import AttemptKey, Reserve
+from decode_svc.messages import AttemptKey, Cancel, Heartbeat, Reserve, Start
 from decode_svc.scheduler import DecodeScheduler
-from decode_svc.session import Cancel, Heartbeat, RouterSession, Start
+from decode_svc.session import RouterSession
 from decode_svc.worker import DecodeWorker
 from tests.decoding import LoggingEngine, alone, digests, prefill
 from tests.effort import machine_test

@@ -32,9 +32,9 @@ from decode_svc.admission import (
     Claims,
     SlotForecast,
 )
-from decode_svc.attempts import Attempts, DecodeAttempt, FailureKind
+from decode_svc.attempts import Attempts, DecodeAttempt
 from decode_svc.loop import DecodeLoop, StepReport
-from decode_svc.reservation import AttemptKey, Reserve
+from decode_svc.messages import AttemptKey, FailureKind, Reserve
 from tests.decoding import LoggingEngine, alone, prefill
 
 PAGE = 4

@@ -9,7 +9,8 @@ from baton.errors import BatonError, IncompleteTransfer, InvalidRequest, OutOfPa
 from baton.lifecycle import State
 from baton.request import FinishReason, Handoff, SamplingParams
 from decode_svc.attempts import Attempts, DecodeAttempt, ledger_entries
-from decode_svc.reservation import AttemptKey, ReservationTooLarge, Reserve, size_reservation
+from decode_svc.messages import AttemptKey, Reserve
+from decode_svc.reservation import ReservationTooLarge, size_reservation
 from decode_svc.scheduler import DecodeSequence
 from tests.decoding import greedy, prefill, take_pages
 

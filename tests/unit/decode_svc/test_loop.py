@@ -11,8 +11,8 @@ from baton.engine.contract import EngineSequence
 from baton.errors import EngineError
 from baton.request import FinishReason, SequenceState
 from baton.worker.health import Watchdog
-from decode_svc.attempts import FailureKind
 from decode_svc.loop import DecodeLoop, FailedSequence, StepReport
+from decode_svc.messages import FailureKind
 from decode_svc.scheduler import DecodeSequence
 from tests.contract.engines import ExecutorStub, spoil
 from tests.decoding import LoggingEngine, alone, digests, greedy, prefill

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from baton.engine.contract import KvHandle
 from baton.request import SamplingParams, SequenceState
 from baton.worker.health import Watchdog
-from decode_svc.attempts import FailureKind
 from decode_svc.loop import DecodeLoop, StepReport
+from decode_svc.messages import FailureKind
 from decode_svc.scheduler import DecodeSequence, RollingBlockHasher
 from tests.decoding import LoggingEngine, alone, digests, prefill
 

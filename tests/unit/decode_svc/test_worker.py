@@ -20,9 +20,8 @@ from baton.transfer.fetcher import ExportFetcher
 from baton.worker.cache_tiers import CacheTiers
 from baton.worker.health import Watchdog
 from baton.worker.status import WorkerRole, new_identity
-from decode_svc.attempts import FailureKind
-from decode_svc.reservation import AttemptKey, Reserve
-from decode_svc.session import RouterSession, Start
+from decode_svc.messages import AttemptKey, FailureKind, Reserve, Start
+from decode_svc.session import RouterSession
 from decode_svc.worker import DecodeWorker
 from tests.decoding import GREEDY, digests, prefill
 from tests.prefix_cache import MemoryPrefixCache

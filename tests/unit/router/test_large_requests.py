@@ -16,7 +16,7 @@ from baton.lifecycle import Lifecycle, State
 from baton.request import ReserveResult
 from decode_svc.admission import Admission, SlotForecast
 from decode_svc.attempts import Attempts, DecodeAttempt
-from decode_svc.reservation import AttemptKey, Reserve
+from decode_svc.messages import AttemptKey, Reserve
 from router.dispatcher import Dispatcher
 from router.placement.waiter import PlacementRequest
 from router.workers.pool import WorkerPool
