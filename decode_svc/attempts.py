@@ -33,12 +33,13 @@ from dataclasses import dataclass, field
 
 from baton.engine.contract import Engine, KvHandle
 from baton.errors import EngineError, IncompleteTransfer, OutOfPages
+from baton.kv.hashing import RollingBlockHasher, chain_root
 from baton.ledger import LedgerEntry
 from baton.lifecycle import Lifecycle, State
 from baton.request import FirstToken, Handoff, SequenceState
 from decode_svc.messages import AttemptKey, Failure, FailureKind, Reserve
 from decode_svc.reservation import ReservationSize, check_handoff, context_ids
-from decode_svc.scheduler import DecodeSequence, RollingBlockHasher
+from decode_svc.scheduler import DecodeSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -496,8 +497,9 @@ class Attempts:
     def _hasher(self, attempt: DecodeAttempt, handoff: Handoff, digests: abc.Sequence[bytes]) -> RollingBlockHasher:
         """Make the hasher of a sequence that begins with the context; `digests` are those of its full blocks."""
         spec = self._engine.spec
-        rest = context_ids(handoff)[len(digests) * spec.kv_format.block_size :]
-        return RollingBlockHasher(spec, attempt.reservation.cache_salt, digests, rest)
+        root = chain_root(spec.fingerprint, spec.kv_format.digest, attempt.reservation.cache_salt)
+        size = spec.kv_format.block_size
+        return RollingBlockHasher(root, size, digests, context_ids(handoff)[len(digests) * size :])
 
     def _release(self, choice: RunningChoice) -> abc.Sequence[bytes]:
         """Publish the final blocks of a choice, free its handle, and return the digests of the blocks.

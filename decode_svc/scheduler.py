@@ -28,39 +28,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from baton.engine.contract import EngineSequence, EngineSpec, KvHandle
-from baton.kv.hashing import block_digests, chain_root
+from baton.kv.hashing import RollingBlockHasher
 from baton.request import DecodeTimings, FinishReason, SequenceState, TokenInfo, finish_reason
 
 ROOM_TOKENS = 64
 """After a preemption, admission leaves each sequence of the batch room for this many tokens."""
-
-
-class RollingBlockHasher:
-    """Hashes the blocks of a growing sequence. Any thread may read `digests` meanwhile; it only gets longer."""
-
-    def __init__(self, spec: EngineSpec, salt: bytes, digests: Sequence[bytes], rest: Sequence[int]) -> None:
-        """`digests` are those of the full blocks (`baton.kv.hashing`), `rest` the tokens with KV after them."""
-        self.digests = list(digests)
-        self._size = spec.kv_format.block_size
-        self._parent = self.digests[-1] if digests else chain_root(spec.fingerprint, spec.kv_format.digest, salt)
-        self._rest = list(rest)
-
-    def fork(self, token_id: int) -> RollingBlockHasher:
-        """A copy of the hasher for a choice that continues with this token."""
-        hasher = RollingBlockHasher.__new__(RollingBlockHasher)
-        hasher.digests, hasher._size, hasher._parent = list(self.digests), self._size, self._parent
-        hasher._rest = list(self._rest)
-        hasher.extend([token_id])
-        return hasher
-
-    def extend(self, token_ids: Iterable[int]) -> None:
-        """Append tokens. The KV of the last one is not written yet: the next step writes it."""
-        for token_id in token_ids:
-            self._rest.append(token_id)
-            if len(self._rest) > self._size:
-                (self._parent,) = block_digests(self._parent, self._rest[: self._size], self._size)
-                del self._rest[: self._size]
-                self.digests.append(self._parent)
 
 
 class DecodeSequence(EngineSequence):

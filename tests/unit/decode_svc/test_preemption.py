@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.contract import KvHandle
+from baton.kv.hashing import RollingBlockHasher, chain_root
 from baton.request import SamplingParams, SequenceState
 from baton.worker.health import Watchdog
 from decode_svc.loop import DecodeLoop, StepReport
 from decode_svc.messages import FailureKind
-from decode_svc.scheduler import DecodeSequence, RollingBlockHasher
+from decode_svc.scheduler import DecodeSequence
 from tests.decoding import LoggingEngine, alone, digests, prefill
 
 PAGE = 4
@@ -165,7 +166,8 @@ def test_a_preempted_sequence_leaves_what_it_has_for_its_replay() -> None:
     bench = Bench(pages=20)
     for number in (1, 2):
         sequence = bench.add(number, [number, 7, 9], 60)
-        hasher = RollingBlockHasher(bench.engine.spec, b"", [], sequence.state.prompt_ids)
+        root = chain_root(bench.engine.spec.fingerprint, bench.engine.spec.kv_format.digest)
+        hasher = RollingBlockHasher(root, bench.engine.spec.kv_format.block_size, [], sequence.state.prompt_ids)
         sequence.hasher = hasher.fork(sequence.output_ids[0])
     while not bench.preempted:
         bench.turn()
