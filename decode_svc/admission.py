@@ -19,8 +19,7 @@
 use at most half of the pages. A single such context may use more. The oldest attempt and the attempt with the fewest
 pending choices take turns. Every fork ends; decision 10 has the proof.
 
-After a preemption, the pages that the batch needs for its next steps do not count as free
-(`DecodeLoop.pages_kept_for_batch`).
+After a preemption, the pages that the batch needs for its next steps do not count as free (`BatchPages.kept`).
 
 **Claims** (`Claims`) keep small reservations from starving large ones. A reservation that is refused because pages are
 missing leaves a claim. Half of the pages that are free then, and half of the pages that come free later, are set aside
@@ -43,7 +42,7 @@ from baton.rates import DecayingAverage, DecayingSum
 from decode_svc.attempts import Attempts, DecodeAttempt
 from decode_svc.messages import AttemptKey, Reserve
 from decode_svc.reservation import ReservationSize, size_reservation
-from decode_svc.scheduler import DecodeSequence
+from decode_svc.scheduler import BatchPages, DecodeSequence
 
 T = TypeVar("T")
 
@@ -262,9 +261,8 @@ class ForkResult:
 class Admission:
     """Decides for one worker; times are seconds on the caller's clock.
 
-    `reserve_tokens` is the most outputs of a choice for which pages are reserved. `pages_kept_for_batch` returns the
-    number of free pages that only the batch may take. `reclaim` frees pages that no request holds, and returns False if
-    there were none.
+    `reserve_tokens` is the most outputs of a choice for which pages are reserved. `reclaim` frees pages that no request
+    holds, and returns False if there were none.
     """
 
     def __init__(
@@ -273,14 +271,14 @@ class Admission:
         attempts: Attempts,
         reserve_tokens: int,
         forecast: SlotForecast,
-        pages_kept_for_batch: abc.Callable[[], int],
+        batch_pages: BatchPages,
         reclaim: abc.Callable[[], bool],
     ) -> None:
         self._engine = engine
         self._attempts = attempts
         self._reserve_tokens = reserve_tokens
         self.forecast = forecast
-        self._pages_kept_for_batch = pages_kept_for_batch
+        self._batch_pages = batch_pages
         self._reclaim = reclaim
         self.claims = Claims()
         self._context_claims = Claims()
@@ -420,7 +418,7 @@ class Admission:
 
     def _check_claims(self, claimant: Claimant, need: int) -> None:
         """Raise OutOfPages if these pages are kept for the batch or another claim. Counts shared pages too."""
-        free, kept_for_batch = self._free(), self._pages_kept_for_batch()
+        free, kept_for_batch = self._free(), self._batch_pages.kept
         set_aside = self.claims.pages_set_aside(claimant)
         if (set_aside or kept_for_batch) and need > free - set_aside:
             stats = self._engine.stats()
@@ -448,7 +446,7 @@ class Admission:
     def _free(self) -> int:
         """Number of free and cached pages that the batch does not need."""
         stats = self._engine.stats()
-        return max(stats.free + stats.cached - self._pages_kept_for_batch(), 0)
+        return max(stats.free + stats.cached - self._batch_pages.kept, 0)
 
     def _with_reclaim(self, take: abc.Callable[[], T]) -> T:
         """Call `take`; if pages are missing, free those that no request holds and call it again."""

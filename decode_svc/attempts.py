@@ -38,7 +38,7 @@ from baton.ledger import LedgerEntry
 from baton.lifecycle import Lifecycle, State
 from baton.request import FirstToken, Handoff, SequenceState
 from decode_svc.messages import AttemptKey, Failure, FailureKind, Reserve
-from decode_svc.reservation import ReservationSize, check_handoff, context_ids
+from decode_svc.reservation import ReservationSize, check_handoff_fields, context_ids
 from decode_svc.scheduler import DecodeSequence
 
 
@@ -57,12 +57,10 @@ class PublishedBlocks:
 
 
 @dataclass(slots=True)
-class RunningChoice:
-    """A choice that decodes, in `state` since the time `since`; `hasher` hashes blocks that it may publish."""
+class ActiveChoice:
+    """A choice with a sequence: it waits for a slot or decodes. `since` is the time of the last change of `state`."""
 
-    sequence_id: int
-    handle: KvHandle
-    hasher: RollingBlockHasher | None
+    sequence: DecodeSequence
     since: float
     state: State = State.SLOT_WAIT
 
@@ -101,7 +99,7 @@ class DecodeAttempt:
     lifecycle: Lifecycle
     reserved_at: float
     cancelled: set[int] = field(default_factory=set)
-    choices: dict[int, RunningChoice] = field(default_factory=dict)
+    choices: dict[int, ActiveChoice] = field(default_factory=dict)
     pending: PendingChoices | None = None
     prefix_transfer_id: str = ""
     """The transfer id of the export of its pinned prefix, or an empty string."""
@@ -138,7 +136,7 @@ class DecodeAttempt:
         """All handles that it holds."""
         if not self.committed:
             return [self.handle] if self.spare is None else [self.handle, self.spare]
-        own = [choice.handle for choice in self.choices.values()]
+        own = [choice.sequence.handle for choice in self.choices.values()]
         return own if self.pending is None else [*own, self.pending.context_handle]
 
     def overdue_failure(self) -> Failure:
@@ -176,7 +174,8 @@ def ledger_entries(attempts: abc.Iterable[DecodeAttempt], engine: Engine, now: f
     entries = []
     for attempt in attempts:
         if attempt.committed:
-            entries += [entry(attempt, each.handle, each.state, each.since) for each in attempt.choices.values()]
+            choices = attempt.choices.values()
+            entries += [entry(attempt, each.sequence.handle, each.state, each.since) for each in choices]
             if attempt.pending is not None:
                 entries.append(entry(attempt, attempt.pending.context_handle, State.SLOT_WAIT, attempt.pending.since))
         else:
@@ -311,7 +310,7 @@ class Attempts:
 
         `digests` are those of all full blocks of the context; they may be empty unless `needs_digests`.
         """
-        check_handoff(self._engine.spec, attempt.reservation, handoff)
+        check_handoff_fields(self._engine.spec, attempt.reservation, handoff)
         pinned = attempt.handle.cached_tokens // self._engine.spec.kv_format.block_size
         # The last digest of a chain names all blocks before it too.
         if pinned and digests[pinned - 1 : pinned] != attempt.reservation.pinnable_digests[pinned - 1 : pinned]:
@@ -405,17 +404,17 @@ class Attempts:
             if not attempt.pending.first_tokens:
                 self._drop_pending(attempt)
             return []
-        if (going := attempt.choices.get(choice)) is None:
+        if (active := attempt.choices.get(choice)) is None:
             return []
-        self.end_sequence(going.sequence_id, now, self._release(going))
-        return [going.sequence_id]
+        self.end_sequence(active.sequence.id, now, self._release(active.sequence))
+        return [active.sequence.id]
 
     def end_sequence(self, sequence_id: int, now: float, digests: abc.Sequence[bytes] = ()) -> None:
         """Remove a sequence that has ended or must be dropped; `digests` are those of its published blocks."""
         attempt, index = self._owners.pop(sequence_id)
-        choice = attempt.choices.pop(index)
+        sequence = attempt.choices.pop(index).sequence
         self._update_state(attempt, now)
-        self._report_published(attempt, choice, digests)
+        self._report_published(attempt, sequence, digests)
 
     def is_finished(self, attempt: DecodeAttempt) -> bool:
         """Whether all choices of the attempt have ended; then the caller must end the attempt."""
@@ -428,20 +427,20 @@ class Attempts:
 
         Its final KV is published in the pool, unless `publish` is False.
         """
-        held, choices = attempt.handles, list(attempt.choices.values())
+        held, sequences = attempt.handles, [choice.sequence for choice in attempt.choices.values()]
         if not attempt.lifecycle.end(now):
             return []
         del self._live[attempt.session_number, attempt.key]
-        published = [self._release(choice) if publish else () for choice in choices]
+        published = [self._release(sequence) if publish else () for sequence in sequences]
         self._free(held)
         self._pending.pop(attempt, None)
         attempt.pending = None
         attempt.choices.clear()
-        for choice in choices:
-            del self._owners[choice.sequence_id]
-        for choice, digests in zip(choices, published, strict=True):
-            self._report_published(attempt, choice, digests)
-        return [choice.sequence_id for choice in choices]
+        for sequence in sequences:
+            del self._owners[sequence.id]
+        for sequence, digests in zip(sequences, published, strict=True):
+            self._report_published(attempt, sequence, digests)
+        return [sequence.id for sequence in sequences]
 
     def _update_state(self, attempt: DecodeAttempt, now: float) -> None:
         """Derive the state of the attempt from the states of its choices."""
@@ -467,7 +466,6 @@ class Attempts:
     ) -> DecodeSequence:
         """Make a sequence of a choice whose KV is in place; from now on it decodes."""
         output_ids = (*handoff.output_ids, first.token.token_id)
-        own = hasher and hasher.fork(first.token.token_id)
         sequence = DecodeSequence(
             next(self._ids),
             handle,
@@ -475,10 +473,10 @@ class Attempts:
             fetch_ms=fetch_ms,
             ready_at=ready_at,
             order_key=attempt.order_key,
-            hasher=own,
+            hasher=hasher and hasher.fork(first.token.token_id),
             request_id=attempt.key.request_id,
         )
-        attempt.choices[first.choice_index] = RunningChoice(sequence.id, handle, own, ready_at)
+        attempt.choices[first.choice_index] = ActiveChoice(sequence, ready_at)
         self._owners[sequence.id] = (attempt, first.choice_index)
         return sequence
 
@@ -501,22 +499,21 @@ class Attempts:
         size = spec.kv_format.block_size
         return RollingBlockHasher(root, size, digests, context_ids(handoff)[len(digests) * size :])
 
-    def _release(self, choice: RunningChoice) -> abc.Sequence[bytes]:
-        """Publish the final blocks of a choice, free its handle, and return the digests of the blocks.
+    def _release(self, sequence: DecodeSequence) -> abc.Sequence[bytes]:
+        """Publish the final blocks of a sequence, free its handle, and return the digests of the blocks.
 
         Does nothing if the engine thread has freed the handle. The engine does both in one call, because a step in
         between could write to a page that is already published.
         """
-        hasher = choice.hasher if choice.handle.alive else None
-        digests = tuple(hasher.digests) if hasher is not None else ()
-        self._engine.free(choice.handle, digests)
+        digests = tuple(sequence.digests) if sequence.handle.alive else ()
+        self._engine.free(sequence.handle, digests)
         return digests
 
-    def _report_published(self, attempt: DecodeAttempt, choice: RunningChoice, digests: abc.Sequence[bytes]) -> None:
+    def _report_published(self, attempt: DecodeAttempt, sequence: DecodeSequence, digests: abc.Sequence[bytes]) -> None:
         """Report the blocks that a sequence has published at its end."""
         if digests:
             context_blocks = attempt.reservation.context_tokens // self._engine.spec.kv_format.block_size
-            self._on_published(PublishedBlocks(choice.handle.owner, digests, context_blocks))
+            self._on_published(PublishedBlocks(sequence.handle.owner, digests, context_blocks))
 
     def _free(self, handles: list[KvHandle]) -> None:
         for handle in handles:

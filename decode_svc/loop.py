@@ -36,7 +36,7 @@ from baton.errors import NoToken, OutOfPages
 from baton.telemetry.logs import about
 from baton.worker.health import FaultCounter, Watchdog
 from decode_svc.messages import FailureKind
-from decode_svc.scheduler import DecodeScheduler, DecodeSequence, StepOutput
+from decode_svc.scheduler import BatchPages, DecodeScheduler, DecodeSequence, StepOutput
 
 _log = logging.getLogger(__name__)
 
@@ -91,9 +91,10 @@ class DecodeLoop:
         emit: Callable[[StepReport], object],
         clock: Callable[[], float] = time.monotonic,
         reclaim: Callable[[], bool] = lambda: False,
+        batch_pages: BatchPages | None = None,
     ) -> None:
         """`reclaim` frees pages that no request holds; it is called on the engine thread, and returns True if it
-        freed any.
+        freed any. The loop counts `batch_pages`.
         """
         self._engine = engine
         self._watchdog = watchdog
@@ -103,16 +104,8 @@ class DecodeLoop:
         self._scheduler = DecodeScheduler(engine.spec)
         self._read_at = 0.0
         self._inbox: queue.SimpleQueue[_Add | _Drop | _Stop] = queue.SimpleQueue()
-        self._replay_pages = 0
-        self._pages_kept = 0
+        self._batch_pages = batch_pages or BatchPages()
         self._faults = FaultCounter()
-
-    def pages_kept_for_batch(self) -> int:
-        """Free pages that nobody else may take, because the batch needs them for ROOM_TOKENS steps.
-
-        0 unless a sequence was preempted. It is 0 again as soon as there is room for the batch and for the replay.
-        """
-        return self._pages_kept
 
     def add(self, sequences: Sequence[DecodeSequence]) -> None:
         """Queue sequences whose KV is complete; the loop frees their handles at the end."""
@@ -129,14 +122,14 @@ class DecodeLoop:
     def run(self) -> None:
         """Run until stopped. Frees all handles at the end; raises the error that made the engine unusable."""
         try:
-            while self.turn():
+            while self.run_once():
                 pass
         finally:
             self._free([sequence.id for sequence in self._scheduler.sequences])
             self._discard_in_flight()
             self._watchdog.set_idle()
 
-    def turn(self) -> bool:
+    def run_once(self) -> bool:
         """Take in commands, waiting if there is nothing else to do; then launch, read and emit.
 
         Returns False to stop.
@@ -158,7 +151,7 @@ class DecodeLoop:
 
     def _emit_report(self, report: StepReport) -> None:
         report.running = self._scheduler.running
-        if self._replay_pages:
+        if self._batch_pages.replay:
             self._count_kept_pages()
         self._emit(report)
 
@@ -210,11 +203,12 @@ class DecodeLoop:
 
     def _preempt(self, report: StepReport) -> None:
         """End the youngest sequence; its router replays it."""
-        sequence, stats = self._scheduler.youngest(), self._engine.stats()
-        self._replay_pages = self._engine.spec.pages_for(sequence.handle.capacity)
+        sequence, total = self._scheduler.youngest(), self._engine.stats().total
+        freed = self._batch_pages.replay = self._engine.spec.pages_for(sequence.handle.capacity)
         # Until they are counted.
-        self._pages_kept = stats.total
-        message = f"{sequence.handle.owner} gives back its {self._replay_pages} pages of {stats.total}: no page is left"
+        self._batch_pages.kept = total
+        owner = sequence.handle.owner
+        message = f"{owner} is preempted and frees {freed} of {total} pages: the batch needs pages and none is free"
         _log.info("%s", message, extra=about(sequence.request_id))
         self._engine.free(sequence.handle, sequence.digests)
         self._fail_sequences([sequence.id], FailureKind.PREEMPTED, message, report)
@@ -222,9 +216,9 @@ class DecodeLoop:
     def _count_kept_pages(self) -> None:
         """Count the pages to keep for the batch: none if it has room beside a replay of what was preempted last."""
         stats, missing = self._engine.stats(), self._scheduler.missing_pages()
-        if not self._scheduler.running or missing + self._replay_pages <= stats.free + stats.cached:
-            missing = self._replay_pages = 0
-        self._pages_kept = missing
+        if not self._scheduler.running or missing + self._batch_pages.replay <= stats.free + stats.cached:
+            missing = self._batch_pages.replay = 0
+        self._batch_pages.kept = missing
 
     def _launch(self) -> None:
         """Launch a step if the batch is not empty."""

@@ -74,7 +74,7 @@ def context_ids(handoff: Handoff) -> abc.Sequence[int]:
     return join_ids(handoff.prompt_ids, handoff.output_ids)
 
 
-def check_handoff(spec: EngineSpec, reservation: Reserve, handoff: Handoff) -> None:
+def check_handoff_fields(spec: EngineSpec, reservation: Reserve, handoff: Handoff) -> None:
     """Check that a handoff fits the reservation; raises IncompleteTransfer or InvalidRequest.
 
     The token ids of its context are not checked here, because they were checked when the handoff was decoded.

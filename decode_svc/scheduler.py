@@ -4,6 +4,8 @@
                └───────┬──────────┘
                  drop, preempt
 
+Drafts would not begin here, but in `EngineSequence.next_positions` (`baton.engine.contract`).
+
 Sequences get slots in the order in which they became ready. A waiting sequence already has its KV in its pages, so
 admitting it costs no transfer. Its pages have room for its first outputs. When it needs more, it gets pages before the
 step that needs them. If too few are left, the youngest sequence is preempted: it ends here, and its router replays its
@@ -101,6 +103,19 @@ class StepOutput:
     finish: FinishReason | None
     timings: DecodeTimings | None
     digests: Sequence[bytes] = ()
+
+
+@dataclass(slots=True)
+class BatchPages:
+    """Pages that are kept for the batch after a preemption. The engine thread sets them; any thread may read them.
+
+    `kept` is the number of free pages that nobody else may take, because the batch needs them for ROOM_TOKENS more
+    tokens. It is 0 unless a sequence was preempted, and 0 again as soon as there is room for the batch and for the
+    replay of that sequence, which takes `replay` pages.
+    """
+
+    kept: int = 0
+    replay: int = 0
 
 
 class DecodeScheduler:
