@@ -194,7 +194,7 @@ class Claims:
         self._claims: dict[int, _Claim] = {}
         self._first: _Claim | None = None
         # Twice the pages set aside for the first claim, and the number of free pages when that was computed.
-        self._twice = self._free = 0
+        self._set_aside_doubled = self._free = 0
 
     def record_free(self, free: int, now: float) -> None:
         """Record that `free` pages are free: half of those that came free since the last call are set aside.
@@ -206,14 +206,14 @@ class Claims:
                 del self._claims[session_number]
         first = next(iter(self._claims.values()), None)
         if first is not self._first:
-            self._first, self._twice, self._free = first, 0, 0
+            self._first, self._set_aside_doubled, self._free = first, 0, 0
         if first is not None:
-            self._twice = min(max(self._twice + free - self._free, 0), 2 * first.pages)
+            self._set_aside_doubled = min(max(self._set_aside_doubled + free - self._free, 0), 2 * first.pages)
             self._free = free
 
     def pages_set_aside(self, claimant: Claimant | None = None) -> int:
         """Number of pages that were set aside, at the last `record_free`, for claimants other than this one."""
-        return 0 if self._first is None or self._first.claimant == claimant else -(-self._twice // 2)
+        return 0 if self._first is None or self._first.claimant == claimant else -(-self._set_aside_doubled // 2)
 
     def add(self, claimant: Claimant, pages: int, now: float) -> None:
         """Record that `pages` pages were not free; renews the claim, or makes one if the session has none."""
@@ -329,7 +329,7 @@ class Admission:
         if reservation.choices > 1:
             # Check this before the slots, because a refusal there leaves a free slot to this reservation.
             self._check_contexts(claimant, self._engine.spec.pages_for(reservation.context_tokens), now)
-        self.forecast.check(self._attempts.sequences, now)
+        self.forecast.check(self._attempts.held_sequences, now)
         try:
             self._check_claims(claimant, size.pages)
         except OutOfPages:
@@ -376,10 +376,10 @@ class Admission:
 
     def wake_at(self, now: float) -> float:
         """Time at which the caller must call `start_forks` even if nothing happens; infinite if it need not."""
-        return self.forecast.wake_at(self._attempts.sequences, now) if self._attempts.pending else math.inf
+        return self.forecast.wake_at(self._attempts.held_sequences, now) if self._attempts.pending else math.inf
 
     def _may_fork(self, now: float) -> bool:
-        return self.forecast.may_fork(self._attempts.sequences, now)
+        return self.forecast.may_fork(self._attempts.held_sequences, now)
 
     def _fork_order(self) -> abc.Sequence[DecodeAttempt]:
         """Attempts with pending choices, in the order of their turns.
@@ -413,7 +413,7 @@ class Admission:
     def _fork_claim(self, turns: abc.Sequence[DecodeAttempt]) -> int:
         """Number of pages to claim for a fork: the first one that fits beside all kept contexts, or the smallest."""
         needs = [self._attempts.fork_pages(attempt) for attempt in turns]
-        room = self._engine.spec.pages - self._attempts.context_pages
+        room = self._engine.spec.pages - self._attempts.pending_context_pages
         return next((need for need in needs if need <= room), min(needs))
 
     def _check_claims(self, claimant: Claimant, need: int) -> None:
@@ -441,7 +441,7 @@ class Admission:
 
     @property
     def _free_context_pages(self) -> int:
-        return max(self._max_context_pages - self._attempts.all_context_pages, 0)
+        return max(self._max_context_pages - self._attempts.expected_context_pages, 0)
 
     def _free(self) -> int:
         """Number of free and cached pages that the batch does not need."""

@@ -117,7 +117,7 @@ class DecodeAttempt:
         return self.lifecycle.state in (State.SLOT_WAIT, State.DECODING)
 
     @property
-    def sequences(self) -> int:
+    def held_sequences(self) -> int:
         """Number of its sequences; 1 before its KV is complete."""
         return len(self.choices) if self.committed else 1
 
@@ -214,9 +214,9 @@ class Attempts:
         return iter(list(self._live.values()))
 
     @property
-    def sequences(self) -> int:
+    def held_sequences(self) -> int:
         """Number of sequences, counting 1 for each attempt whose KV is not complete. Pending choices do not count."""
-        return sum(attempt.sequences for attempt in self._live.values())
+        return sum(attempt.held_sequences for attempt in self._live.values())
 
     @property
     def pending(self) -> abc.Sequence[DecodeAttempt]:
@@ -361,16 +361,16 @@ class Attempts:
         return spec.pages_for(attempt.tokens) - (spec.pages_for(context) if last else context // spec.page_size)
 
     @property
-    def context_pages(self) -> int:
+    def pending_context_pages(self) -> int:
         """Number of pages of the contexts that are kept for pending choices. Shared pages count for each attempt."""
         return sum(self._engine.spec.pages_for(attempt.reservation.context_tokens) for attempt in self._pending)
 
     @property
-    def all_context_pages(self) -> int:
-        """`context_pages`, plus the pages of contexts that will be kept for pending choices after their commit."""
+    def expected_context_pages(self) -> int:
+        """`pending_context_pages`, plus pages of contexts that will be kept for pending choices after their commit."""
         pages_for = self._engine.spec.pages_for
         coming = (each for each in self._live.values() if not each.committed and each.reservation.choices > 1)
-        return self.context_pages + sum(pages_for(each.reservation.context_tokens) for each in coming)
+        return self.pending_context_pages + sum(pages_for(each.reservation.context_tokens) for each in coming)
 
     def fork(self, attempt: DecodeAttempt) -> DecodeSequence:
         """Make a sequence of the attempt's next pending choice. Raises OutOfPages."""

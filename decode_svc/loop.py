@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from baton.engine.contract import Engine, EngineSequence, ForwardPass
 from baton.errors import NoToken, OutOfPages
 from baton.telemetry.logs import about
-from baton.worker.health import FaultCounter, Watchdog
+from baton.worker.health import NoTokenCounter, Watchdog
 from decode_svc.messages import FailureKind
 from decode_svc.scheduler import BatchPages, DecodeScheduler, DecodeSequence, StepOutput
 
@@ -105,7 +105,7 @@ class DecodeLoop:
         self._read_at = 0.0
         self._inbox: queue.SimpleQueue[_Add | _Drop | _Stop] = queue.SimpleQueue()
         self._batch_pages = batch_pages or BatchPages()
-        self._faults = FaultCounter()
+        self._no_tokens = NoTokenCounter()
 
     def add(self, sequences: Sequence[DecodeSequence]) -> None:
         """Queue sequences whose KV is complete; the loop frees their handles at the end."""
@@ -137,7 +137,7 @@ class DecodeLoop:
         if not self._receive():
             return False
         changes = StepReport()
-        if not self._faults.suspected:
+        if not self._no_tokens.suspected:
             self._admit(changes)
         self._ensure_pages(changes)
         if changes.joined or changes.failures:
@@ -145,8 +145,8 @@ class DecodeLoop:
         self._launch()
         if not self._read(self._engine.spec.steps_ahead):
             self._emit_report(StepReport())
-        if self._faults.suspected and not self._scheduler.running:
-            self._faults.check_engine(self._engine, self._watchdog, step=True)
+        if self._no_tokens.suspected and not self._scheduler.running:
+            self._no_tokens.run_self_test(self._engine, self._watchdog, step=True)
         return True
 
     def _emit_report(self, report: StepReport) -> None:
@@ -233,13 +233,13 @@ class DecodeLoop:
             self._fail_batch(error, report)
             self._emit_report(report)
 
-    def _read(self, keep: int) -> int:
-        """Read the oldest steps until `keep` are in flight, or none if the batch is empty; emits a report of each.
+    def _read(self, max_in_flight: int) -> int:
+        """Read the oldest steps until so many are in flight, or none if the batch is empty; emits a report of each.
 
         Returns their number.
         """
         count = 0
-        while len(self._engine.in_flight) > (keep if self._scheduler.running else 0):
+        while len(self._engine.in_flight) > (max_in_flight if self._scheduler.running else 0):
             report = StepReport()
             self._process_step(self._engine.in_flight[0], report)
             self._emit_report(report)
@@ -257,9 +257,9 @@ class DecodeLoop:
         report.seconds = now - started
         lost = [(sequence, result) for sequence, result in results if isinstance(result, NoToken)]
         if len(lost) < len(results):
-            self._faults.record_success()
+            self._no_tokens.record_success()
         for sequence, reason in lost:
-            self._fail_without_token(sequence, reason, report, counts=len(lost) == len(results))
+            self._fail_without_token(sequence, reason, report, is_suspicious=len(lost) == len(results))
         for sequence, tokens in results:
             if isinstance(tokens, NoToken):
                 continue
@@ -293,16 +293,16 @@ class DecodeLoop:
         self._fail_sequences([sequence.id], FailureKind.ENGINE, f"{type(error).__name__}: {error}", report)
 
     def _fail_without_token(
-        self, sequence: EngineSequence, error: NoToken, report: StepReport, *, counts: bool
+        self, sequence: EngineSequence, error: NoToken, report: StepReport, *, is_suspicious: bool
     ) -> None:
-        """Fail a sequence that got no token; `counts` if it speaks against the worker."""
+        """Fail a sequence that got no token; `is_suspicious` if that speaks against the worker."""
         running = self._scheduler.find_running(sequence)
         if running is None:
             return
         self._engine.uncache(running.handle)
         self._fail_sequence(running, error, report)
-        if counts:
-            self._faults.record_failure(running.request_id)
+        if is_suspicious:
+            self._no_tokens.record_failure(running.request_id)
 
     def _fail_sequences(self, ids: Iterable[int], kind: FailureKind, message: str, report: StepReport) -> None:
         report.failures += [FailedSequence(each, kind, message) for each in ids]

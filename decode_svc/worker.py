@@ -41,8 +41,8 @@ from baton.telemetry import metrics
 from baton.telemetry.logs import about
 from baton.transfer.export import ExportRegistry
 from baton.transfer.fetcher import ExportFetcher
-from baton.worker.cache_tiers import BlockCopier, CacheTiers
 from baton.worker.health import IdleAudit, Watchdog, build_ledger
+from baton.worker.prefix_cache import BlockCopier, CacheAdmin
 from baton.worker.status import WorkerIdentity, WorkerLoad
 from decode_svc.admission import CLAIM_RENEW_S, Admission, SlotForecast
 from decode_svc.attempts import Attempts, DecodeAttempt, ledger_entries
@@ -71,7 +71,7 @@ class DecodeWorker:
         fetcher: ExportFetcher,
         exports: ExportRegistry,
         cache: PrefixCache,
-        cache_tiers: CacheTiers,
+        cache_admin: CacheAdmin,
         watchdog: Watchdog,
         changed: abc.Callable[[], object],
     ) -> None:
@@ -82,7 +82,7 @@ class DecodeWorker:
         self._fetcher = fetcher
         self._exports = exports
         self._cache = cache
-        self._cache_tiers = cache_tiers
+        self._cache_admin = cache_admin
         self._changed = changed
         self._idle = asyncio.Event()
         """Set while there is no attempt."""
@@ -194,7 +194,7 @@ class DecodeWorker:
         self.resume_waiting()
         cached_tokens = attempt.handle.cached_tokens
         cached_blocks = cached_tokens // self._engine.spec.kv_format.block_size
-        self._cache_tiers.record_lookup(cached_blocks, len(reservation.pinnable_digests))
+        self._cache_admin.record_lookup(cached_blocks, len(reservation.pinnable_digests))
         return ReserveResult(True, cached_tokens=cached_tokens)
 
     def _start(self, session: RouterSession, start: Start) -> None:

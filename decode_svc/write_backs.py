@@ -13,7 +13,7 @@ from baton.ledger import LedgerEntry
 from baton.lifecycle import State
 from baton.telemetry import metrics
 from baton.telemetry.logs import about
-from baton.worker.cache_tiers import MAX_WRITE_BACKS, BlockCopier
+from baton.worker.prefix_cache import MAX_WRITE_BACKS, BlockCopier
 from decode_svc.attempts import PublishedBlocks
 from decode_svc.scheduler import BatchPages
 

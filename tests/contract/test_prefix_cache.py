@@ -14,7 +14,7 @@ from baton.kv.hashing import block_digests, chain_root
 from baton.kv.prefix.contract import PrefixCache
 from baton.kv.prefix.host import HostPrefixCache
 from baton.kv.prefix.redis.cache import RedisLimits, RedisPrefixCache
-from baton.worker.cache_tiers import open_prefix_cache
+from baton.worker.prefix_cache import open_prefix_cache
 from tests.prefix_cache import MemoryPrefixCache
 from tests.redis_server import BINARIES, running
 

@@ -27,8 +27,8 @@ from baton.lifecycle import PREFILL_TOKEN_S, State
 from baton.request import CachePolicy, Handoff, RemoteExport, SamplingParams
 from baton.transfer.export import ExportRegistry
 from baton.transfer.fetcher import ExportFetcher
-from baton.worker.cache_tiers import CacheTiers
 from baton.worker.health import Watchdog
+from baton.worker.prefix_cache import CacheAdmin
 from baton.worker.status import WorkerRole, new_identity
 from decode_svc.admission import REFUSED_PRIORITY_S
 from decode_svc.loop import StepReport
@@ -87,7 +87,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
             cast(ExportFetcher, SimpleNamespace(fetch=self._fetch)),
             self.exports,
             self.cache,
-            CacheTiers(self.engine, self.cache),
+            CacheAdmin(self.engine, self.cache),
             Watchdog(),
             changed=lambda: None,
         )

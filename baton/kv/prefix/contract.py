@@ -12,7 +12,7 @@ shorter, and nothing else happens.
 
 Implementations: `HostPrefixCache` (bounded, in this process), `RedisPrefixCache`, and `TieredPrefixCache` of several.
 One contract suite tests all of them, beside a dictionary as their reference. A worker's tiers are put in their order in
-`baton.worker.cache_tiers`. The pages of an engine are a tier of their own, without copies: `Engine.publish` and
+`baton.worker.prefix_cache`. The pages of an engine are a tier of their own, without copies: `Engine.publish` and
 `Engine.reserve`.
 """
 

@@ -29,7 +29,7 @@ from enum import IntEnum
 from itertools import chain, groupby, islice, repeat
 
 from baton.kv.prefix.contract import BlocksChanged, CacheTier, FetchRate, Hits, Payload, PrefixCache
-from baton.kv.prefix.host import TIER, HostPrefixCache, slices
+from baton.kv.prefix.host import HOST, HostPrefixCache, slices
 
 TOUCH_FRACTION = 1 / 8
 KEY_BYTES = 8
@@ -257,7 +257,7 @@ class TieredPrefixCache(PrefixCache):
         farther = chain.from_iterable(repeat(tier, blocks) for tier, blocks in found.runs)
         runs: list[tuple[str, int]] = []
         async for places in slices(held[:end]):
-            for tier, run in groupby(TIER if here else next(farther) for here in places):
+            for tier, run in groupby(HOST if here else next(farther) for here in places):
                 before = runs.pop()[1] if runs and runs[-1][0] == tier else 0
                 runs.append((tier, before + sum(1 for _ in run)))
         return Hits(tuple(runs))

@@ -315,13 +315,13 @@ def test_an_attempt_whose_forks_lack_pages_lets_the_forks_of_others_go_on() -> N
     worker.admission.forecast.forks_wait_until = 1.0
     for name, length, max_tokens in (("large", 33, 20), ("small", 29, 2)):
         assert worker.ask(name, list(range(2, 2 + length)), max_tokens, 4)
-        while worker.attempts.sequences:
+        while worker.attempts.held_sequences:
             worker.run_once()
     # Beside both contexts there is one page, and a choice of the first needs six.
     assert (worker.attempts.pending_choices, worker.engine.stats().free) == (6, 1)
     worker.now = 1.0
     worker.fork()
-    assert {attempt.key.request_id for attempt in worker.attempts if attempt.sequences} == {"small"}
+    assert {attempt.key.request_id for attempt in worker.attempts if attempt.held_sequences} == {"small"}
     worker.engine.free(other)
     worker.finish()
     assert not any(asked.failed for asked in worker.asked.values())
@@ -350,7 +350,7 @@ def test_requests_with_many_choices_leave_half_of_the_pages_to_others() -> None:
         if worker.try_again(next(names), asked):
             asked, granted = next(many), granted + 1
         worker.run_once()
-        assert worker.attempts.context_pages <= 50
+        assert worker.attempts.pending_context_pages <= 50
     assert granted >= 5
     # Half of the pages are free, but for those of eight sequences: 200 tokens are 50 pages.
     while not worker.try_again("other", Asked(list(range(2, 122)), SamplingParams(max_tokens=8, seed=7))):
@@ -372,7 +372,7 @@ def test_a_context_that_has_more_than_the_share_of_kept_ones_is_kept_alone_and_w
             small.pop()
         worker.run_once()
         worker.now += 0.01
-    assert worker.attempts.all_context_pages == 22
+    assert worker.attempts.expected_context_pages == 22
     worker.finish()
 
 

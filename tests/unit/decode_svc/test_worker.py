@@ -17,8 +17,8 @@ from baton.engine.fake import FakeEngine
 from baton.request import CachePolicy, Handoff, RemoteExport, SamplingParams
 from baton.transfer.export import ExportRegistry
 from baton.transfer.fetcher import ExportFetcher
-from baton.worker.cache_tiers import CacheTiers
 from baton.worker.health import Watchdog
+from baton.worker.prefix_cache import CacheAdmin
 from baton.worker.status import WorkerRole, new_identity
 from decode_svc.messages import AttemptKey, FailureKind, Reserve, Start
 from decode_svc.session import RouterSession
@@ -49,7 +49,7 @@ def made(loop: VirtualLoop, engine: FakeEngine, fetch: Callable[..., Awaitable[H
         # And a tenth of a second for each token.
         config = DecodeConfig(fetch_timeout_s=FETCH_S - 0.3)
         cache, exports = MemoryPrefixCache(), ExportRegistry(engine, "ours")
-        tiers = CacheTiers(engine, cache)
+        tiers = CacheAdmin(engine, cache)
         return DecodeWorker(config, engine, identity, fetcher(fetch), exports, cache, tiers, Watchdog(), lambda: None)
 
     return loop.call(make)
@@ -182,7 +182,7 @@ def test_no_more_is_evicted_for_a_session_that_has_ended(evicting: Evicting) -> 
 
 
 def test_blocks_of_a_long_context_are_published_in_slices(evicting: Evicting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.worker.cache_tiers.PUBLISH_BLOCKS", 2)
+    monkeypatch.setattr("baton.worker.prefix_cache.PUBLISH_BLOCKS", 2)
     published = list[int]()
     publish = evicting.engine.publish
     monkeypatch.setattr(evicting.engine, "publish", lambda *each: (published.append(len(each[1])), publish(*each)))

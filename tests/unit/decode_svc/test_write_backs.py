@@ -10,7 +10,7 @@ from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine
 from baton.errors import OutOfPages
 from baton.telemetry import metrics
-from baton.worker.cache_tiers import MAX_WRITE_BACKS, BlockCopier
+from baton.worker.prefix_cache import MAX_WRITE_BACKS, BlockCopier
 from decode_svc.attempts import PublishedBlocks
 from decode_svc.scheduler import BatchPages
 from decode_svc.write_backs import MAX_WAITING_COPIES, WriteBacks

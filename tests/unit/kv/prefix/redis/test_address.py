@@ -5,7 +5,7 @@ import pytest
 from baton.errors import ConfigError
 from baton.kv.format import KvFormat, KvPart
 from baton.kv.prefix.redis.address import RedisAddress, check_url, parse_redis_url
-from baton.worker.cache_tiers import open_prefix_cache
+from baton.worker.prefix_cache import open_prefix_cache
 
 FORMAT = KvFormat((KvPart("k", "float32", (2, 4)),), layers=2, block_size=4)
 

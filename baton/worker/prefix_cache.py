@@ -44,7 +44,7 @@ LONG_TOKENS = 8192
 _log = logging.getLogger(__name__)
 
 
-def open_cache(config: WorkerConfig, kv_format: KvFormat, *, cache_memory: int = 0) -> PrefixCache:
+def open_worker_cache(config: WorkerConfig, kv_format: KvFormat, *, cache_memory: int = 0) -> PrefixCache:
     """The worker's prefix cache: `cache_memory` bytes of host memory, then Redis.
 
     Raises ConfigError for a bad URL.
@@ -261,7 +261,7 @@ def _slices(blocks: Sequence[int], max_blocks: int) -> list[range]:
 POOL = "pool"
 
 
-class CacheTiers:
+class CacheAdmin:
     """The cache tiers for the Admin service: the engine's cached pages, and the tiers of `cache`."""
 
     def __init__(self, engine: Engine, cache: PrefixCache) -> None:
