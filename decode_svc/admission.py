@@ -11,9 +11,11 @@
 - A reservation is granted only if there are then at most slots + lookahead sequences, in any state.
 - `lookahead` is the number of completions per second times the seconds from a reservation until its sequence is ready:
   so many sequences end in the meantime (Little's law). It is at most a quarter of the slots.
-- Further choices of a request are forks. Forks leave some slots free for new requests, and wait for reservations that
-  were just refused. But after a reservation was granted while forks are pending, the next slot goes to a fork. So
-  reservations and forks take turns (decision 10).
+- Further choices of a request are forks. Reservations and forks take turns (decision 10):
+
+  1. Forks leave some slots free for new requests.
+  2. After a refusal, forks take no slot for REFUSED_PRIORITY_S seconds.
+  3. After a grant while forks are pending, the next slot is a fork's; this overrides the other two.
 
 **Pages** (`Admission`). A fork that lacks pages waits, and blocks no other sequence. Contexts that wait for forks may
 use at most half of the pages. A single such context may use more. The oldest attempt and the attempt with the fewest
@@ -85,7 +87,7 @@ class SlotForecast:
         self._fork_owed = False
         """Whether the next free slot is for a fork, because a reservation took the last one."""
         self.forks_wait_until = -math.inf
-        """Until this time, a fork may start only if the next slot is promised to a fork (`_fork_owed`)."""
+        """Time before which free slots are for a reservation that was just refused, unless a fork is owed one."""
 
     def record_end(self, now: float, count: int = 1) -> None:
         """Record that `count` sequences have ended."""
@@ -370,7 +372,7 @@ class Admission:
         return forked
 
     def free_context_tokens(self) -> int:
-        """Tokens of the largest context that a request without a claim could reserve after the last refusal."""
+        """Size, in tokens, of the largest context for which a request without a claim could reserve pages now."""
         pages = self._free() - self.claims.pages_set_aside()
         return max(pages * self._engine.spec.page_size - self._reserve_tokens, 0)
 
@@ -411,7 +413,10 @@ class Admission:
         return False
 
     def _fork_claim(self, turns: abc.Sequence[DecodeAttempt]) -> int:
-        """Number of pages to claim for a fork: the first one that fits beside all kept contexts, or the smallest."""
+        """Number of pages to claim: of the first fork in `turns` that fits in the pool beside all kept contexts.
+
+        If none fits, of the smallest fork.
+        """
         needs = [self._attempts.fork_pages(attempt) for attempt in turns]
         room = self._engine.spec.pages - self._attempts.pending_context_pages
         return next((need for need in needs if need <= room), min(needs))

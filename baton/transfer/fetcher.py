@@ -37,8 +37,8 @@ from baton.transfer.wire import HANDOFF_VERSION, Commit, Coverage, KvSlice, Mani
 class ExportFetcher:
     """Fetches exports of other workers over gRPC, as `consumer` (the name of this worker in tickets).
 
-    A fetch fails if the exporter sends nothing for `stall_timeout_s` seconds. `role` is that of the exporters. Used on
-    the asyncio loop only.
+    A fetch fails if the exporter sends nothing for `stall_timeout_s` seconds. An exporter's certificate must have the
+    role `role`, "prefill" or "decode". Used on the asyncio loop only.
     """
 
     def __init__(

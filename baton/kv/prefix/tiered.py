@@ -156,7 +156,7 @@ class StoreTier:
         return payloads
 
     async def select_writes(self, digests: Sequence[bytes], host: HostPrefixCache) -> set[bytes]:
-        """Put the blocks that the store needs and `host` has. Returns those that it needs and `host` does not have."""
+        """Put the blocks that the store needs and `host` has. Returns the others that it needs: pages have them."""
         seen, needed, refused = self.write_filter.observe(digests), set[bytes](), False
         async for part in slices(digests):
             states = zip(part, islice(seen, len(part)), strict=True)
