@@ -215,7 +215,7 @@ async def test_a_peer_fetches_what_is_pinned_while_its_own_part_is_awaited() -> 
         await all_.until_free()
 
 
-async def test_without_anything_pinned_a_peer_is_told_so_at_once() -> None:
+async def test_a_fetch_of_a_prefix_that_is_not_pinned_ends_at_once() -> None:
     async with rig() as all_:
         router = await all_.router()
         assert (await router.reserve("a", len(PROMPT), 20)).granted

@@ -143,7 +143,7 @@ async def test_a_worker_whose_pages_dont_add_up_fails_all_and_takes_no_more(all_
     all_.engine.broken = False
 
 
-async def test_a_step_that_counts_its_work_is_wedged_only_when_the_count_stands_still() -> None:
+async def test_a_step_that_counts_its_work_is_stalled_only_when_the_count_stands_still() -> None:
     looks, looked = itertools.count(1), asyncio.Event()
 
     def count_work() -> int:

@@ -125,7 +125,7 @@ def test_no_tokens_are_nothing_to_tell() -> None:
 LONG = replace(SPEC, max_model_len=1000, slots=3)
 
 
-def test_sequences_without_room_for_the_next_token_are_told_oldest_first() -> None:
+def test_sequences_without_room_for_the_next_token_are_listed_oldest_first() -> None:
     full = {number: sequence(number, age=age, capacity=3) for number, age in ((1, 7), (2, 5), (3, 5))}
     scheduler = admitted(*full.values(), spec=LONG)
     assert ids(scheduler.sequences_to_extend()) == [2, 3, 1]

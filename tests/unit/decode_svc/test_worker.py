@@ -80,7 +80,7 @@ def test_a_fetch_that_ends_at_the_deadline_is_in_time(loop: VirtualLoop, late_s:
     assert engine.audit() == {}
 
 
-def test_a_router_is_told_of_an_attempt_that_ends_with_its_first_token(loop: VirtualLoop) -> None:
+def test_a_router_gets_the_end_of_an_attempt_that_ends_with_its_first_token(loop: VirtualLoop) -> None:
     """Its own word for it may come late: it must not take the attempt for lost meanwhile."""
     engine, ready = FakeEngine(), prefill(PROMPT, SamplingParams(max_tokens=1, seed=1), request_id="r")
 
