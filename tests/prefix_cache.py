@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from itertools import takewhile
 
-from baton.kv.prefix.contract import BlocksChanged, CacheTier, Hits, Payload, PrefixCache
+from baton.kv.prefix.contract import BlocksChanged, Hits, Payload, PrefixCache
 from baton.kv.prefix.host import HOST
+from baton.ledger import CacheTier
 
 
 class MemoryPrefixCache(PrefixCache):

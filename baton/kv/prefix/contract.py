@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from baton.ledger import CacheTier as CacheTier
+from baton.ledger import CacheTier
 
 Payload: TypeAlias = bytes | memoryview
 """The KV of a block, which nobody changes. A view keeps no more memory alive than the block's stored record."""

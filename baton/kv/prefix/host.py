@@ -17,7 +17,8 @@ from collections.abc import AsyncIterator, Generator, Sequence
 from itertools import takewhile
 from typing import TypeVar
 
-from baton.kv.prefix.contract import BlocksChanged, CacheTier, Hits, Payload, PrefixCache
+from baton.kv.prefix.contract import BlocksChanged, Hits, Payload, PrefixCache
+from baton.ledger import CacheTier
 from baton.telemetry import metrics
 
 T = TypeVar("T")

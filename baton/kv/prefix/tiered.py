@@ -28,8 +28,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from itertools import chain, groupby, islice, repeat
 
-from baton.kv.prefix.contract import BlocksChanged, CacheTier, FetchRate, Hits, Payload, PrefixCache
+from baton.kv.prefix.contract import BlocksChanged, FetchRate, Hits, Payload, PrefixCache
 from baton.kv.prefix.host import HOST, HostPrefixCache, slices
+from baton.ledger import CacheTier
 
 TOUCH_FRACTION = 1 / 8
 KEY_BYTES = 8

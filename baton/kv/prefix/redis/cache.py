@@ -31,11 +31,12 @@ from typing import Any, TypeVar
 
 from baton.breaker import Breaker
 from baton.kv.format import KvFormat
-from baton.kv.prefix.contract import CacheTier, FetchRate, Hits, Payload, PrefixCache
+from baton.kv.prefix.contract import FetchRate, Hits, Payload, PrefixCache
 from baton.kv.prefix.fetch_cost import Throughput
 from baton.kv.prefix.redis.address import parse_redis_url
 from baton.kv.prefix.redis.nodes import Command, Node, RedisCalls, count_fault, fault_label, open_topology
 from baton.kv.prefix.redis.record import BadRecord, RecordCodec
+from baton.ledger import CacheTier
 from baton.telemetry import metrics
 
 T = TypeVar("T")
