@@ -95,11 +95,7 @@ class DecodeWorker:
         """Future that gets an exception when the engine can't go on."""
         self.batch_pages = BatchPages()
         self.write_backs = WriteBacks(
-            engine,
-            self._blocks,
-            self.batch_pages,
-            enabled=cache.enabled,
-            changed=self._check_idle,
+            engine, self._blocks, self.batch_pages, enabled=cache.enabled, changed=self._check_idle
         )
         self.attempts = Attempts(engine, self.write_backs.add, shares_kv=not config.convert_kv)
         self.sessions: dict[int, RouterSession] = {}

@@ -125,7 +125,7 @@ class Client:
             identity = self.app.status.identity
             (shard,) = identity.shards
             export = RemoteExport(transfer_id, identity.incarnation, identity.shards)
-            source = GrpcSource(channel, export, shard, timeout_s=WAIT_S, stall_timeout_s=WAIT_S)
+            source = GrpcSource(channel, export, shard, timeout_s=WAIT_S, silence_timeout_s=WAIT_S)
             kv_slice = KvSlice(range(tokens), shard.layers, shard.heads)
             return await fetch([source], engine, handle, kv_slice, length=tokens, timeout_s=WAIT_S)
 

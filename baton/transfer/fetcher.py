@@ -37,17 +37,17 @@ from baton.transfer.wire import HANDOFF_VERSION, Commit, Coverage, KvSlice, Mani
 class ExportFetcher:
     """Fetches exports of other workers over gRPC, as `consumer` (the name of this worker in tickets).
 
-    A fetch fails if the exporter sends nothing for `stall_timeout_s` seconds. An exporter's certificate must have the
+    A fetch fails if the exporter sends nothing for `silence_timeout_s` seconds. An exporter's certificate must have the
     role `role`, "prefill" or "decode". Used on the asyncio loop only.
     """
 
     def __init__(
-        self, engine: Engine, tls: Tls | None, consumer: str, stall_timeout_s: float, role: str = "prefill"
+        self, engine: Engine, tls: Tls | None, consumer: str, silence_timeout_s: float, role: str = "prefill"
     ) -> None:
         self._engine = engine
         self._channels = KvChannels(tls, role)
         self._consumer = consumer
-        self._stall_timeout_s = stall_timeout_s
+        self._silence_timeout_s = silence_timeout_s
 
     async def fetch(
         self, export: RemoteExport, handle: KvHandle, *, tokens: range, length: int, timeout_s: float
@@ -80,7 +80,11 @@ class ExportFetcher:
 
     def _open(self, export: RemoteExport, timeout_s: float) -> AbstractAsyncContextManager[list[KvSource]]:
         return open_sources(
-            self._channels, export, timeout_s=timeout_s, stall_timeout_s=self._stall_timeout_s, consumer=self._consumer
+            self._channels,
+            export,
+            timeout_s=timeout_s,
+            silence_timeout_s=self._silence_timeout_s,
+            consumer=self._consumer,
         )
 
 

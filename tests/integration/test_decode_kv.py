@@ -181,7 +181,7 @@ async def fetched(
     (shard,) = identity.shards
     export = RemoteExport(transfer_id, incarnation or identity.incarnation, identity.shards, ticket)
     async with kv_channel(all_.app.addresses.kv) as channel:
-        source = GrpcSource(channel, export, shard, timeout_s=WAIT_S, stall_timeout_s=WAIT_S, consumer="peer")
+        source = GrpcSource(channel, export, shard, timeout_s=WAIT_S, silence_timeout_s=WAIT_S, consumer="peer")
         await fetch_prefix([source], engine, handle, tokens=range(PINNED), length=PINNED, digest=name, timeout_s=WAIT_S)
     return engine, handle
 

@@ -91,7 +91,7 @@ async def pull(exporter: Exporter, ticket: bytes) -> None:
     handle = engine.reserve("decode", TOKENS)
     async with kv_channel(exporter.address, certificates.tls("decode-1")) as channel:
         export = RemoteExport("t", INCARNATION, (WHOLE,), ticket)
-        source = GrpcSource(channel, export, WHOLE, timeout_s=10, stall_timeout_s=10, consumer=CONSUMER)
+        source = GrpcSource(channel, export, WHOLE, timeout_s=10, silence_timeout_s=10, consumer=CONSUMER)
         fetched = await fetch([source], engine, handle, whole(TOKENS), length=TOKENS, timeout_s=10)
     assert fetched == handoff(TOKENS)
     expected = Engine()

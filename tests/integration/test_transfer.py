@@ -116,7 +116,7 @@ class Pair:
         self, transfer_id: str = "t", *, incarnation: str = INCARNATION, shard: Shard | None = None, **changes: Any
     ) -> GrpcSource:
         shard = shard or self.shard
-        options = {"timeout_s": 30.0, "stall_timeout_s": 20.0, **changes}
+        options = {"timeout_s": 30.0, "silence_timeout_s": 20.0, **changes}
         return GrpcSource(self.channel, RemoteExport(transfer_id, incarnation, (shard,)), shard, **options)
 
     def assert_equal(self, kv_slice: KvSlice | None = None) -> None:
@@ -502,14 +502,14 @@ async def test_a_stalled_exporter_is_left(pair: Pair, final: int) -> None:
     export.mark_final(0, final)
     before = faults("source_unreachable")
     with pytest.raises(SourceUnreachable, match=r"nothing for 0\.1 s"):
-        await pair.fetch(stall_timeout_s=0.1)
+        await pair.fetch(silence_timeout_s=0.1)
     assert export.ended
     assert faults("source_unreachable") == before + 1
 
 
 async def test_a_wait_for_an_announced_export_is_not_a_stall(pair: Pair) -> None:
     pair.exports.announce("t")
-    fetching = asyncio.create_task(pair.fetch(stall_timeout_s=0.1))
+    fetching = asyncio.create_task(pair.fetch(silence_timeout_s=0.1))
     await pair.servicer.requested.wait()
     done, _ = await asyncio.wait({fetching}, timeout=0.3)
     assert not done
