@@ -20,7 +20,7 @@ from baton.pb import decode_pb2
 from baton.request import RemoteExport, SamplingParams
 from baton.rpc.channel import kv_channel
 from baton.telemetry import metrics
-from baton.transfer.fetcher import fetch_prefix
+from baton.transfer.fetcher import fetch_prefix_from
 from baton.transfer.tickets import TicketSigner
 from baton.transfer.transport import GrpcSource
 from decode_svc.attempts import DecodeAttempt
@@ -182,7 +182,9 @@ async def fetched(
     export = RemoteExport(transfer_id, incarnation or identity.incarnation, identity.shards, ticket)
     async with kv_channel(all_.app.addresses.kv) as channel:
         source = GrpcSource(channel, export, shard, timeout_s=WAIT_S, silence_timeout_s=WAIT_S, consumer="peer")
-        await fetch_prefix([source], engine, handle, tokens=range(PINNED), length=PINNED, digest=name, timeout_s=WAIT_S)
+        await fetch_prefix_from(
+            [source], engine, handle, tokens=range(PINNED), length=PINNED, digest=name, timeout_s=WAIT_S
+        )
     return engine, handle
 
 
