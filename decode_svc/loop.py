@@ -15,8 +15,8 @@ sequence that ends has then been in one more step, and the tokens of that step a
 the batch is empty.
 
 Before a step, each sequence gets the pages that its next tokens need. If too few are free, the loop frees pages held
-for no request, then reads unread steps, which may end sequences, then preempts the youngest sequence, again and again
-until there are enough. A preempted sequence fails as PREEMPTED, and leaves its blocks cached for its replay.
+for no request. Then it reads unread steps, which may end sequences. Then it preempts the youngest sequence. It repeats
+this until there are enough. A preempted sequence fails as PREEMPTED, and leaves its blocks cached for its replay.
 
 The asyncio side may end an attempt and free its handles at any time. An operation that fails here because its handle is
 dead is therefore no error: the command that drops the sequence is already on its way.

@@ -15,8 +15,8 @@ Why every request ends.
 
 - No request is replayed for ever: prefill samples a token of every choice in each attempt, and outputs are finite.
 - The oldest sequence goes on. It is preempted only if no other sequence is left. Then the other pages belong to
-  reservations, which become sequences or end at their deadlines, and to contexts that are kept for pending choices,
-  which are then forked one after the other (`decode_svc.admission`).
+  reservations and to contexts of pending choices. The reservations become sequences, or end at their deadlines. The
+  choices are forked one after the other (`decode_svc.admission`).
 - A replay comes back only when its pages are free beside those that the batch needs for ROOM_TOKENS more tokens, or to
   its end: admission leaves these pages to the batch. So replays and the batch do not push each other out step by step.
 - Each request fits if it has the whole pool: admission has checked that.
