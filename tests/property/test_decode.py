@@ -375,7 +375,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
             self.turn("")
             self.deliver()
             if self._progress() == before:
-                # A place may be kept for whoever was refused.
+                # A slot may be kept for whoever was refused.
                 self.loop.advance(REFUSED_PRIORITY_S)
             still = 0 if self._progress() != before else still + 1
         stuck = [ours for ours in going if goes_on(ours)]

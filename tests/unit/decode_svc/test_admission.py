@@ -1,4 +1,4 @@
-"""Places and pages in turn: forks of many choices beside reservations, on few slots and in a small pool.
+"""Slots and pages in turn: forks of many choices beside reservations, on few slots and in a small pool.
 
 Claims of large reservations and the number of sequences that are admitted are computed by hand.
 """
@@ -98,7 +98,7 @@ class Worker:
         return granted
 
     def reserve(self, name: str, asked: Asked) -> bool:
-        """Ask for a place; False when it is refused."""
+        """Ask for a slot; False when it is refused."""
         try:
             attempt = self.admission.admit(1, asked.reserve(name), self.now)
         except Overloaded:
@@ -200,7 +200,7 @@ class Worker:
         return [counts, self.attempts.pending_choices]
 
     def finish(self) -> None:
-        """Turn until all is over; nothing may stand still for longer than a place is kept."""
+        """Turn until all is over; nothing may stand still for longer than a slot is kept."""
         still = 0
         while not all(asked.over for asked in self.asked.values()):
             if self.run_once():
@@ -241,7 +241,7 @@ def test_many_choices_start_on_a_worker_that_is_nearly_full_and_nobody_waits_for
     worker = Worker(32)
     for number in range(20):
         assert worker.ask(f"r{number}", [number + 2], 30, 1)
-    # They came long ago: where many come in a second, forks leave more places free.
+    # They came long ago: where many come in a second, forks leave more slots free.
     worker.now += 10 * SPAN_S
     assert worker.ask("many", [3, 1, 4], 30, 16)
     worker.run_once()
@@ -267,7 +267,7 @@ def test_after_a_preemption_a_request_is_granted_that_leaves_the_batch_its_next_
 
 
 @pytest.mark.parametrize("slots", [1, 2, 8])
-def test_others_and_the_choices_of_one_request_get_places_in_turn(slots: int) -> None:
+def test_others_and_the_choices_of_one_request_get_slots_in_turn(slots: int) -> None:
     worker = Worker(slots)
     assert worker.ask("many", [3, 1, 4], 4, 64)
     granted, numbers = 0, itertools.count()
@@ -533,7 +533,7 @@ def test_the_lead_follows_what_is_measured() -> None:
 
 
 class SlotWorker:
-    """A worker that is never empty of either side: which side gets each place that comes free."""
+    """A worker that is never empty of either side: which side gets each slot that comes free."""
 
     def __init__(self, slots: int) -> None:
         self.admission, self.now, self.held = SlotForecast(slots, 0.0), 0.0, 0
@@ -556,7 +556,7 @@ class SlotWorker:
 
 
 @pytest.mark.parametrize("slots", [1, 2, 7, 8, 32])
-def test_forks_and_reservations_take_turns_where_both_want_every_place(slots: int) -> None:
+def test_forks_and_reservations_take_turns_where_both_want_every_slot(slots: int) -> None:
     worker = SlotWorker(slots)
     while worker.fork() or worker.reserve():
         pass
@@ -564,7 +564,7 @@ def test_forks_and_reservations_take_turns_where_both_want_every_place(slots: in
     got = []
     for _ in range(40):
         worker.held -= 1
-        # Forks are always there first; a router comes when it hears of the place.
+        # Forks are always there first; a router comes when it hears of the slot.
         got.append("fork" if worker.fork() else "other" if worker.reserve() else "nobody")
         assert not worker.fork()
         assert not worker.reserve()
@@ -572,7 +572,7 @@ def test_forks_and_reservations_take_turns_where_both_want_every_place(slots: in
 
 
 @pytest.mark.parametrize("slots", [8, 32])
-def test_forks_leave_a_share_of_the_places_to_a_request_that_comes_now(slots: int) -> None:
+def test_forks_leave_a_share_of_the_slots_to_a_request_that_comes_now(slots: int) -> None:
     worker = SlotWorker(slots)
     while worker.fork():
         pass
@@ -581,7 +581,7 @@ def test_forks_leave_a_share_of_the_places_to_a_request_that_comes_now(slots: in
 
 
 @pytest.mark.parametrize(("rate", "kept"), [(0.5, 4), (12.0, 5), (1000.0, 16)])
-def test_forks_leave_more_places_where_reservations_come_often(rate: float, kept: int) -> None:
+def test_forks_leave_more_slots_where_reservations_come_often(rate: float, kept: int) -> None:
     worker = SlotWorker(32)
     worker.now = 10 * SPAN_S
     for n in range(int(4 * SPAN_S * rate)):
@@ -598,7 +598,7 @@ def test_forks_leave_more_places_where_reservations_come_often(rate: float, kept
     assert worker.held == 32 - 32 // FORK_HEADROOM_DIVISOR
 
 
-def test_places_are_left_only_for_whoever_was_refused_and_only_for_a_while() -> None:
+def test_slots_are_left_only_for_whoever_was_refused_and_only_for_a_while() -> None:
     worker = SlotWorker(7)
     while worker.fork():
         pass
@@ -611,7 +611,7 @@ def test_places_are_left_only_for_whoever_was_refused_and_only_for_a_while() -> 
 
 
 @pytest.mark.parametrize("slots", [2, 7, 32])
-def test_places_that_come_free_all_at_once_are_shared_as_well(slots: int) -> None:
+def test_slots_that_come_free_all_at_once_are_shared_as_well(slots: int) -> None:
     worker = SlotWorker(slots)
     while worker.fork() or worker.reserve():
         pass
@@ -630,7 +630,7 @@ def test_places_that_come_free_all_at_once_are_shared_as_well(slots: int) -> Non
     assert worker.fork() or slots == 2
 
 
-def test_a_fork_that_cant_take_its_turn_keeps_nobody_from_the_place() -> None:
+def test_a_fork_that_cant_take_its_turn_keeps_nobody_from_the_slot() -> None:
     worker = SlotWorker(1)
     assert worker.reserve()
     worker.held -= 1

@@ -1,4 +1,4 @@
-"""News of prefixes: what the tiers tell from any thread, merged, and told to each watcher of a worker's status."""
+"""Changes of prefixes: reports of the tiers from any thread, merged, and sent to each watcher of a worker's status."""
 
 import asyncio
 import threading
