@@ -172,7 +172,7 @@ async def test_probes_answer_while_the_model_loads_and_live_follows_its_progress
             return runtime.probes.address
 
     monkeypatch.setattr(start, "_build", build)
-    monkeypatch.setattr(start, "_SAY_S", 0.01)
+    monkeypatch.setattr(start, "_LOG_PROGRESS_S", 0.01)
     serve = start.serve_ops
 
     @contextlib.asynccontextmanager
