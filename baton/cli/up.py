@@ -105,7 +105,8 @@ class UpOptions:
         else:
             tp, pp = self.degrees(role)
             own = {"worker_id": name, "threads": self.threads, "tensor_parallel": tp, "pipeline_parallel": pp}
-            own |= {"packed_weights": self.shared_weights.get((tp, pp), "")}
+            if self.shared_weights:
+                own["packed_weights"] = self.shared_weights[tp, pp]
         known = {field.name for field in fields(ROLES[role])}
         given = {setting: value for setting, value in self.services.items() if setting in known}
         tls = [] if secure is None else secure.router_flags() if role == "router" else secure.worker_flags(name)

@@ -37,8 +37,8 @@ class WorkerConfig(Settings):
     )
     packed_weights: str = option(
         "",
-        help="Path of a file, on a tmpfs, through which the workers of a host share the weights of native kernels; or "
-        "a path for each rank, with commas. The first worker writes it. Empty: each worker has its own weights.",
+        help="Path of a file, on a tmpfs, through which the workers of a host share the weights of native kernels. "
+        "The first worker writes it. Empty: each worker has its own weights.",
     )
     max_model_len: int = option(
         0, help="Largest number of tokens of prompt and output together; 0: the limit of the model.", minimum=0
@@ -70,8 +70,11 @@ class WorkerConfig(Settings):
         0,
         help="Tokens in a page; 0: 256 on CUDA; on CPU 16, and more if --max-model-len is over 131,072.",
         minimum=0,
+        hidden=True,
     )
-    block_size: int = option(16, help="Tokens in a block of prefix hashing, the same in the whole fleet.", minimum=1)
+    block_size: int = option(
+        16, help="Tokens in a block of prefix hashing, the same in the whole fleet.", minimum=1, hidden=True
+    )
     tensor_parallel: int = option(
         1, help="Processes that share each layer of the model, on a CPU; see docs/parallel.md.", minimum=1
     )
@@ -205,6 +208,7 @@ class DecodeConfig(WorkerConfig):
         256,
         help="Output tokens of a choice for which pages are reserved at first; longer outputs get more pages later.",
         minimum=1,
+        hidden=True,
     )
     convert_kv: bool = option(
         False, help="Accept KV of another element type and convert it; converted KV is not cached."

@@ -95,7 +95,8 @@ def test_services_get_what_was_asked_for_and_they_know(started: list[UpOptions],
         "--log-level=info",
         "--drain-s=30.0",
     }
-    worker = {*shared, "--threads=1", "--page-size=32", "--host-memory=2097152"}
+    degrees = {"--tensor-parallel=1", "--pipeline-parallel=1"}
+    worker = {*shared, *degrees, "--threads=1", "--page-size=32", "--host-memory=2097152"}
     assert flags == {
         "prefill": {*worker, "--worker-id=prefill-0"},
         "decode": {*worker, "--worker-id=decode-0", "--slots=4"},
@@ -121,7 +122,7 @@ def test_more_threads_than_the_cores_bear_are_said(monkeypatch: pytest.MonkeyPat
     results = [invoke(*flags) for flags in ([], ["--threads=1"], ["--threads=2"])]
     assert [options.threads for options in started] == [1, 1, 2]
     assert [result.stderr for result in results[:2]] == ["", ""]
-    assert results[2].stderr.startswith("warning: --threads 2 for each of 2 workers, on 3 cores")
+    assert results[2].stderr.startswith("warning: --threads 2 for each of 2 processes, on 3 cores")
     refused = invoke("--threads=5")
     assert refused.exit_code == 2
     assert "'--threads': 5 are more than the 4 cores that this process may use" in refused.stderr

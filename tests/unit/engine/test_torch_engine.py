@@ -16,6 +16,7 @@ from baton.engine.core import EngineCore
 from baton.engine.executor import InProcessExecutor
 from baton.engine.factory import build
 from baton.errors import ConfigError, EngineError
+from baton.kv.format import KvFormat, attention_parts
 from baton.model.attention import KvCache, SegmentRing
 from baton.model.zeros import RegistrationError
 from baton.request import SamplingParams
@@ -290,10 +291,11 @@ def test_host_memory_that_cuda_does_not_register_names_the_field(settings: Any, 
     def refuse(*_: object) -> None:
         raise RegistrationError("refused")
 
-    spec = SimpleNamespace(device_pages=1, host_pages=2, page_size=16)
+    kv_format = KvFormat(attention_parts("float32", 1, 8), 1, 16)
+    spec = SimpleNamespace(device_pages=1, host_pages=2, page_size=16, kv_format=kv_format)
     model = SimpleNamespace(device=torch.device("cuda"), new_kv_cache=refuse)
     with pytest.raises(ConfigError, match=f"^{message}$"):
-        factory._kv_cache(EngineConfig("unused", **settings), cast(Any, model), cast(Any, spec), torch.float32)
+        factory.make_kv_cache(EngineConfig("unused", **settings), cast(Any, model), cast(Any, spec))
 
 
 def test_both_pools_of_a_cpu_must_fit_its_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,7 @@ REST: dict[str, Any] = {
     "clear": nothing_cached,
     "fail": nothing,
     "measure": lambda: None,
+    "watch_failure": lambda failed: None,
 }
 
 
