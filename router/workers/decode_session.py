@@ -3,10 +3,9 @@
     up    Hello, then Reserve, Start and Cancel for single attempts, and a Heartbeat every second
     down  parts for several attempts: answers, outputs of one step or several, ends and failures; and Heartbeats
 
-A Heartbeat lists the attempts that its sender believes to be alive. If two Heartbeats in a row lack an attempt that was
-granted, the worker has lost it, and it fails: a lost message costs two seconds, and never a hang. One Heartbeat is not
-enough, because decode no longer lists an attempt that has ended with prefill's first token, and this router may get
-that token later. Silence for `SILENCE_S` seconds ends the session.
+A Heartbeat lists the attempts that its sender believes to be alive. Decode reports the end of an attempt before it sends
+a list without it. So an attempt that was granted, has not ended, and is not on the list is lost, and it fails: an error
+of the worker costs a second, and never a hang. Silence for `SILENCE_S` seconds ends the session.
 
 Messages from decode are delivered at once, and never wait for a client. When the stream ends, the worker has freed all
 that belonged to it. Every attempt of the session then fails, and a new session starts without attempts.
@@ -198,6 +197,9 @@ class DecodeCall:
 
     def on_ended(self) -> None:
         """Handle the end of the attempt without a fault: all of its choices have ended at the worker."""
+        if self._unanswered:
+            # The end of an earlier call with this key, which had given up.
+            return
         self._reserved = False
         self._deliver(DecodeEnded())
 
@@ -234,7 +236,6 @@ class DecodeSession:
         self._up.put_nowait(decode_pb2.SessionUp(hello=hello))
         self._calls: dict[tuple[str, int], DecodeCall] = {}
         self._skipped: Counter[tuple[str, int]] = Counter()
-        self._missed: set[tuple[str, int]] = set()
         self.open = True
         """Whether new calls can begin."""
 
@@ -316,30 +317,34 @@ class DecodeSession:
 
     async def _write(self, stream: grpc.aio.StreamStreamCall) -> None:
         now = asyncio.get_running_loop().time
-        beat = now() + HEARTBEAT_S
+        beat_at = now() + HEARTBEAT_S
         while True:
+            if now() >= beat_at:
+                # At the end of the queue: decode must first read of the attempts that the list lacks.
+                live = [call.key for call in self._calls.values() if call.may_hold_pages]
+                self._up.put_nowait(decode_pb2.SessionUp(heartbeat=decode_pb2.Heartbeat(live=live)))
+                beat_at = now() + HEARTBEAT_S
             try:
-                async with asyncio.timeout_at(beat):
+                async with asyncio.timeout_at(beat_at):
                     message = await self._up.get()
             except TimeoutError:
-                live = [call.key for call in self._calls.values() if call.may_hold_pages]
-                message = decode_pb2.SessionUp(heartbeat=decode_pb2.Heartbeat(live=live))
-                beat = now() + HEARTBEAT_S
+                continue
             await stream.write(message)
 
     def _deliver_messages(self, down: decode_pb2.SessionDown) -> None:
+        for output in down.outputs:
+            if call := self._calls.get((output.key.request_id, output.key.attempt)):
+                call.on_output(output)
+        # Before the answers: a call that gave up may end in the same message in which the next one with its key begins.
+        for key in down.ended:
+            if call := self._calls.get((key.request_id, key.attempt)):
+                call.on_ended()
         for reserved in down.reserved:
             name = reserved.key.request_id, reserved.key.attempt
             if name in self._skipped:
                 self._skipped -= Counter((name,))
             elif call := self._calls.get(name):
                 call.on_reserved(reserved)
-        for output in down.outputs:
-            if call := self._calls.get((output.key.request_id, output.key.attempt)):
-                call.on_output(output)
-        for key in down.ended:
-            if call := self._calls.get((key.request_id, key.attempt)):
-                call.on_ended()
         for failure in down.failures:
             if call := self._calls.get((failure.key.request_id, failure.key.attempt)):
                 make, blame, cause = _FAULTS[failure.kind]
@@ -348,10 +353,8 @@ class DecodeSession:
             self._compare(down.heartbeat.live)
 
     def _compare(self, live: Iterable[decode_pb2.AttemptKey]) -> None:
-        """Fail attempts that two Heartbeats in a row lack although they were granted."""
+        """Fail attempts that a Heartbeat lacks although they were granted and have not ended."""
         known = {(key.request_id, key.attempt) for key in live}
-        missed = {key for key, call in self._calls.items() if call.granted and key not in known}
-        for key in missed & self._missed:
+        for key in [key for key, call in self._calls.items() if call.granted and key not in known]:
             error = EngineError(f"decode worker {self._worker} knows nothing of attempt {key[0]}/{key[1]}")
             self._calls[key].on_failure(error, Blame.DECODE)
-        self._missed = missed
