@@ -39,6 +39,8 @@ class RefusalGate:
         """Number of the current epoch. Statuses of workers and ends of placements begin a new one."""
         self.partial_waiter: Waiter | None = None
         """The partial waiter that was refused before the other partial ones."""
+        self._head_of_line: Waiter | None = None
+        """The latest head of line, also while it asks; None once it will not ask again."""
         self._refused_in_epoch: int | None = None
         """The epoch in which all workers refused the head of line; None in the state "no refusal"."""
         self._reservable_tokens = 0
@@ -55,9 +57,9 @@ class RefusalGate:
         """Times at which waiters became the head of line, or `partial_waiter`."""
 
     @property
-    def refused(self) -> bool:
-        """Whether all decode workers have refused a waiter, and it has not got pages since."""
-        return self._refused_in_epoch is not None
+    def has_refused_head(self) -> bool:
+        """Whether a waiter that all decode workers have refused still waits for pages."""
+        return self._refused_in_epoch is not None and self._head_of_line is not None
 
     def begin_epoch(self) -> None:
         """Let refused waiters ask again: a worker may have changed."""
@@ -67,6 +69,7 @@ class RefusalGate:
 
     def record_head_of_line(self, waiter: Waiter, now: float) -> None:
         """Record that the waiter is the head of line since `now`, unless it was before."""
+        self._head_of_line = waiter
         self._first_since.setdefault(waiter, now)
 
     def may_reserve(self, waiter: Waiter, head_of_line: Waiter | None, isolated: frozenset[str]) -> bool:
@@ -106,6 +109,8 @@ class RefusalGate:
     def drop(self, waiter: Waiter) -> None:
         """Delete all that is known of a waiter that will not ask again."""
         self._drop_partial(waiter)
+        if self._head_of_line is waiter:
+            self._head_of_line = None
         self._first_since.pop(waiter, None)
         self._blocked.discard(waiter)
 

@@ -82,8 +82,9 @@ def selection_criteria(
 class PlacementScheduler:
     """The queue of requests and the rules for their turns; times are seconds on the caller's clock.
 
-    `capacity` is the most requests in the queue of a single tenant, `prefill_limit` the most requests of this router at
-    a prefill worker. If the expected wait exceeds `max_wait_s`, new requests are refused; 0 means no limit.
+    `capacity` is the most requests in the queue of a single tenant. A prefill worker with `prefill_limit` requests of
+    this router gets no more; the limit is doubled for a tenant with less than its share. If the expected wait exceeds
+    `max_wait_s`, new requests are refused; 0 means no limit.
     """
 
     def __init__(self, prefixes: PrefixDirectory, *, capacity: int, prefill_limit: int, max_wait_s: float) -> None:
@@ -104,7 +105,7 @@ class PlacementScheduler:
     @property
     def waits_for_decode(self) -> bool:
         """Whether the queue waits for decode workers, which have refused its first request, and not for prefill."""
-        return self._gate.refused
+        return self._gate.has_refused_head
 
     def __len__(self) -> int:
         """Number of requests in the queue."""
@@ -288,7 +289,7 @@ class PlacementScheduler:
         return selection_criteria(waiter.request, waiter.refusal.too_small_reasons, fleet, self._prefixes)
 
     def _limit(self, tenant: str, tenants: int, fleet: FleetView) -> int:
-        """The limit of requests at a prefill worker for the tenant: one that has so many gets no more of its requests.
+        """Number of requests of this router at which a prefill worker gets no more requests of this tenant.
 
         The number is doubled for a tenant with less than its share of the places at prefill workers. So it need not
         wait until long prompts of another tenant have ended, and a worker computes its shortest prompt first.
