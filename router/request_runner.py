@@ -338,6 +338,8 @@ class Attempt:
         self._finished: set[int] = set()
         """Choices for which the workers will send nothing more."""
         self._prefilled = self._fetched = self._prefill_failed = False
+        self._computed_tokens = 0
+        """Tokens that prefill has computed, without cached ones."""
 
     async def run(self, delay_s: float) -> None:
         """Serve the choices after a pause of `delay_s` seconds; raises AttemptFailed if another attempt may succeed."""
@@ -549,6 +551,7 @@ class Attempt:
 
     def _on_prefilled(self, placement: Placement, event: Prefilled) -> None:
         self._prefilled = True
+        self._computed_tokens = len(self._request.prompt_ids) + len(self._output_ids) - event.cached_tokens
         placement.breakers.record_success(placement.breakers.prefill)
         self._deps.dispatcher.release(placement.prefill)
         if placement.decode is not None and self._lifecycle.state is State.PREFILLING:
@@ -605,8 +608,8 @@ class Attempt:
         if failed.blame is Blame.PAIR and await placement.prefill.wait_for_loss(grace_s):
             failed = replace(failed, blame=Blame.PREFILL, cause=Cause.LOST, loss=placement.prefill.loss)
         self._prefill_failed = failed.blame is Blame.PREFILL and not self._prefilled
-        if self._prefilled and not self._fetched and placement.decode is not None:
-            WASTED_PREFILL_TOKENS.inc(len(self._request.prompt_ids) + len(self._output_ids))
+        if not self._fetched and placement.decode is not None:
+            WASTED_PREFILL_TOKENS.inc(self._computed_tokens)
         grant = placement.isolation
         isolated = grant is not None and not grant.released and (failed.blame is Blame.PREFILL or grant.of_pair)
         return AttemptFailed(failed, self._record_blame(placement, failed), isolated=isolated)
