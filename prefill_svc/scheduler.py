@@ -41,12 +41,15 @@ from dataclasses import dataclass, field
 
 from baton.engine.contract import EngineSpec
 from baton.errors import InvalidRequest, Overloaded
-from baton.rates import DecayingRate
+from baton.rates import UNKNOWN_PREFILL_RATE, DecayingRate
 
 AGEING = 0.1
 """Credit of an overtaken prompt: this part of the tokens that are computed for later prompts."""
 PREPARED_AHEAD = 2
-"""Largest number of prompts with pages that have not started."""
+"""Largest number of prompts that have pages and could start.
+
+Prompts that still load cached blocks count only against prompts that must load too.
+"""
 BURST_S = 2.0
 """Unused share of the engine that a tenant may save, in seconds."""
 PATIENCE_S = 2.0
@@ -56,8 +59,6 @@ CHUNK_S = 0.5
 MIN_CHUNK = 256
 """Smallest number of tokens of a chunk, unless it would take longer than MIN_CHUNK_S seconds."""
 MIN_CHUNK_S = 5.0
-UNKNOWN_RATE = 1000.0
-"""Assumed rate in tokens/s, before one is measured."""
 MIN_RATE_TOKENS = 64
 """Smallest number of tokens of a chunk from which the rate is measured."""
 FAR_TOKENS = 32_000
@@ -71,10 +72,10 @@ def chunk_size(prompt_tokens: int, configured: int, rate: float, min_overlap: in
 
     If `configured` is 0, it depends on the length of the prompt: the whole prompt below 32,000 tokens, then 16,384,
     from 128,000 on 8,192, and from 512,000 on 4,096. It is also at most the number of tokens that take CHUNK_S at the
-    measured rate, or UNKNOWN_RATE, so that a layer ends long before the worker counts as stalled. But it is at least
-    MIN_CHUNK, since smaller chunks use a processor badly, unless that would take longer than MIN_CHUNK_S. It is never
-    below MIN_RATE_TOKENS, or the length of a shorter prompt, so that the rate is measured again when a slow phase is
-    over.
+    measured rate, or UNKNOWN_PREFILL_RATE, so that a layer ends long before the worker counts as stalled. But it is at
+    least MIN_CHUNK, since smaller chunks use a processor badly, unless that would take longer than MIN_CHUNK_S. It is
+    never below MIN_RATE_TOKENS, or the length of a shorter prompt, so that the rate is measured again when a slow phase
+    is over.
 
     `min_overlap` is the smallest number of tokens whose computation takes as long as the copies of KV from host memory,
     or 0 if the prompt has no KV there. Shorter chunks would wait for the copies, and copy the same KV more often. So
@@ -84,7 +85,7 @@ def chunk_size(prompt_tokens: int, configured: int, rate: float, min_overlap: in
         return configured
     sizes = _CHUNK_SIZES[-1:] if min_overlap else _CHUNK_SIZES
     size = next((size for least, size in sizes if prompt_tokens >= least), prompt_tokens)
-    rate = rate or UNKNOWN_RATE
+    rate = rate or UNKNOWN_PREFILL_RATE
     least = max(MIN_RATE_TOKENS, min(MIN_CHUNK, int(rate * MIN_CHUNK_S)))
     return min(prompt_tokens, max(min_overlap, min(size, max(least, int(rate * CHUNK_S)))))
 
@@ -155,8 +156,8 @@ class PrefillScheduler:
 
     @property
     def pending_seconds(self) -> float:
-        """Time in seconds that these tokens take, at the measured rate or UNKNOWN_RATE."""
-        return self.pending_tokens / (self.rate.value or UNKNOWN_RATE)
+        """Time in seconds that these tokens take, at the measured rate or UNKNOWN_PREFILL_RATE."""
+        return self.pending_tokens / (self.rate.value or UNKNOWN_PREFILL_RATE)
 
     def admit(self, tokens: int, tenant: bytes = b"") -> ScheduledJob:
         """Add a prompt of `tenant`.
@@ -283,7 +284,7 @@ class PrefillScheduler:
 
     def rank(self, job: ScheduledJob) -> float:
         """The prompt's remaining tokens less its credit for being overtaken; the lowest of a tenant goes first."""
-        return job.remaining - AGEING * (self.rate.value or UNKNOWN_RATE) * job.overtaken_s
+        return job.remaining - AGEING * (self.rate.value or UNKNOWN_PREFILL_RATE) * job.overtaken_s
 
     def remove(self, job: ScheduledJob) -> None:
         """Remove a prompt that is finished or given up."""
@@ -312,7 +313,7 @@ class PrefillScheduler:
 
     def _turn_order(self, jobs: Iterable[ScheduledJob]) -> list[ScheduledJob]:
         """Order prompts by what their tenants will have been served when each starts."""
-        start_s, rate = dict(self._served_s), self.rate.value or UNKNOWN_RATE
+        start_s, rate = dict(self._served_s), self.rate.value or UNKNOWN_PREFILL_RATE
         keyed: list[tuple[float, int, ScheduledJob]] = []
         for job in sorted(jobs, key=lambda job: (self.rank(job), job.order)):
             keyed.append((start_s[job.tenant], len(keyed), job))

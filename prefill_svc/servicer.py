@@ -39,7 +39,7 @@ from prefill_svc.worker import PrefillWorker
 
 MAX_TENANT_BYTES = 64
 _LARGE_TOKENS = 16_384
-"""Number of token ids from which a request is converted on another thread."""
+"""Number of token ids above which a request is converted on another thread."""
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):

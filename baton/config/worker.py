@@ -208,7 +208,7 @@ class DecodeConfig(WorkerConfig):
         minimum=0.01,
         hidden=True,
     )
-    fetch_stall_s: float = option(
+    fetch_silence_s: float = option(
         30.0,
         help="Seconds without a frame after which a KV transfer fails; prefill workers send a frame each second.",
         minimum=0.01,

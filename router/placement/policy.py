@@ -4,8 +4,9 @@ The prefill worker is the one with the least (waiting tokens + a fraction of the
 tokens of the prompt) / measured rate: it will finish the prompt first. Decode workers are ordered by room: a free slot
 first, then free pages and cached tokens of the prompt. Draining workers, and pairs whose KV formats do not match, are
 left out. A worker or pair that failed the request before, or has an open breaker, gets a penalty, and only those with
-the least penalty are used. A request that must run isolated gets the pair with the fewest requests of this router;
-while it waits for that pair and runs there, no other request is placed there.
+the least penalty are used. A request that must run isolated gets the pair with the fewest requests of this router. No
+other request is placed on the isolated workers (`FleetView.isolated`): the prefill worker, and in the cases that
+`router/isolation.py` names, the decode worker.
 
 A view is the state of one worker as the router knows it, and each new view replaces the last one. Workers with the same
 KV format form a group, so that formats are compared for each pair of groups, and not for each pair of workers. Draining
@@ -23,6 +24,7 @@ from itertools import chain
 from typing import TypeVar
 
 from baton.kv.format import KvFormat
+from baton.rates import UNKNOWN_PREFILL_RATE
 from router.placement.prefix_directory import NO_MATCH, PrefixMatch
 
 MAX_ALL_ASKED, ASKED_OF_MORE = 32, 6
@@ -102,7 +104,7 @@ class FleetView:
         self.prefill: dict[str, PrefillView] = {}
         self.decode: dict[str, DecodeView] = {}
         self.isolated: frozenset[str] = frozenset()
-        """Addresses of the workers of a request that runs isolated; no other request is placed there."""
+        """Addresses of the workers that a suspected request has for itself; no other request is placed there."""
         self._prefill_groups: dict[KvFormat, Group[PrefillView]] = {}
         self._decode_groups: dict[tuple[KvFormat, bool], Group[DecodeView]] = {}
         self._compatible_groups: list[tuple[Collection[PrefillView], list[Collection[DecodeView]]]] | None = None
@@ -116,9 +118,9 @@ class FleetView:
 
     @property
     def mean_rate(self) -> float:
-        """Mean of the known rates of prefill workers, in tokens per second; 1 while there is none."""
+        """Mean of the known rates of prefill workers, in tokens/s; UNKNOWN_PREFILL_RATE while there is none."""
         rates = [view.rate for view in self.prefill.values() if view.rate > 0]
-        return sum(rates) / len(rates) if rates else 1.0
+        return sum(rates) / len(rates) if rates else UNKNOWN_PREFILL_RATE
 
     @property
     def compatible_groups(self) -> list[tuple[Collection[PrefillView], list[Collection[DecodeView]]]]:

@@ -17,8 +17,9 @@ class PlacementRequest:
     """The request of one attempt for workers.
 
     `is_retry` is set for an attempt that goes before new requests, because its request was accepted before;
-    `needs_decode` if the attempt needs a decode worker; `isolated` if no other request may run at its workers. The
-    state of `lifecycle` changes from QUEUED to RESERVING when decode workers are asked, and back when all refuse.
+    `needs_decode` if the attempt needs a decode worker; `isolated` if it gets workers for itself (`router/isolation.py`
+    says which). The state of `lifecycle` changes from QUEUED to RESERVING when decode workers are asked, and back when
+    all refuse.
     `digests` are the hashes of the context's blocks, and are empty for a request that must not read the prefix cache.
     """
 
