@@ -178,7 +178,7 @@ class Dispatcher:
             # A waiter in the queue must have a future for its turn, also after an error.
             self.scheduler.leave_queue(waiter)
             del self._turns[waiter]
-            self.scheduler.forget(waiter)
+            self.scheduler.drop(waiter)
 
     async def _wait_for_turn(self, waiter: Waiter) -> tuple[PrefillAssignment, WorkerSelection]:
         """Wait for a turn. Raises _TooLarge if no decode worker can ever hold the request."""
@@ -428,7 +428,7 @@ class Reserver:
             too_small_reasons,
             min((each.retry_after_s for each in answers.values() if each.retry_after_s), default=math.inf),
             room,
-            unasked_workers=frozenset(address for address in excluded if address in self._pool.fleet.decode),
+            excluded_workers=frozenset(address for address in excluded if address in self._pool.fleet.decode),
             lacks_room_for_choices=len(request.choices) > 1 and room >= request.context_tokens,
         )
 

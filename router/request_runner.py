@@ -611,7 +611,7 @@ class Attempt:
         if not self._fetched and placement.decode is not None:
             WASTED_PREFILL_TOKENS.inc(self._computed_tokens)
         grant = placement.isolation
-        isolated = grant is not None and not grant.released and (failed.blame is Blame.PREFILL or grant.of_pair)
+        isolated = grant is not None and not grant.released and (failed.blame is Blame.PREFILL or grant.isolates_decode)
         return AttemptFailed(failed, self._record_blame(placement, failed), isolated=isolated)
 
     def _record_blame(self, placement: Placement, failed: FailureEvent) -> str:

@@ -33,7 +33,7 @@ from router.placement.policy import (
     SelectionCriteria,
     WorkerSelection,
     can_serve,
-    matching_decodes,
+    compatible_decode_addresses,
     select_workers,
 )
 from router.placement.prefix_directory import PrefixDirectory
@@ -146,7 +146,7 @@ class PlacementScheduler:
             self.forget_departed(waiter, fleet)
             if self.is_too_large(waiter, fleet):
                 return Turn(waiter, self._criteria(waiter, fleet))
-            if fleet.has_capacity(limit := self._limit(waiter.request.tenant, tenants, fleet)):
+            if fleet.has_capacity(limit := self._tenant_prefill_limit(waiter.request.tenant, tenants, fleet)):
                 criteria = self._criteria(waiter, fleet)
                 selection = select_workers(fleet, criteria, prefill_limit=limit, open_breakers=breakers)
                 if selection is not None:
@@ -162,11 +162,11 @@ class PlacementScheduler:
         self._queue.pop(waiter)
         self._in_flight[waiter.request.tenant] += 1
         if waiter.request.needs_decode:
-            self._gate.begin_reserving(waiter)
+            self._gate.begin_asking(waiter)
 
     def end_turn(self, waiter: Waiter) -> None:
         """End the waiter's turn, whether it got a placement or not."""
-        self._gate.end_reserving(waiter)
+        self._gate.end_asking(waiter)
 
     def release_prefill(self, tenant: str) -> None:
         """Count one request fewer of the tenant at prefill workers."""
@@ -184,8 +184,8 @@ class PlacementScheduler:
     def refuse(self, waiter: Waiter, refusal: Refusal, now: float) -> None:
         """Return a refused waiter to the queue. It asks again in a later epoch: each status of a worker begins one."""
         waiter.refusal = refusal
-        # Others may have more workers to ask than a partial waiter, or only one choice.
-        all_refuse = not (refusal.lacks_room_for_choices or refusal.unasked_workers)
+        # Others may have more workers to ask than a restricted waiter, or only one choice.
+        all_refuse = not (refusal.lacks_room_for_choices or refusal.excluded_workers)
         self.push_again(waiter, now, first=all_refuse)
         self._gate.record_refusal(waiter, now)
         if all_refuse:
@@ -202,7 +202,7 @@ class PlacementScheduler:
         """Remove the waiter from the queue; False if it was not in it."""
         return self._queue.remove(waiter)
 
-    def forget(self, waiter: Waiter) -> None:
+    def drop(self, waiter: Waiter) -> None:
         """Delete all that is known of a waiter that will not return to the queue."""
         self._gate.drop(waiter)
 
@@ -215,14 +215,14 @@ class PlacementScheduler:
         too_small_reasons = waiter.refusal.too_small_reasons
         return (
             bool(too_small_reasons)
-            and bool(matching := matching_decodes(fleet))
+            and bool(matching := compatible_decode_addresses(fleet))
             and too_small_reasons.keys() >= matching
         )
 
     def forget_departed(self, waiter: Waiter, fleet: FleetView) -> None:
         """Delete the answers of decode workers that have left: a larger one may come at the address."""
         if waiter.refusal.too_small_reasons:
-            matching = matching_decodes(fleet)
+            matching = compatible_decode_addresses(fleet)
             too_small_reasons = {
                 name: reason for name, reason in waiter.refusal.too_small_reasons.items() if name in matching
             }
@@ -266,29 +266,27 @@ class PlacementScheduler:
 
     def _candidates(self, fleet: FleetView, now: float, most: int) -> Iterator[Waiter]:
         """Waiters among the first `most` that may have a turn now, in order."""
-        partial = self._gate.partial_waiter
+        restricted = self._gate.restricted_waiter
         if (
-            partial is not None
-            and partial in self._queue
-            and partial.request.deadline > now
-            and self._gate.partial_may_reserve(self._queue.head_of_line)
+            restricted is not None
+            and restricted in self._queue
+            and restricted.request.deadline > now
+            and self._gate.restricted_may_ask(self._queue.head_of_line)
         ):
-            yield partial
+            yield restricted
         # Waiters that need decode workers must not hide waiters that need none.
         can_decode = can_serve(fleet, needs_decode=True)
         waiting = self._queue.candidates(now)
         if not can_decode:
             waiting = (waiter for waiter in waiting if not waiter.request.needs_decode)
         for waiter in itertools.islice(waiting, most):
-            if not waiter.request.needs_decode or self._gate.may_reserve(
-                waiter, self._queue.head_of_line, fleet.isolated
-            ):
+            if not waiter.request.needs_decode or self._gate.may_ask(waiter, self._queue.head_of_line, fleet.isolated):
                 yield waiter
 
     def _criteria(self, waiter: Waiter, fleet: FleetView) -> SelectionCriteria:
         return selection_criteria(waiter.request, waiter.refusal.too_small_reasons, fleet, self._prefixes)
 
-    def _limit(self, tenant: str, tenants: int, fleet: FleetView) -> int:
+    def _tenant_prefill_limit(self, tenant: str, tenants: int, fleet: FleetView) -> int:
         """Number of requests of this router at which a prefill worker gets no more requests of this tenant.
 
         The number is doubled for a tenant with less than its share of the places at prefill workers. So it need not

@@ -58,7 +58,7 @@ class Refusal:
     retry_after_s: float = math.inf
     reservable_tokens: int = 0
     """The largest context, in tokens, for which another request could get pages now."""
-    unasked_workers: frozenset[str] = frozenset()
+    excluded_workers: frozenset[str] = frozenset()
     """Addresses of decode workers that are in the fleet, but that the request could not ask."""
     lacks_room_for_choices: bool = False
     """Whether workers have room for the context, but not for all choices."""

@@ -3,9 +3,9 @@
     up    Hello, then Reserve, Start and Cancel for single attempts, and a Heartbeat every second
     down  parts for several attempts: answers, outputs of one step or several, ends and failures; and Heartbeats
 
-A Heartbeat lists the attempts that its sender believes to be alive. Decode reports the end of an attempt before it sends
-a list without it. So an attempt that was granted, has not ended, and is not on the list is lost, and it fails: an error
-of the worker costs a second, and never a hang. Silence for `SILENCE_S` seconds ends the session.
+A Heartbeat lists the attempts that its sender believes to be alive. Decode reports the end of an attempt before a list
+without it. So an attempt that was granted, has not ended, and is not on the list is lost, and it fails: an error of the
+worker costs a second, and never a hang. Silence for `SILENCE_S` seconds ends the session.
 
 Messages from decode are delivered at once, and never wait for a client. When the stream ends, the worker has freed all
 that belonged to it. Every attempt of the session then fails, and a new session starts without attempts.

@@ -133,7 +133,7 @@ async def test_others_decode_beside_one_that_has_only_its_prefill_worker_for_its
     isolated, other = Held(d, "isolated", again=True, isolated=Suspicion.PREFILL), Held(d, "other")
     await asyncio.wait_for(asyncio.gather(isolated.placed.wait(), other.placed.wait()), 60)
     assert pool.isolated == {"q"}
-    assert not isolated.place.isolation.of_pair
+    assert not isolated.place.isolation.isolates_decode
     waiting = await place(d, "waiting", needs_decode=False)
     assert pool.seats == {"p": 3, "q": 1}
     await isolated.end()

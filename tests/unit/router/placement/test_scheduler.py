@@ -74,7 +74,7 @@ def test_the_queue_waits_for_prefill_once_the_refused_waiter_has_left() -> None:
     scheduler.end_turn(refused)
     assert scheduler.waits_for_decode
     scheduler.leave_queue(refused)
-    scheduler.forget(refused)
+    scheduler.drop(refused)
     assert (len(scheduler), scheduler.waits_for_decode) == (1, False)
 
 
