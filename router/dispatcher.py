@@ -94,7 +94,7 @@ class Dispatcher:
     def close(self) -> None:
         """Fail all requests in the queue with Unavailable."""
         for waiter in self.scheduler:
-            self._dismiss(waiter, Unavailable("the router is stopping"))
+            self._fail_waiter(waiter, Unavailable("the router is stopping"))
         self._arm_overdue_timer()
 
     @contextlib.asynccontextmanager
@@ -112,7 +112,7 @@ class Dispatcher:
             if placement is None:
                 placement = await self._wait_in_queue(request, deliver)
         finally:
-            self._reserver.withdraw(request)
+            self._reserver.cancel_claims(request)
         try:
             yield placement
         finally:
@@ -208,7 +208,7 @@ class Dispatcher:
             self.scheduler.refuse(waiter, answer, self._loop.time())
             if self.scheduler.is_too_large(waiter, self._pool.fleet):
                 # Its next turn may come only after a change of a worker.
-                self._dismiss(waiter, _TooLarge())
+                self._fail_waiter(waiter, _TooLarge())
             return None
         finally:
             self._end_turn(waiter, None if isinstance(answer, Placement) else assignment)
@@ -274,7 +274,7 @@ class Dispatcher:
             # The waiter was cancelled, but its task has not run since.
             self.scheduler.leave_queue(waiter)
         elif turn.selection is None:
-            self._dismiss(waiter, _TooLarge())
+            self._fail_waiter(waiter, _TooLarge())
         else:
             assignment = self._assign(turn.selection, turn.criteria)
             self.scheduler.begin_turn(waiter)
@@ -298,11 +298,11 @@ class Dispatcher:
         self.scheduler.record_fleet(self._pool.fleet, self._loop.time())
         late, next_at = self.scheduler.overdue(self._pool.fleet, self._loop.time(), wait_s)
         for waiter in late:
-            self._dismiss(waiter, Unavailable(self._pool.describe_missing(wait_s)))
+            self._fail_waiter(waiter, Unavailable(self._pool.describe_missing(wait_s)))
         if math.isfinite(next_at):
             self._overdue_timer = self._loop.call_at(next_at, self._fail_overdue)
 
-    def _dismiss(self, waiter: Waiter, error: Exception) -> None:
+    def _fail_waiter(self, waiter: Waiter, error: Exception) -> None:
         self.scheduler.leave_queue(waiter)
         if not (future := self._turns[waiter]).done():
             future.set_exception(error)
@@ -404,10 +404,10 @@ class Reserver:
         request.lifecycle.enter(State.QUEUED, self._loop.time())
         return self._refusal(request, selection, answers, too_small_reasons)
 
-    def withdraw(self, request: PlacementRequest) -> None:
-        """Tell decode workers that refused the request not to set pages aside: it will not ask again."""
+    def cancel_claims(self, request: PlacementRequest) -> None:
+        """End the claims of the request at decode workers that have refused it."""
         for call in self._refused.pop((request.request_id, request.attempt_number), {}).values():
-            call.withdraw()
+            call.cancel_claim()
 
     def _refusal(
         self,

@@ -26,7 +26,7 @@ class RouterGauges:
         """Set them to their values now."""
         fleet, loads = self.pool.fleet, self.pool.loads(WorkerRole.DECODE)
         metrics.WAITING.set(len(self.scheduler))
-        metrics.RUNNING.set(self.request_runner.count_placed)
+        metrics.RUNNING.set(self.request_runner.placed_attempts)
         metrics.FLEET.labels("prefill").set(sum(not view.draining for view in fleet.prefill.values()))
         metrics.FLEET.labels("decode").set(sum(not view.draining for view in fleet.decode.values()))
         prefill_s, decode_s = queued_seconds(

@@ -130,7 +130,10 @@ class PrefixMatch:
     """The workers that hold leading tokens of a prompt; valid until the index changes."""
 
     levels: Sequence[HolderLevel]
-    """Levels with the most tokens first; a worker in one level is in all later levels too."""
+    """Levels with the most tokens first; a worker in one level is in all later levels too.
+
+    So each later level has fewer tokens and at least as many workers.
+    """
 
     @cached_property
     def by_worker(self) -> dict[str, int]:

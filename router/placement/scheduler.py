@@ -66,12 +66,12 @@ def selection_criteria(
     `too_small_reasons` has the reason of each decode worker that can never hold the request, by address.
     """
     views = (
-        (each, fleet.prefill.get(each.worker) or fleet.decode.get(each.worker)) for each in request.avoided_workers
+        (each, fleet.prefill.get(each.address) or fleet.decode.get(each.address)) for each in request.avoided_workers
     )
     return SelectionCriteria(
         request.context_tokens,
         request.needs_decode,
-        avoided_workers=frozenset(each.worker for each, view in views if view is not None and each.applies(view)),
+        avoided_workers=frozenset(each.address for each, view in views if view is not None and each.applies(view)),
         avoided_pairs=request.avoided_pairs,
         too_small_workers=frozenset(too_small_reasons),
         prefill_match=prefixes.match_prefill(request.digests),
@@ -446,8 +446,8 @@ class RequestQueue(Generic[T]):
     def expected_wait_s(self, tenant: str, now: float) -> float:
         """Expected wait in seconds of a tenant's next waiter, from recent departures; 0 if unknown.
 
-        Requests with a shorter deadline are refused, and no request must be refused that could be served. So the result
-        is 0 until enough departures were measured, and leaves out the request's own time: its prompt may be cached.
+        A request whose deadline is sooner is refused, so the estimate must never be too long. Therefore it is 0 until
+        enough departures were measured, and leaves out the request's own time: its prompt may be cached.
         """
         own = self._queue.count(tenant)
         # Until the new waiter is reached, no other tenant is served more often than this one.

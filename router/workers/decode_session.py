@@ -153,8 +153,8 @@ class DecodeCall:
             self._live.discard(choice)
             self._session.send(decode_pb2.SessionUp(cancel=decode_pb2.Cancel(key=self._key, choice_index=choice)))
 
-    def withdraw(self) -> None:
-        """Tell a worker that refused the attempt not to set pages aside: the attempt will not ask again."""
+    def cancel_claim(self) -> None:
+        """End the attempt's claim at a worker that has refused it: the worker sets no more pages aside for it."""
         self._session.send(decode_pb2.SessionUp(cancel=decode_pb2.Cancel(key=self._key)))
 
     def close(self) -> None:
@@ -223,12 +223,12 @@ class DecodeSession:
     """A stream between this router and a decode worker; it lasts as long as `run`."""
 
     def __init__(
-        self, channel: grpc.aio.Channel, worker: str, router_id: str, on_change: Callable[[], None] = lambda: None
+        self, channel: grpc.aio.Channel, name: str, router_id: str, on_change: Callable[[], None] = lambda: None
     ) -> None:
-        """`worker` is the name for logs; `on_change` is called when the number of open calls changes."""
+        """`name` is the worker's name in logs; `on_change` is called when the number of open calls changes."""
         self._on_change = on_change
         self._stub = decode_pb2_grpc.DecodeStub(channel)
-        self._worker = worker
+        self._name = name
         # The queue needs no limit: it has a few messages for each attempt, and assignments and pages limit attempts.
         # A worker that reads no messages also falls silent, which ends the session.
         self._up: asyncio.Queue[decode_pb2.SessionUp] = asyncio.Queue()
@@ -252,7 +252,7 @@ class DecodeSession:
     def begin_call(self, request_id: str, attempt_number: int, deliver: Deliver) -> DecodeCall:
         """Begin the call of an attempt, whose events go to `deliver`. Raises Unavailable if the session has ended."""
         if not self.open:
-            raise Unavailable(f"decode worker {self._worker} is lost")
+            raise Unavailable(f"decode worker {self._name} is lost")
         call = DecodeCall(self, request_id, attempt_number, deliver)
         self._calls[request_id, attempt_number] = call
         self._on_change()
@@ -265,7 +265,7 @@ class DecodeSession:
         attempts why the session ended.
         """
         stream = self._stub.Session()
-        writing = asyncio.create_task(self._write(stream), name=f"session up {self._worker}")
+        writing = asyncio.create_task(self._write(stream), name=f"session up {self._name}")
         reason = "ended the session"
         silence = SilenceTimer(SILENCE_S, stream.cancel)
         try:
@@ -280,7 +280,7 @@ class DecodeSession:
                 raise
         except Exception as error:
             # A new session must start after any error, or the worker would stay unused.
-            _logger.exception("a message of decode worker %s can't be handled", self._worker)
+            _logger.exception("a message of decode worker %s can't be handled", self._name)
             reason = f"sent what can't be handled: {type(error).__name__}: {error}"
         finally:
             if silence.expired:
@@ -311,7 +311,7 @@ class DecodeSession:
         granted = [call for call in self._calls.values() if call.granted]
         suspects = [call for call in granted if not call.has_output] or granted
         ending = ended(len({call.key.request_id for call in suspects}))
-        error = Unavailable(f"decode worker {self._worker}: {ending.reason or reason}")
+        error = Unavailable(f"decode worker {self._name}: {ending.reason or reason}")
         for call in list(self._calls.values()):
             call.on_failure(error, Blame.DECODE, ending.cause, ending.loss if call in suspects else None)
 
@@ -348,7 +348,7 @@ class DecodeSession:
         for failure in down.failures:
             if call := self._calls.get((failure.key.request_id, failure.key.attempt)):
                 make, blame, cause = _FAULTS[failure.kind]
-                call.on_failure(make(f"decode worker {self._worker}: {failure.message}"), blame, cause)
+                call.on_failure(make(f"decode worker {self._name}: {failure.message}"), blame, cause)
         if down.HasField("heartbeat"):
             self._compare(down.heartbeat.live)
 
@@ -356,5 +356,5 @@ class DecodeSession:
         """Fail attempts that a Heartbeat lacks although they were granted and have not ended."""
         known = {(key.request_id, key.attempt) for key in live}
         for key in [key for key, call in self._calls.items() if call.granted and key not in known]:
-            error = EngineError(f"decode worker {self._worker} knows nothing of attempt {key[0]}/{key[1]}")
+            error = EngineError(f"decode worker {self._name} knows nothing of attempt {key[0]}/{key[1]}")
             self._calls[key].on_failure(error, Blame.DECODE)

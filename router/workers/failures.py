@@ -204,7 +204,7 @@ class Breakers:
 
 
 SAME_LOSS_S = 2.0
-"""Most seconds between the ends of the session and of the watch of a worker that dies."""
+"""When a worker dies, its session and its watch end at most this many seconds apart; both ends are one loss."""
 
 _KEPT = 256
 """Number of losses that are kept."""
@@ -214,7 +214,8 @@ _KEPT = 256
 class WorkerLoss:
     """One lost connection with one incarnation of a worker; `at` is in seconds on the caller's clock."""
 
-    worker: str
+    label: str
+    """The role and address of the worker."""
     incarnation: str
     at: float
     suspect_share: float = 0.0
@@ -246,7 +247,7 @@ class WorkerLoss:
 class AvoidedWorker:
     """An incarnation of the worker at an address that failed a request; `loss` is set if its connection was lost."""
 
-    worker: str
+    address: str
     incarnation: str
     loss: WorkerLoss | None = None
 
@@ -263,7 +264,7 @@ class WorkerLosses:
         self._unsettled: list[WorkerLoss] = []
 
     def record_loss(
-        self, worker: str, incarnation: str, suspects: int, now: float, *, has_foreign_suspects: bool
+        self, label: str, incarnation: str, suspects: int, now: float, *, has_foreign_suspects: bool
     ) -> WorkerLoss:
         """Record a lost connection with a worker; losses of one incarnation within SAME_LOSS_S seconds are one.
 
@@ -276,7 +277,7 @@ class WorkerLosses:
             # A status from before the death may have been read after the first loss, and have settled it.
             loss.death, loss.settled = True, False
         else:
-            loss = WorkerLoss(worker, incarnation, now)
+            loss = WorkerLoss(label, incarnation, now)
             self._losses.append(loss)
         if loss not in self._unsettled:
             self._unsettled = [*self._unsettled, loss][-_KEPT:]
@@ -285,12 +286,12 @@ class WorkerLosses:
             loss.suspect_share = 1 / suspects
         return loss
 
-    def record_status(self, worker: str, incarnation: str) -> None:
+    def record_status(self, label: str, incarnation: str) -> None:
         """Record a status of a worker, which settles its losses."""
         if not self._unsettled:
             return
         same = [loss for loss in self._unsettled if loss.incarnation == incarnation]
-        other = [loss for loss in self._unsettled if loss.worker == worker and loss.incarnation != incarnation]
+        other = [loss for loss in self._unsettled if loss.label == label and loss.incarnation != incarnation]
         self._unsettled = [loss for loss in self._unsettled if loss not in (*same, *other)]
         for loss in same:
             loss.settle(death=False)
@@ -302,7 +303,7 @@ class WorkerLosses:
         return next((loss for loss in reversed(self._losses) if loss.incarnation == incarnation), None)
 
     def count_others(self, own: Collection[WorkerLoss]) -> int:
-        """Number of deaths at which a request was no suspect, since the first of its `own` losses."""
+        """Number of worker deaths, since the first loss in `own`, of which the request was not a suspect."""
         begin = min((loss.at for loss in own), default=0.0)
         return sum(loss.death and loss.at >= begin and loss not in own for loss in self._losses)
 
@@ -312,7 +313,7 @@ DEATHS_UNTIL_ISOLATION = 2
 FORGIVEN_TOKENS = 64
 """Tokens of one attempt after which earlier faults no longer count against the request."""
 MAX_EXCUSED_DEATHS = 4
-"""Most deaths of workers that served only this request for which it is excused, because other workers die too."""
+"""Largest number of deaths, of workers that a request had for itself, that are excused while others die without it."""
 
 _ROUNDING = 1e-9
 
@@ -420,7 +421,7 @@ class RetryHistory:
         if tokens >= FORGIVEN_TOKENS:
             self.faults = self.refusals = 0
 
-    def retry(
+    def next_delay_s(
         self,
         failure: FailureEvent,
         *,
@@ -428,7 +429,10 @@ class RetryHistory:
         charge: Callable[[], bool],
         jitter: Callable[[float, float], float] = random.uniform,
     ) -> float:
-        """Seconds to wait before the next attempt; raises the error of `failure` if no other attempt is allowed."""
+        """Record a failed attempt. Returns the seconds until the next one, or raises the error of `failure`.
+
+        It raises if no other attempt is allowed.
+        """
         self.attempts += 1
         error = failure.error
         match failure.cause:

@@ -290,11 +290,11 @@ class WorkerPool:
 
     def update_worker(self, link: WorkerLink) -> None:
         """Handle a new status or session of a worker: it may join or leave the fleet, and its view is updated."""
-        key, accepted = _link_key(link), _link_key(link) in self._accepted
-        dismissed = accepted and (link.status is None or self._ticket_problem(link.status.identity) is not None)
-        if dismissed:
-            self._dismiss(key)
-        if self._choose_fingerprint(link, joins=not accepted) or dismissed:
+        key, accepted = link.label, link.label in self._accepted
+        removed = accepted and (link.status is None or self._ticket_problem(link.status.identity) is not None)
+        if removed:
+            self._remove_accepted(key)
+        if self._choose_fingerprint(link, joins=not accepted) or removed:
             # Workers that did not match before may join now.
             for other, _ in list(self._links.values()):
                 self._accept_or_refuse(other)
@@ -306,7 +306,7 @@ class WorkerPool:
 
     def update_view(self, link: WorkerLink) -> None:
         """Update the worker's view in the fleet."""
-        accepted = _link_key(link) in self._accepted
+        accepted = link.label in self._accepted
         retired = link.fingerprint != self._fingerprint
         if link.role is WorkerRole.PREFILL:
             prefill = link.prefill_view(retired=retired) if accepted else None
@@ -330,7 +330,7 @@ class WorkerPool:
         for listener in self._listeners:
             listener()
 
-    def _dismiss(self, key: str) -> None:
+    def _remove_accepted(self, key: str) -> None:
         link = self._accepted.pop(key)
         if link.namespace is not None:
             self._namespaces -= Counter((link.namespace,))
@@ -359,7 +359,7 @@ class WorkerPool:
 
     def _accept_or_refuse(self, link: WorkerLink) -> None:
         """Accept a worker, or refuse it and log the reason once."""
-        key = _link_key(link)
+        key = link.label
         if key in self._accepted:
             return
         if link.status is None:
@@ -422,10 +422,6 @@ class WorkerPool:
             return "it requires tickets, and this router has no --ticket-key"
         taken, signs = identity.ticket_key_ids, self._signer.key_id
         return f"it takes tickets of the keys {', '.join(k.hex() for k in taken)}, this router signs with {signs.hex()}"
-
-
-def _link_key(link: WorkerLink) -> str:
-    return f"{link.role.value} {link.address}"
 
 
 def _differs(what: str, seen: str, wanted: str, whose: str) -> str:
@@ -501,7 +497,7 @@ class WorkerLink:
         self._losses = losses
         self._incarnation = ""
         self._assignments: set[PrefillAssignment] = set()
-        self._present: dict[PrefillAssignment, str] = {}
+        self._suspects: dict[PrefillAssignment, str] = {}
         """Request ids of the assignments whose prompt is computed here, or whose KV is fetched from here."""
         self._has_foreign_suspects = False
         """Whether the latest status counts requests of other routers that have no token yet."""
@@ -518,7 +514,8 @@ class WorkerLink:
         """Time until which a new worker may load its model without a warning; None if it has been seen."""
 
     @property
-    def _label(self) -> str:
+    def label(self) -> str:
+        """The worker's role and address, by which the router tells workers apart."""
         return f"{self.role.value} {self.address}"
 
     @property
@@ -559,7 +556,7 @@ class WorkerLink:
             self._tasks.add(self._sessions)
             self._sessions.add_done_callback(self._tasks.discard)
 
-    def dismiss(self) -> None:
+    def close_session(self) -> None:
         """Take the worker out of service; attempts in its session fail."""
         if self._sessions is not None:
             self._sessions.cancel()
@@ -587,13 +584,13 @@ class WorkerLink:
         self._pool.update_view(self)
         return True
 
-    def mark_present(self, assignment: PrefillAssignment, request_id: str) -> None:
-        """Record that the request is at the worker now: it is a suspect if the worker dies."""
-        self._present[assignment] = request_id
+    def add_suspect(self, assignment: PrefillAssignment, request_id: str) -> None:
+        """Make the request a suspect if the worker dies."""
+        self._suspects[assignment] = request_id
 
-    def mark_absent(self, assignment: PrefillAssignment) -> None:
-        """Record that the request needs nothing more from the worker."""
-        self._present.pop(assignment, None)
+    def remove_suspect(self, assignment: PrefillAssignment) -> None:
+        """Make the request no suspect any more: it needs nothing more from the worker."""
+        self._suspects.pop(assignment, None)
 
     def subtract_free(self, tokens: int, slots: int) -> None:
         """Subtract pages of `tokens` tokens and some slots from the free ones until the next status counts them."""
@@ -705,7 +702,7 @@ class WorkerLink:
             # The same object makes later comparisons cheap.
             status = replace(status, identity=known)
         self.status, self._incarnation = status, status.identity.incarnation
-        self._losses.record_status(self._label, self._incarnation)
+        self._losses.record_status(self.label, self._incarnation)
         self._granted_tokens = self._granted_slots = 0
         self._has_foreign_suspects = status.load.requests_without_token > self._requests_without_token()
         self.problem, self._has_drained, self._expected_by = "", False, None
@@ -725,15 +722,15 @@ class WorkerLink:
             return
         cause = Cause.DRAIN if self.status.draining else Cause.LOST
         self._ending = reason, cause
-        loss = self._loss(cause, len(set(self._present.values())))
-        for assignment in self._present:
+        loss = self._loss(cause, len(set(self._suspects.values())))
+        for assignment in self._suspects:
             assignment.loss = loss
-        self._present.clear()
+        self._suspects.clear()
         error = Unavailable(f"{self.role.value} worker {self.name}: {reason}")
         self.status = None
         self._lost.set()
         self._lost = asyncio.Event()
-        self.dismiss()
+        self.close_session()
         for assignment in list(self._assignments):
             assignment.fail(error, cause)
         self._pool.update_worker(self)
@@ -752,7 +749,7 @@ class WorkerLink:
             return None
         now = asyncio.get_running_loop().time()
         return self._losses.record_loss(
-            self._label, self._incarnation, suspects, now, has_foreign_suspects=self._has_foreign_suspects
+            self.label, self._incarnation, suspects, now, has_foreign_suspects=self._has_foreign_suspects
         )
 
     def _requests_without_token(self) -> int:
@@ -760,7 +757,7 @@ class WorkerLink:
         if self.role is WorkerRole.DECODE:
             return self.session.requests_without_token if self.session else 0
         # An assignment is released at the first token, but its request stays until the KV was fetched.
-        return len(self._assignments & self._present.keys())
+        return len(self._assignments & self._suspects.keys())
 
     def _on_session_end(self, suspects: int) -> SessionEnd:
         reason, cause = self._ending or ("", Cause.DRAIN if self.draining else Cause.LOST)

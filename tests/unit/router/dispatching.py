@@ -32,10 +32,10 @@ class FakeAssignment:
         self.link, self._worker, self._open = pool, worker, True
         pool.seats[worker] += 1
 
-    def mark_present(self, request_id: str, deliver: object) -> None:
+    def add_suspect(self, request_id: str, deliver: object) -> None:
         return
 
-    def mark_absent(self) -> None:
+    def remove_suspect(self) -> None:
         return
 
     def release(self) -> bool:
@@ -56,8 +56,8 @@ class FakeAttempt:
         self._pool.asked += 1
         return await self._pool.reserve(self, **asked)
 
-    def withdraw(self) -> None:
-        self._pool.withdraw(self)
+    def cancel_claim(self) -> None:
+        self._pool.cancel_claim(self)
 
     def close(self) -> None:
         self._pool.running[self.worker] -= 1
@@ -88,7 +88,7 @@ class FakePool:
         self.notify: Callable[[], None] = lambda: None
         self.session = self
         self.order: list[str] = []
-        self.withdrawn: list[str] = []
+        self.cancelled_claims: list[str] = []
         self.prefixes = PrefixDirectory()
         self.isolated: frozenset[str] = frozenset()
         self._worker = ""
@@ -120,8 +120,8 @@ class FakePool:
     def close(self, attempt: FakeAttempt) -> None:
         return
 
-    def withdraw(self, attempt: FakeAttempt) -> None:
-        self.withdrawn.append(f"{attempt.request_id} {attempt.worker}")
+    def cancel_claim(self, attempt: FakeAttempt) -> None:
+        self.cancelled_claims.append(f"{attempt.request_id} {attempt.worker}")
 
     def isolate(self, addresses: frozenset[str]) -> None:
         if addresses != self.isolated:

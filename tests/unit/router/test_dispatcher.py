@@ -77,14 +77,14 @@ async def test_after_a_mistaken_try_only_half_as_large_ones_try_before_the_next_
 async def test_workers_that_refused_a_request_hear_when_it_is_placed_elsewhere_or_cancelled(placed: bool) -> None:
     d = dispatcher(pool := FakePool(d=FULL, e=FULL))
     held = await ask(d, "r")
-    assert (pool.asked, pool.withdrawn) == (2, [])
+    assert (pool.asked, pool.cancelled_claims) == (2, [])
     if placed:
         pool.answer(e=GRANTED)
         await held.until_placed()
-        assert pool.withdrawn == ["r d"]
+        assert pool.cancelled_claims == ["r d"]
     else:
         await held.cancel()
-        assert sorted(pool.withdrawn) == ["r d", "r e"]
+        assert sorted(pool.cancelled_claims) == ["r d", "r e"]
     held.go.set()
     await asyncio.gather(held.task, return_exceptions=True)
 

@@ -112,7 +112,7 @@ async def test_a_stop_string_counts_where_it_ends(min_tokens: int, text: str) ->
     e = output(stop=("\n\nUser",), min_tokens=min_tokens, n=2)
     e.add(Output(0, 0, infos("ab\n\nU")))
     e.add(Output(1, 0, infos("\n\n"), FinishReason.LENGTH))
-    e.begin([0])
+    e.drop_out_of_order([0])
     e.add(Output(0, 5, infos("ser: x"), FinishReason.LENGTH))
     deltas = (await taken(e)).deltas
     assert [delta.text for delta in deltas.values()] == [text, "\n\n"]

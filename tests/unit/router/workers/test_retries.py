@@ -34,7 +34,7 @@ class Charges:
 
 
 def retry(history: RetryHistory, failed: FailureEvent, charges: Charges | None = None) -> float:
-    return history.retry(failed, max_attempts=3, charge=charges or Charges(), jitter=lambda least, most: most)
+    return history.next_delay_s(failed, max_attempts=3, charge=charges or Charges(), jitter=lambda least, most: most)
 
 
 @pytest.fixture
