@@ -104,7 +104,7 @@ class Stage(enum.Enum):
 class ScheduledJob:
     """The scheduler's record of a job, which computes one prompt. Times are in seconds.
 
-    `computed_tokens` is the number of tokens that are computed, or will be loaded from a cache. `overtaken_s` is the
+    `covered_tokens` is the number of tokens that are computed, or will be loaded from a cache. `overtaken_s` is the
     time for which the engine has computed later prompts of the same tenant. `rate` is the rate of its last chunk in
     tokens/s, or 0. `in_host` is whether some of its pages are in host memory. `needs_load` is whether cached blocks
     must be loaded before it is READY. `order` is the order of admission.
@@ -115,7 +115,7 @@ class ScheduledJob:
     order: int
     tenant: bytes = b""
     stage: Stage = Stage.LOOKUP
-    computed_tokens: int = 0
+    covered_tokens: int = 0
     started: bool = False
     overtaken_s: float = 0.0
     rate: float = 0.0
@@ -126,7 +126,7 @@ class ScheduledJob:
     @property
     def remaining(self) -> int:
         """Number of tokens still to be computed."""
-        return self.tokens - self.computed_tokens
+        return self.tokens - self.covered_tokens
 
 
 @dataclass(slots=True)
@@ -190,7 +190,7 @@ class PrefillScheduler:
 
     def finish_lookup(self, job: ScheduledJob, cached: int, *, needs_load: bool = False) -> None:
         """End the look-up: about `cached` leading tokens are cached, and some must be loaded if `needs_load`."""
-        job.computed_tokens, job.stage, job.needs_load = cached, Stage.WAITING, needs_load
+        job.covered_tokens, job.stage, job.needs_load = cached, Stage.WAITING, needs_load
 
     def next_allocation(
         self, now: float, deferred: Collection[ScheduledJob] = (), refused: Collection[ScheduledJob] = ()
@@ -213,7 +213,9 @@ class PrefillScheduler:
         """All WAITING prompts."""
         return [job for job in self._jobs if job.stage is Stage.WAITING]
 
-    def allocate(self, job: ScheduledJob, cached: int, *, in_host: bool = False, needs_load: bool = False) -> None:
+    def record_allocation(
+        self, job: ScheduledJob, cached: int, *, in_host: bool = False, needs_load: bool = False
+    ) -> None:
         """Record that the prompt has its pages, some `in_host` memory, and `cached` tokens in them or to be loaded."""
         job.stage, job.in_host, job.needs_load = Stage.LOADING, in_host, needs_load
         self.set_cached_tokens(job, cached)
@@ -225,11 +227,11 @@ class PrefillScheduler:
 
     def set_cached_tokens(self, job: ScheduledJob, cached: int) -> None:
         """Set how many leading tokens are in the prompt's pages or will be loaded."""
-        job.computed_tokens = cached
+        job.covered_tokens = cached
 
     def make_ready(self, job: ScheduledJob, computed_tokens: int) -> None:
         """Record that the KV of the first `computed_tokens` is in place, so that the next chunk may be computed."""
-        job.computed_tokens, job.stage = computed_tokens, Stage.READY
+        job.covered_tokens, job.stage = computed_tokens, Stage.READY
 
     def next_chunk(self, running: ScheduledJob | None = None) -> tuple[ScheduledJob, int] | None:
         """The prompt to compute next and the end of its chunk; None if no prompt is READY.
@@ -245,10 +247,10 @@ class PrefillScheduler:
             return None
         min_overlap = self.spec.min_overlap_chunk if job.in_host else 0
         size = chunk_size(job.tokens, self.chunk_size, job.rate or self.rate.value, min_overlap)
-        if not job.rate and not self.chunk_size and job.computed_tokens >= FAR_TOKENS:
+        if not job.rate and not self.chunk_size and job.covered_tokens >= FAR_TOKENS:
             # Resumed from cached blocks: nothing is known of its tokens' time.
             size = min(size, MIN_RATE_TOKENS)
-        end = min(job.tokens, job.computed_tokens + size)
+        end = min(job.tokens, job.covered_tokens + size)
         if running is not None and (end < job.tokens or job.remaining >= running.tokens):
             return None
         return job, end
@@ -264,13 +266,13 @@ class PrefillScheduler:
         rate, but it neither lowers nor sets it. Otherwise short prompts and the rests of cached ones would make the
         worker look slow.
         """
-        tokens = end - job.computed_tokens
+        tokens = end - job.covered_tokens
         significant = tokens >= min(self.chunk_size or MIN_RATE_TOKENS, MIN_RATE_TOKENS)
         if significant or 0 < self.rate.value * seconds < tokens:
             self.rate.add(tokens, seconds)
         if significant and seconds > 0:
             job.rate = tokens / seconds
-        job.computed_tokens, job.started = end, True
+        job.covered_tokens, job.started = end, True
 
     def charge(self, job: ScheduledJob, seconds: float) -> None:
         """Charge `seconds` of the engine to the prompt's tenant; the prompts that it has overtaken earn credit."""

@@ -111,7 +111,7 @@ def request_from_proto(request: prefill_pb2.PrefillRequest, spec: EngineSpec, de
         tenant=request.tenant,
         cache_salt=request.cache_salt,
         cache=cache_policy_from_proto(request.cache),
-        source=prefix_source_from_proto(request.prefix_source) if request.HasField("prefix_source") else None,
+        peer_prefix=prefix_source_from_proto(request.prefix_source) if request.HasField("prefix_source") else None,
         report_progress=request.report_progress,
         deadline=deadline,
     )

@@ -118,7 +118,7 @@ class _Choice:
         self._params = request.params
         self._queue = queue
         self._out_of_order: dict[int, tuple[TokenInfo, FinishReason | None]] = {}
-        self._detokenizer = request.detokenizer()
+        self._detokenizer = request.make_detokenizer()
         self._matcher = StopMatcher(stops, include_stop=request.params.include_stop_in_output)
 
     def drop_out_of_order(self) -> None:

@@ -371,7 +371,7 @@ class FrontDoor:
         await self._idle.wait()
 
     @contextlib.contextmanager
-    def receive(self, caller: Caller) -> Iterator[None]:
+    def count_receiving(self, caller: Caller) -> Iterator[None]:
         """Count a call as a stream while its message is received; a drain does not wait for it.
 
         Raises Unavailable while the router drains, Overloaded beyond the tenant's limit of streams.
@@ -389,7 +389,7 @@ class FrontDoor:
     @contextlib.contextmanager
     def _admit(self, caller: Caller) -> Iterator[None]:
         """Count a call as a stream while it is served; a drain waits for it."""
-        with self.receive(caller):
+        with self.count_receiving(caller):
             self.running += 1
             self._idle.clear()
             try:

@@ -81,7 +81,7 @@ class InferenceServicer:
 
         async def receive(messages: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
             caller = self._door.authenticate(_authorization(context.invocation_metadata() or ()))
-            with self._door.receive(caller):
+            with self._door.count_receiving(caller):
                 received = await anext(messages, None)
             if received is None:
                 raise InvalidRequest("message", "is missing")

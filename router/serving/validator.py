@@ -146,7 +146,7 @@ class RequestValidator:
             cache=request.cache,
             salt=self._salt(tenant, request.cache_salt),
             report_progress=request.report_progress,
-            detokenizer=lambda: (
+            make_detokenizer=lambda: (
                 self._model.tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
                 if self._model.tokenizer
                 else NoText()

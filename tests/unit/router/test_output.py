@@ -35,7 +35,7 @@ class Letters:
 
 def output(**sampling: object) -> OutputProcessor:
     params = SamplingParams(**sampling)  # type: ignore[arg-type]
-    request = Request("r", (1, 2), params, 99, arrived=0.0, deadline=1e9, detokenizer=Letters)
+    request = Request("r", (1, 2), params, 99, arrived=0.0, deadline=1e9, make_detokenizer=Letters)
     ticks = itertools.count(1)
     return OutputProcessor(request, lambda: float(next(ticks)))
 
