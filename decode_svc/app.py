@@ -112,7 +112,7 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
                 cache=cache_tiers.list_tiers,
                 clear=cache_tiers.clear,
                 fail=worker.fail_engine,
-                measure=worker.measure,
+                measure=worker.set_gauges,
             )
         )
         worker.start(base.thread)

@@ -399,7 +399,7 @@ class DecodeWorker:
         """The worker's load."""
         return self._load_meter.report(self.attempts.requests_without_token)
 
-    def measure(self) -> None:
+    def set_gauges(self) -> None:
         """Set the gauges of the worker."""
         self._load_meter.measure(self.attempts.ready_choices)
 

@@ -107,7 +107,7 @@ async def run(config: PrefillConfig, *, engine: Engine | None = None) -> AsyncIt
                 cache=backends.cache_tiers.list_tiers,
                 clear=backends.cache_tiers.clear,
                 fail=worker.fail_engine,
-                measure=worker.measure,
+                measure=worker.set_gauges,
             )
         )
         yield PrefillApp(addresses, worker, servicer, cache, status, base.engine, config)

@@ -143,7 +143,7 @@ class PrefillWorker:
             requests_without_token=len(self._open_jobs),
         )
 
-    def measure(self) -> None:
+    def set_gauges(self) -> None:
         """Set the gauges of the worker."""
         stats, scheduler = self._engine.stats(), self._scheduler
         metrics.set_kv_usage(used=stats.used, free=stats.free, cached=stats.cached)

@@ -372,7 +372,7 @@ class FrontDoor:
 
     @contextlib.contextmanager
     def count_receiving(self, caller: Caller) -> Iterator[None]:
-        """Count a call as a stream while its message is received; a drain does not wait for it.
+        """Count a call of `caller` against its tenant's limit while its message arrives; a drain does not wait for it.
 
         Raises Unavailable while the router drains, Overloaded beyond the tenant's limit of streams.
         """

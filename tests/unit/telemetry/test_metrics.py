@@ -14,7 +14,7 @@ from baton.lifecycle import Lifecycle, State
 from baton.rates import UNKNOWN_PREFILL_RATE
 from baton.telemetry import metrics
 from baton.telemetry.metrics import MAX_TENANTS, METRIC_FAMILIES, OTHER_TENANTS, Exposition, tenant_label
-from router.load import queued_seconds
+from router.gauges import queued_seconds
 from router.placement.policy import DecodeView, FleetView, PrefillView
 from router.placement.waiter import PlacementRequest
 from scripts.metrics import PAGE, page

@@ -22,8 +22,8 @@ class RouterGauges:
     scheduler: PlacementScheduler
     request_runner: RequestRunner
 
-    def measure(self) -> None:
-        """Set them to their values now."""
+    def set_gauges(self) -> None:
+        """Set all gauges to their values now."""
         fleet, loads = self.pool.fleet, self.pool.loads(WorkerRole.DECODE)
         metrics.WAITING.set(len(self.scheduler))
         metrics.RUNNING.set(self.request_runner.placed_attempts)
