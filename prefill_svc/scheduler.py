@@ -17,10 +17,9 @@ A tenant's share is remembered while it has no prompt here. So a tenant that sen
 When no prompt is left, all tenants begin anew.
 
 Of the READY prompts of one tenant, the one with the fewest remaining tokens goes next, so that a short prompt does not
-wait for a long one. To prevent starvation, a prompt that is overtaken earns credit: a tenth of the tokens that the
-worker computes meanwhile for later prompts of the same tenant. So later prompts delay a prompt by at most about ten
-times its own computing time. Waiting for earlier prompts earns no credit; otherwise long prompts in a queue would soon
-go before every short one.
+wait for a long one. Ageing prevents starvation: a prompt that later prompts of its tenant overtake moves forward by a
+tenth of the tokens that are computed for them. So they delay it by at most about ten times its own computing time. Time
+spent behind earlier prompts does not age it; otherwise long prompts in a queue would soon go before every short one.
 
 A prompt whose rest is one chunk does not wait for the end of a longer prompt's chunk, if its turn is before that: it
 preempts the chunk between two layers.

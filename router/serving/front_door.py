@@ -9,7 +9,7 @@ and its own number of open streams. Calls of Tokenize and Detokenize count as st
 because they are as cheap as a refusal.
 
 A front end only translates: it reads a key and a request, iterates over the updates, and sends each of them. When it
-asks for the next update, the client has taken the last one. This module handles all else: limits of streams and of the
+asks for the next update, the client has taken the one before. This module handles all else: limits of streams and of the
 queue, deadlines, clients that do not read, and the drain.
 
 A front end writes until the client's flow-control window is full; then the write waits until the client reads. A client
@@ -139,7 +139,7 @@ def _key(authorization: Sequence[str]) -> str:
 
 
 class ClientStream(Generic[T]):
-    """The items for one client, as an iterator. A request for the next item means that the client has taken the last.
+    """The items for one client, as an iterator. When the next item is asked for, the client has taken the one before.
 
     `take` returns the next item and raises StopAsyncIteration after the last one. `is_finished` tells whether the
     request has ended, so that all items wait only for the client.

@@ -303,7 +303,7 @@ async def test_without_max_tokens_the_output_may_fill_the_workers_memory(caplog:
         assert len(done.token_ids) == 4 * 16 - 2
         with pytest.raises(InvalidRequest, match=r"max_tokens: .* any decode worker can hold .*5 pages, there are 4"):
             await client.complete([5, 7], max_tokens=63, timeout=60)
-        with pytest.raises(InvalidRequest, match="token_ids: 64 prompt tokens leave no room in the 64"):
+        with pytest.raises(InvalidRequest, match="token_ids: 64 prompt tokens leave no room for output"):
             await client.complete([5] * 64, timeout=60)
 
 
