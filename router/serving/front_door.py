@@ -9,8 +9,8 @@ and its own number of open streams. Calls of Tokenize and Detokenize count as st
 because they are as cheap as a refusal.
 
 A front end only translates: it reads a key and a request, iterates over the updates, and sends each of them. When it
-asks for the next update, the client has taken the one before. This module handles all else: limits of streams and of the
-queue, deadlines, clients that do not read, and the drain.
+asks for the next update, the client has taken the one before. This module handles all else: limits of streams and of
+the queue, deadlines, clients that do not read, and the drain.
 
 A front end writes until the client's flow-control window is full; then the write waits until the client reads. A client
 that does not read still answers keepalive pings. So there is a time limit for each item, from when the front end gets

@@ -21,7 +21,7 @@ from router.workers.pool import WorkerPool
 
 KV = KvFormat((KvPart("k", "float32", (2, 4)),), layers=2, block_size=16)
 GRANTED, FULL = ReserveResult(True, "", False), ReserveResult(False, "full", False)
-NEVER = ReserveResult(False, "needs 9 pages, there are 4", True)
+TOO_LARGE = ReserveResult(False, "needs 9 pages, there are 4", True)
 
 
 class FakeAssignment:
@@ -30,7 +30,7 @@ class FakeAssignment:
 
     def __init__(self, pool: FakePool, worker: str) -> None:
         self.link, self._worker, self._open = pool, worker, True
-        pool.seats[worker] += 1
+        pool.open_requests[worker] += 1
 
     def add_suspect(self, request_id: str, deliver: object) -> None:
         return
@@ -40,7 +40,7 @@ class FakeAssignment:
 
     def release(self) -> bool:
         was_open, self._open = self._open, False
-        self.link.seats[self._worker] -= was_open
+        self.link.open_requests[self._worker] -= was_open
         return was_open
 
 
@@ -68,8 +68,8 @@ class FakeAttempt:
 class FakePool:
     """Workers that answer as a test says; stands for pool, link and session at once.
 
-    `seats` are the requests of prefill workers by name, `by_name` the answers of decode workers. `order` tells who
-    asked, and whom it asked where decode workers are named.
+    `open_requests` has the number of requests at each prefill worker, `by_name` the answers of decode workers. `order`
+    tells who asked, and whom it asked where decode workers are named.
     """
 
     open = True
@@ -79,7 +79,7 @@ class FakePool:
     namespace = status = None
 
     def __init__(self, prefill: tuple[str, ...] = ("p",), **answers: ReserveResult) -> None:
-        self.seats = dict.fromkeys(prefill, 0)
+        self.open_requests = dict.fromkeys(prefill, 0)
         self.by_name = answers or {"d": GRANTED}
         self._names = bool(answers)
         self.running: Counter[str] = Counter()
@@ -95,11 +95,11 @@ class FakePool:
 
     @property
     def assignments(self) -> int:
-        return sum(self.seats.values())
+        return sum(self.open_requests.values())
 
     @property
     def fleet(self) -> FleetView:
-        prefill = [PrefillView(name, KV, open_requests=own) for name, own in self.seats.items()]
+        prefill = [PrefillView(name, KV, open_requests=own) for name, own in self.open_requests.items()]
         decode = [DecodeView(name, KV, free_slots=1, open_requests=self.running[name]) for name in self.by_name]
         fleet = FleetView(prefill, decode if self.there else [])
         fleet.isolated = self.isolated
@@ -225,7 +225,7 @@ async def settle() -> None:
 
 
 async def ask(dispatcher: Dispatcher, name: str, **asked: Any) -> Held:
-    """A request that has asked all workers that it can: without a place, it waits for news."""
+    """A request that has asked all workers that it can: if all refuse, it waits for an epoch."""
     held = Held(dispatcher, name, **asked)
     await settle()
     return held
