@@ -17,7 +17,7 @@ attempt's task, which waits only for the end. However an attempt ends, each hold
     `Dispatcher.place`        the assignment, and the decode worker's pages
     `Attempt.run`             the attempt's state
 
-The rules for retries are in `workers/failures.py`.
+The rules for retries are in `retries.py`.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ from router.output import OutputProcessor
 from router.placement.prefix_directory import BlockHasher
 from router.placement.waiter import PlacementRequest
 from router.request import Request
+from router.retries import RetryBudget, RetryHistory
 from router.serving.threads import TenantThreads
 from router.workers.failures import (
     AvoidedWorker,
@@ -63,8 +64,6 @@ from router.workers.failures import (
     DecodeEnded,
     Event,
     FailureEvent,
-    RetryBudget,
-    RetryHistory,
 )
 from router.workers.pool import WorkerPool
 from router.workers.prefill_call import (

@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from prometheus_client import REGISTRY
 
+import router.retries
 import router.workers.failures
 from baton import AsyncClient
 from baton.errors import EngineError
@@ -197,7 +198,7 @@ async def test_attempts_are_bounded_and_the_last_fault_is_told(tmp_path: Path, m
         assert "layer 3 yielded NaN" in (error.details() or "")
         assert len(b.prefill[0].requests) == 3
         await b.decode[0].log.until(lambda: len(b.decode[0].cancels) == 3)
-        monkeypatch.setattr(router.workers.failures.RetryBudget, "charge", lambda *_, **__: False)
+        monkeypatch.setattr(router.retries.RetryBudget, "charge", lambda *_, **__: False)
         before = sample("baton_retries_refused_total")
         await refused(b.call(max_tokens=4))
         assert len(b.prefill[0].requests) == 4

@@ -43,11 +43,13 @@ PURE = (
     "decode_svc.attempts",
     "decode_svc.scheduler",
     "prefill_svc.scheduler",
+    "router.fair_queue",
     "router.placement.prefix_directory",
     "router.placement.policy",
     "router.placement.refusals",
     "router.placement.scheduler",
     "router.placement.waiter",
+    "router.retries",
     "router.workers.failures",
 )
 IMPURE = ("torch", "grpc", "asyncio", "transformers", "redis", "google.protobuf", "baton.pb")

@@ -3,19 +3,14 @@
 import pytest
 
 from baton.errors import BatonError, Overloaded, TransferError, Unavailable
-from router.workers.failures import (
+from router.retries import (
     FORGIVEN_TOKENS,
     MAX_EXCUSED_DEATHS,
     MAX_IN_A_ROW,
-    Blame,
-    Cause,
-    FailureEvent,
     RetryBudget,
     RetryHistory,
-    Suspicion,
-    WorkerLoss,
-    WorkerLosses,
 )
+from router.workers.failures import Blame, Cause, FailureEvent, Suspicion, WorkerLoss, WorkerLosses
 
 FAULT = FailureEvent(TransferError("the link broke"), Blame.PAIR)
 LOST = FailureEvent(Unavailable("decode-1 was silent"), Blame.DECODE, Cause.LOST)
