@@ -16,7 +16,7 @@ from router.dispatcher import Dispatcher, Placement
 from router.placement.policy import DecodeView, FleetView, PrefillView
 from router.placement.prefix_directory import PrefixDirectory
 from router.placement.waiter import PlacementRequest
-from router.workers.failures import AvoidedWorker, Suspicion
+from router.workers.failures import AvoidedWorker, Suspicion, WorkerLosses
 from router.workers.pool import WorkerPool
 
 KV = KvFormat((KvPart("k", "float32", (2, 4)),), layers=2, block_size=16)
@@ -27,9 +27,15 @@ TOO_LARGE = ReserveResult(False, "needs 9 pages, there are 4", True)
 class FakeAssignment:
     cached_tokens = 0
     fingerprint = "f"
+    incarnation = "incarnation-p"
+    shards = ()
+    consumer = ""
 
     def __init__(self, pool: FakePool, worker: str) -> None:
         self.link, self._worker, self._open = pool, worker, True
+        self.lost = asyncio.Event()
+        # A lost worker is not asked to abandon an export.
+        self.lost.set()
         pool.open_requests[worker] += 1
 
     def add_suspect(self, request_id: str, deliver: object) -> None:
@@ -56,6 +62,9 @@ class FakeAttempt:
         self._pool.asked += 1
         return await self._pool.reserve(self, **asked)
 
+    def start(self, **started: Any) -> None:
+        return
+
     def cancel_claim(self) -> None:
         self._pool.cancel_claim(self)
 
@@ -74,6 +83,7 @@ class FakePool:
 
     open = True
     name = "d at d:1"
+    address = "p:1"
     consumer = "incarnation-d"
     fingerprint = "f"
     namespace = status = None
@@ -90,6 +100,9 @@ class FakePool:
         self.order: list[str] = []
         self.cancelled_claims: list[str] = []
         self.prefixes = PrefixDirectory()
+        self.losses = WorkerLosses()
+        self.namespaces = frozenset[Any]()
+        self.serving = True
         self.isolated: frozenset[str] = frozenset()
         self._worker = ""
 
