@@ -1,7 +1,6 @@
-"""All workers of a router: discovery, watches, checks that workers match, and the view of the fleet for placement.
+"""All workers of a router: watches, checks that workers match, and the view of the fleet for placement.
 
-A target is "host:port", or "dns:///name:port", which is looked up regularly and has a worker at each of its address
-records. Each address has a `WorkerLink`: its channel, its watch, and the requests of this router there.
+Each address that discovery finds has a `WorkerLink`: its channel, its watch, and the requests of this router there.
 
     run:  dial ── Watch ── status … status ── silence, end or error ── lost ── wait, longer each time ── dial …
 
@@ -33,18 +32,15 @@ import contextlib
 import logging
 import math
 import random
-import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import replace
 from functools import partial
 
 import grpc
 
-from baton.config import parse_address
 from baton.config.router import RouterConfig
-from baton.config.values import join_address
-from baton.errors import BatonError, ConfigError, Unavailable, preview
+from baton.errors import BatonError, Unavailable
 from baton.kv.format import KvFormat
 from baton.pb import worker_pb2, worker_pb2_grpc
 from baton.rates import DecayingSum
@@ -63,6 +59,7 @@ from baton.worker.status import (
 from router.placement.policy import RECENT_S, DecodeView, FleetView, PrefillView, can_pair, can_serve
 from router.placement.prefix_directory import BlockNamespace, PrefixDirectory
 from router.workers.decode_session import DecodeSession, SessionEnd
+from router.workers.discovery import Discovery
 from router.workers.failures import Cause, WorkerLoss, WorkerLosses
 from router.workers.prefill_call import PrefillAssignment
 
@@ -72,64 +69,7 @@ _AGAIN_S = 5.0
 REASON_CHARACTERS = 400
 """Most characters of a refusal or loss in an error for clients."""
 
-_DNS = "dns:///"
-
 _logger = logging.getLogger(__name__)
-
-
-class Discovery:
-    """Calls `found` with the set of addresses of `targets` whenever it changes; static addresses are found at once.
-
-    DNS names are looked up every `interval_s` seconds, independently of each other. Raises ConfigError, which names
-    `flag`, for a bad target.
-    """
-
-    def __init__(self, flag: str, targets: Sequence[str], interval_s: float, found: Callable[[set[str]], None]) -> None:
-        self._names = [target.removeprefix(_DNS) for target in targets if target.startswith(_DNS)]
-        self._static = {target for target in targets if not target.startswith(_DNS)}
-        for address in (*self._names, *self._static):
-            try:
-                # Look-ups use this encoding. It refuses labels that are empty or longer than 63 characters.
-                parse_address(address)[0].encode("idna")
-            except ConfigError as error:
-                raise ConfigError(f"{flag}: {error}") from None
-            except UnicodeError as error:
-                raise ConfigError(f"{flag}: {preview(address)} names no host: {error}") from None
-        self._interval_s = interval_s
-        self._found = found
-        self._problems: dict[str, str] = {}
-        self._known: dict[str, set[str]] = {name: set() for name in self._names}
-
-    async def run(self) -> None:
-        """Look up names until cancelled; returns at once if all addresses are static."""
-        if self._static:
-            self._found(self._static)
-        await asyncio.gather(*map(self._follow, self._names))
-
-    async def _follow(self, name: str) -> None:
-        """Look up one name, and report changes, until cancelled."""
-        while True:
-            addresses = await self._look_up(name)
-            if addresses is not None and addresses != self._known[name]:
-                self._known[name] = addresses
-                self._found(self._static.union(*self._known.values()))
-            await asyncio.sleep(self._interval_s)
-
-    async def _look_up(self, name: str) -> set[str] | None:
-        """The addresses of a name now; None if it can't be looked up."""
-        host, port = parse_address(name)
-        try:
-            records = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except OSError as error:
-            # Known workers go on serving while the name server fails. Before its first worker is ready, a name may have
-            # no address.
-            if self._problems.get(name) != str(error):
-                level = logging.WARNING if self._known[name] else logging.INFO
-                _logger.log(level, "%s can't be looked up: %s", name, error)
-            self._problems[name] = str(error)
-            return None
-        self._problems.pop(name, None)
-        return {join_address(record[4][0], port) for record in records}
 
 
 class WorkerPool:

@@ -80,7 +80,7 @@ async def test_failed_attempt_goes_on_elsewhere_without_a_seam(tmp_path: Path, k
         assert (replay.context_tokens, replay.max_new_tokens) == (3 + 3, 3)
 
 
-async def test_a_request_that_can_not_be_told_ends_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_output_that_fails_ends_only_its_own_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bad, told, emit = letter(25), asyncio.Event(), output_module._Choice._emit
 
     def breaks(self: output_module._Choice, token: TokenInfo, *rest: Any) -> None:
@@ -187,7 +187,9 @@ async def test_an_attempt_that_ends_without_all_of_its_tokens_is_a_fault(tmp_pat
         assert len(b.prefill[0].requests) == 2
 
 
-async def test_attempts_are_bounded_and_the_last_fault_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_attempts_are_bounded_and_the_last_fault_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def broken(_: prefill_pb2.PrefillRequest) -> None:
         raise EngineError("layer 3 yielded NaN")
 

@@ -172,7 +172,9 @@ async def test_a_router_that_signs_no_tickets_refuses_a_worker_that_wants_some(t
         assert "this router has no --ticket-key" in (await refused(b.call(max_tokens=2))).details()
 
 
-async def test_clients_are_told_of_one_worker_in_place_of_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_error_for_clients_names_one_worker_and_not_all(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def change(stub: StubPrefill | StubDecode) -> None:
         if isinstance(stub, StubPrefill):
             stub.identify(model="x" * 1000)

@@ -97,7 +97,7 @@ async def test_nothing_is_emitted_beyond_a_stop_string() -> None:
     assert len(delta.tokens) == 3
 
 
-async def test_held_text_is_told_at_the_end() -> None:
+async def test_held_text_is_emitted_at_the_end() -> None:
     e = output(stop=("bX",))
     e.add(Output(0, 0, infos("ab")))
     assert (await only(e)).text == "a"
@@ -119,7 +119,7 @@ async def test_a_stop_string_counts_where_it_ends(min_tokens: int, text: str) ->
     assert deltas[0].stop_string == ("\n\nUser" if text == "ab" else None)
 
 
-async def test_a_stop_token_is_told_but_not_its_text() -> None:
+async def test_a_stop_token_is_emitted_but_not_its_text() -> None:
     e = output()
     e.add(Output(0, 0, infos("ab"), FinishReason.STOP))
     delta = await only(e)

@@ -82,7 +82,7 @@ async def test_both_sides_know_each_other(router: Router) -> None:
     assert tls("decode-1").principal == "baton://decode/decode-1"
 
 
-async def test_a_caller_of_another_role_is_told_so(router: Router) -> None:
+async def test_a_caller_of_another_role_is_refused_by_name(router: Router) -> None:
     async with served(router, tls=tls("decode"), roles=("router", "admin")) as listener:
         code, details = await refused(control_channel(listener.address, tls("prefill"), "decode"))
         assert code is grpc.StatusCode.PERMISSION_DENIED

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from baton.errors import ConfigError
-from router.workers.pool import Discovery
+from router.workers.discovery import Discovery
 
 
 async def test_static_addresses_are_told_once() -> None:
