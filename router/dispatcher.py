@@ -38,7 +38,8 @@ from router.placement.scheduler import PlacementScheduler, selection_criteria
 from router.placement.waiter import PlacementRequest, Refusal, Waiter
 from router.workers.decode_session import DecodeCall
 from router.workers.failures import AttemptBreakers, Breakers, Deliver, Suspicion
-from router.workers.pool import WorkerLink, WorkerPool
+from router.workers.link import WorkerLink
+from router.workers.pool import WorkerPool
 from router.workers.prefill_call import PrefillAssignment
 
 _logger = logging.getLogger(__name__)

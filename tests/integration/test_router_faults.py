@@ -23,7 +23,7 @@ from baton.rpc.channel import control_channel
 from baton.worker.status import WorkerStatus
 from router import output as output_module
 from router.workers import decode_session, prefill_call
-from router.workers import pool as pool_module
+from router.workers import link as link_module
 from tests.integration.router_rig import Answer, RouterRig, refused, request, router_rig, until, whole
 from tests.integration.router_stubs import (
     LENGTH,
@@ -141,7 +141,7 @@ async def test_a_prefill_that_can_not_be_read_ends_its_request(tmp_path: Path, m
 
 
 async def test_a_bad_status_costs_its_watch_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, broken = pool_module.status_from_proto, asyncio.Event()
+    read, broken = link_module.status_from_proto, asyncio.Event()
 
     def breaks(message: worker_pb2.WorkerStatus) -> WorkerStatus:
         if not broken.is_set():
@@ -150,7 +150,7 @@ async def test_a_bad_status_costs_its_watch_alone(tmp_path: Path, monkeypatch: p
         return read(message)
 
     async with router_rig(tmp_path) as b:
-        monkeypatch.setattr(pool_module, "status_from_proto", breaks)
+        monkeypatch.setattr(link_module, "status_from_proto", breaks)
         b.prefill[0].status.notify()
         await until(b.app, lambda: broken.is_set() and len(b.app.pool.fleet.prefill) == 1)
         assert (await b.answer(max_tokens=3)).text() == text(0, 3)

@@ -70,7 +70,7 @@ EDGES = (
     "router.serving.large_messages",
     "router.serving.servicer",
     "router.workers.decode_session",
-    "router.workers.pool",
+    "router.workers.link",
     "router.workers.prefill_call",
 )
 """Modules that may use generated stubs: servicers and their registration, conversion, and callers of a stub."""
