@@ -11,16 +11,17 @@
 - A reservation is granted only if there are then at most slots + lookahead sequences, in any state.
 - `lookahead` is the number of completions per second times the seconds from a reservation until its sequence is ready:
   so many sequences end in the meantime (Little's law). It is at most a quarter of the slots.
-- Further choices of a request are forks. Forks leave some slots free for new requests, and wait for reservations that
-  were just refused. But after a reservation was granted while forks are pending, the next slot goes to a fork. So
-  reservations and forks take turns (decision 10).
+- Further choices of a request are forks. Reservations and forks take turns (decision 10):
+
+  1. Forks leave some slots free for new requests.
+  2. After a refusal, forks take no slot for REFUSED_PRIORITY_S seconds.
+  3. After a grant while forks are pending, the next slot is a fork's; this overrides the other two.
 
 **Pages** (`Admission`). A fork that lacks pages waits, and blocks no other sequence. Contexts that wait for forks may
 use at most half of the pages. A single such context may use more. The oldest attempt and the attempt with the fewest
 pending choices take turns. Every fork ends; decision 10 has the proof.
 
-After a preemption, the pages that the batch needs for its next steps do not count as free
-(`DecodeLoop.pages_kept_for_batch`).
+After a preemption, the pages that the batch needs for its next steps do not count as free (`BatchPages.kept`).
 
 **Claims** (`Claims`) keep small reservations from starving large ones. A reservation that is refused because pages are
 missing leaves a claim. Half of the pages that are free then, and half of the pages that come free later, are set aside
@@ -41,8 +42,9 @@ from baton.errors import InvalidRequest, OutOfPages, Overloaded
 from baton.kv.cached_blocks import SLICE_NODES
 from baton.rates import DecayingAverage, DecayingSum
 from decode_svc.attempts import Attempts, DecodeAttempt
-from decode_svc.reservation import AttemptKey, ReservationSize, Reserve, size_reservation
-from decode_svc.scheduler import DecodeSequence
+from decode_svc.messages import AttemptKey, Reserve
+from decode_svc.reservation import ReservationSize, size_reservation
+from decode_svc.scheduler import BatchPages, DecodeSequence
 
 T = TypeVar("T")
 
@@ -85,7 +87,7 @@ class SlotForecast:
         self._fork_owed = False
         """Whether the next free slot is for a fork, because a reservation took the last one."""
         self.forks_wait_until = -math.inf
-        """Until this time, a fork may start only if the next slot is promised to a fork (`_fork_owed`)."""
+        """Time before which free slots are for a reservation that was just refused, unless a fork is owed one."""
 
     def record_end(self, now: float, count: int = 1) -> None:
         """Record that `count` sequences have ended."""
@@ -194,7 +196,7 @@ class Claims:
         self._claims: dict[int, _Claim] = {}
         self._first: _Claim | None = None
         # Twice the pages set aside for the first claim, and the number of free pages when that was computed.
-        self._twice = self._free = 0
+        self._set_aside_doubled = self._free = 0
 
     def record_free(self, free: int, now: float) -> None:
         """Record that `free` pages are free: half of those that came free since the last call are set aside.
@@ -206,14 +208,14 @@ class Claims:
                 del self._claims[session_number]
         first = next(iter(self._claims.values()), None)
         if first is not self._first:
-            self._first, self._twice, self._free = first, 0, 0
+            self._first, self._set_aside_doubled, self._free = first, 0, 0
         if first is not None:
-            self._twice = min(max(self._twice + free - self._free, 0), 2 * first.pages)
+            self._set_aside_doubled = min(max(self._set_aside_doubled + free - self._free, 0), 2 * first.pages)
             self._free = free
 
     def pages_set_aside(self, claimant: Claimant | None = None) -> int:
         """Number of pages that were set aside, at the last `record_free`, for claimants other than this one."""
-        return 0 if self._first is None or self._first.claimant == claimant else -(-self._twice // 2)
+        return 0 if self._first is None or self._first.claimant == claimant else -(-self._set_aside_doubled // 2)
 
     def add(self, claimant: Claimant, pages: int, now: float) -> None:
         """Record that `pages` pages were not free; renews the claim, or makes one if the session has none."""
@@ -261,9 +263,8 @@ class ForkResult:
 class Admission:
     """Decides for one worker; times are seconds on the caller's clock.
 
-    `reserve_tokens` is the most outputs of a choice for which pages are reserved. `pages_kept_for_batch` returns the
-    number of free pages that only the batch may take. `reclaim` frees pages that no request holds, and returns False if
-    there were none.
+    `reserve_tokens` is the most outputs of a choice for which pages are reserved. `reclaim` frees pages that no request
+    holds, and returns False if there were none.
     """
 
     def __init__(
@@ -272,14 +273,14 @@ class Admission:
         attempts: Attempts,
         reserve_tokens: int,
         forecast: SlotForecast,
-        pages_kept_for_batch: abc.Callable[[], int],
+        batch_pages: BatchPages,
         reclaim: abc.Callable[[], bool],
     ) -> None:
         self._engine = engine
         self._attempts = attempts
         self._reserve_tokens = reserve_tokens
         self.forecast = forecast
-        self._pages_kept_for_batch = pages_kept_for_batch
+        self._batch_pages = batch_pages
         self._reclaim = reclaim
         self.claims = Claims()
         self._context_claims = Claims()
@@ -330,7 +331,7 @@ class Admission:
         if reservation.choices > 1:
             # Check this before the slots, because a refusal there leaves a free slot to this reservation.
             self._check_contexts(claimant, self._engine.spec.pages_for(reservation.context_tokens), now)
-        self.forecast.check(self._attempts.sequences, now)
+        self.forecast.check(self._attempts.held_sequences, now)
         try:
             self._check_claims(claimant, size.pages)
         except OutOfPages:
@@ -371,16 +372,16 @@ class Admission:
         return forked
 
     def free_context_tokens(self) -> int:
-        """Tokens of the largest context that a request without a claim could reserve after the last refusal."""
+        """Size, in tokens, of the largest context for which a request without a claim could reserve pages now."""
         pages = self._free() - self.claims.pages_set_aside()
         return max(pages * self._engine.spec.page_size - self._reserve_tokens, 0)
 
     def wake_at(self, now: float) -> float:
         """Time at which the caller must call `start_forks` even if nothing happens; infinite if it need not."""
-        return self.forecast.wake_at(self._attempts.sequences, now) if self._attempts.pending else math.inf
+        return self.forecast.wake_at(self._attempts.held_sequences, now) if self._attempts.pending else math.inf
 
     def _may_fork(self, now: float) -> bool:
-        return self.forecast.may_fork(self._attempts.sequences, now)
+        return self.forecast.may_fork(self._attempts.held_sequences, now)
 
     def _fork_order(self) -> abc.Sequence[DecodeAttempt]:
         """Attempts with pending choices, in the order of their turns.
@@ -412,14 +413,17 @@ class Admission:
         return False
 
     def _fork_claim(self, turns: abc.Sequence[DecodeAttempt]) -> int:
-        """Number of pages to claim for a fork: the first one that fits beside all kept contexts, or the smallest."""
+        """Number of pages to claim: of the first fork in `turns` that fits in the pool beside all kept contexts.
+
+        If none fits, of the smallest fork.
+        """
         needs = [self._attempts.fork_pages(attempt) for attempt in turns]
-        room = self._engine.spec.pages - self._attempts.context_pages
+        room = self._engine.spec.pages - self._attempts.pending_context_pages
         return next((need for need in needs if need <= room), min(needs))
 
     def _check_claims(self, claimant: Claimant, need: int) -> None:
         """Raise OutOfPages if these pages are kept for the batch or another claim. Counts shared pages too."""
-        free, kept_for_batch = self._free(), self._pages_kept_for_batch()
+        free, kept_for_batch = self._free(), self._batch_pages.kept
         set_aside = self.claims.pages_set_aside(claimant)
         if (set_aside or kept_for_batch) and need > free - set_aside:
             stats = self._engine.stats()
@@ -442,12 +446,12 @@ class Admission:
 
     @property
     def _free_context_pages(self) -> int:
-        return max(self._max_context_pages - self._attempts.all_context_pages, 0)
+        return max(self._max_context_pages - self._attempts.expected_context_pages, 0)
 
     def _free(self) -> int:
         """Number of free and cached pages that the batch does not need."""
         stats = self._engine.stats()
-        return max(stats.free + stats.cached - self._pages_kept_for_batch(), 0)
+        return max(stats.free + stats.cached - self._batch_pages.kept, 0)
 
     def _with_reclaim(self, take: abc.Callable[[], T]) -> T:
         """Call `take`; if pages are missing, free those that no request holds and call it again."""

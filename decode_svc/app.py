@@ -18,11 +18,11 @@ from baton.transfer.export import ExportRegistry
 from baton.transfer.fetcher import ExportFetcher
 from baton.transfer.transport import SERVICE as KV_SERVICE
 from baton.transfer.transport import KvServicer
-from baton.worker.cache_tiers import CacheTiers, open_cache
 from baton.worker.health import Watchdog
+from baton.worker.prefix_cache import CacheAdmin, open_worker_cache
 from baton.worker.start import Service, WorkerAddresses, serve_listeners, start_runtime
 from baton.worker.status import PrefixChangeFeed, StatusHub, WorkerRole
-from decode_svc.attempts import FailureKind
+from decode_svc.messages import FailureKind
 from decode_svc.servicer import DecodeServicer
 from decode_svc.worker import DecodeWorker
 
@@ -65,7 +65,7 @@ class DecodeApp:
                 await self.worker.wait_finished()
             _log.info("drained")
         except TimeoutError:
-            _log.info("drained: %d sequences moved after %g s", self.worker.attempts.sequences, grace_s)
+            _log.info("drained: %d sequences moved after %g s", self.worker.attempts.held_sequences, grace_s)
             self.worker.fail_all(FailureKind.DRAINING, f"the worker stops; {grace_s:g} s were given to finish")
 
 
@@ -80,7 +80,7 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
             start_runtime(config, WorkerRole.DECODE, engine=engine, converts_kv=config.convert_kv)
         )
         # Decode writes to the cache and never reads from it, so copies in host memory would be useless.
-        cache = open_cache(config, base.engine.spec.kv_format)
+        cache = open_worker_cache(config, base.engine.spec.kv_format)
         stack.push_async_callback(cache.close)
         await cache.check()
         exports = ExportRegistry(base.engine, base.identity.incarnation, shards=base.identity.shards)
@@ -90,9 +90,9 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
         prefix_changes = PrefixChangeFeed(base.engine, cache, lambda: status.notify())
         stack.callback(prefix_changes.close)
         status = StatusHub(base.identity, lambda: worker.load_report(), prefix_changes)
-        cache_tiers = CacheTiers(base.engine, cache)
+        cache_admin = CacheAdmin(base.engine, cache)
         worker = DecodeWorker(
-            config, base.engine, base.identity, fetcher, exports, cache, cache_tiers, watchdog, status.notify
+            config, base.engine, base.identity, fetcher, exports, cache, cache_admin, watchdog, status.notify
         )
 
         def add_decode(server: grpc.aio.Server) -> None:
@@ -109,8 +109,8 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
                 tls=base.tls,
                 tickets=base.tickets,
                 ledger=worker.ledger,
-                cache=cache_tiers.list_tiers,
-                clear=cache_tiers.clear,
+                cache=cache_admin.list_tiers,
+                clear=cache_admin.clear,
                 fail=worker.fail_engine,
                 measure=worker.set_gauges,
             )

@@ -26,54 +26,20 @@ are pending.
 
 from __future__ import annotations
 
-import enum
 import itertools
 import math
 from collections import abc
 from dataclasses import dataclass, field
 
 from baton.engine.contract import Engine, KvHandle
-from baton.errors import BatonError, EngineError, IncompleteTransfer, OutOfPages, SourceUnreachable
+from baton.errors import EngineError, IncompleteTransfer, OutOfPages
+from baton.kv.hashing import RollingBlockHasher, chain_root
 from baton.ledger import LedgerEntry
 from baton.lifecycle import Lifecycle, State
 from baton.request import FirstToken, Handoff, SequenceState
-from decode_svc.reservation import (
-    AttemptKey,
-    ReservationSize,
-    Reserve,
-    check_handoff,
-    context_ids,
-)
-from decode_svc.scheduler import DecodeSequence, RollingBlockHasher
-
-
-class FailureKind(enum.Enum):
-    """Reasons for which an attempt can fail."""
-
-    SOURCE_UNREACHABLE = "source unreachable"
-    TRANSFER = "transfer"
-    ENGINE = "engine"
-    DEADLINE = "deadline"
-    DRAINING = "draining"
-    PREEMPTED = "preempted"
-
-    @classmethod
-    def of(cls, error: BatonError) -> FailureKind:
-        """The kind of failure of an attempt whose transfer ended with this error."""
-        match error:
-            case SourceUnreachable():
-                return cls.SOURCE_UNREACHABLE
-            case EngineError():
-                return cls.ENGINE
-        return cls.TRANSFER
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """The failure of an attempt."""
-
-    kind: FailureKind
-    message: str
+from decode_svc.messages import AttemptKey, Failure, FailureKind, Reserve
+from decode_svc.reservation import ReservationSize, check_handoff_fields, context_ids
+from decode_svc.scheduler import DecodeSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +57,10 @@ class PublishedBlocks:
 
 
 @dataclass(slots=True)
-class RunningChoice:
-    """A choice that decodes, in `state` since the time `since`; `hasher` hashes blocks that it may publish."""
+class ActiveChoice:
+    """A choice with a sequence: it waits for a slot or decodes. `since` is the time of the last change of `state`."""
 
-    sequence_id: int
-    handle: KvHandle
-    hasher: RollingBlockHasher | None
+    sequence: DecodeSequence
     since: float
     state: State = State.SLOT_WAIT
 
@@ -118,11 +82,12 @@ class PendingChoices:
 
 @dataclass(eq=False, slots=True)
 class DecodeAttempt:
-    """An attempt on this worker, owned by a session. `tokens` is the number of tokens of one choice that have pages.
+    """An attempt on this worker, owned by a session.
 
-    Attempts are ordered by `order_key`, the oldest first. A later attempt at a request counts as older than all first
-    attempts, so that a request that was preempted is not the first to be preempted again. `choices` has the choices
-    that decode, by index; `pending` has the choices that wait to be forked.
+    `tokens` is the capacity of one choice's pages at the start, in tokens: the context and the first outputs. Attempts
+    are ordered by `order_key`, the oldest first. A later attempt at a request counts as older than all first attempts,
+    so that a request that was preempted is not the first to be preempted again. `choices` has the choices with a
+    sequence, by index; `pending` has those that wait to be forked.
     """
 
     session_number: int
@@ -134,7 +99,7 @@ class DecodeAttempt:
     lifecycle: Lifecycle
     reserved_at: float
     cancelled: set[int] = field(default_factory=set)
-    choices: dict[int, RunningChoice] = field(default_factory=dict)
+    choices: dict[int, ActiveChoice] = field(default_factory=dict)
     pending: PendingChoices | None = None
     prefix_transfer_id: str = ""
     """The transfer id of the export of its pinned prefix, or an empty string."""
@@ -152,7 +117,7 @@ class DecodeAttempt:
         return self.lifecycle.state in (State.SLOT_WAIT, State.DECODING)
 
     @property
-    def sequences(self) -> int:
+    def held_sequences(self) -> int:
         """Number of its sequences; 1 before its KV is complete."""
         return len(self.choices) if self.committed else 1
 
@@ -171,7 +136,7 @@ class DecodeAttempt:
         """All handles that it holds."""
         if not self.committed:
             return [self.handle] if self.spare is None else [self.handle, self.spare]
-        own = [choice.handle for choice in self.choices.values()]
+        own = [choice.sequence.handle for choice in self.choices.values()]
         return own if self.pending is None else [*own, self.pending.context_handle]
 
     def overdue_failure(self) -> Failure:
@@ -209,7 +174,8 @@ def ledger_entries(attempts: abc.Iterable[DecodeAttempt], engine: Engine, now: f
     entries = []
     for attempt in attempts:
         if attempt.committed:
-            entries += [entry(attempt, each.handle, each.state, each.since) for each in attempt.choices.values()]
+            choices = attempt.choices.values()
+            entries += [entry(attempt, each.sequence.handle, each.state, each.since) for each in choices]
             if attempt.pending is not None:
                 entries.append(entry(attempt, attempt.pending.context_handle, State.SLOT_WAIT, attempt.pending.since))
         else:
@@ -248,9 +214,9 @@ class Attempts:
         return iter(list(self._live.values()))
 
     @property
-    def sequences(self) -> int:
+    def held_sequences(self) -> int:
         """Number of sequences, counting 1 for each attempt whose KV is not complete. Pending choices do not count."""
-        return sum(attempt.sequences for attempt in self._live.values())
+        return sum(attempt.held_sequences for attempt in self._live.values())
 
     @property
     def pending(self) -> abc.Sequence[DecodeAttempt]:
@@ -344,7 +310,7 @@ class Attempts:
 
         `digests` are those of all full blocks of the context; they may be empty unless `needs_digests`.
         """
-        check_handoff(self._engine.spec, attempt.reservation, handoff)
+        check_handoff_fields(self._engine.spec, attempt.reservation, handoff)
         pinned = attempt.handle.cached_tokens // self._engine.spec.kv_format.block_size
         # The last digest of a chain names all blocks before it too.
         if pinned and digests[pinned - 1 : pinned] != attempt.reservation.pinnable_digests[pinned - 1 : pinned]:
@@ -395,16 +361,16 @@ class Attempts:
         return spec.pages_for(attempt.tokens) - (spec.pages_for(context) if last else context // spec.page_size)
 
     @property
-    def context_pages(self) -> int:
+    def pending_context_pages(self) -> int:
         """Number of pages of the contexts that are kept for pending choices. Shared pages count for each attempt."""
         return sum(self._engine.spec.pages_for(attempt.reservation.context_tokens) for attempt in self._pending)
 
     @property
-    def all_context_pages(self) -> int:
-        """`context_pages`, plus the pages of contexts that will be kept for pending choices after their commit."""
+    def expected_context_pages(self) -> int:
+        """`pending_context_pages`, plus pages of contexts that will be kept for pending choices after their commit."""
         pages_for = self._engine.spec.pages_for
         coming = (each for each in self._live.values() if not each.committed and each.reservation.choices > 1)
-        return self.context_pages + sum(pages_for(each.reservation.context_tokens) for each in coming)
+        return self.pending_context_pages + sum(pages_for(each.reservation.context_tokens) for each in coming)
 
     def fork(self, attempt: DecodeAttempt) -> DecodeSequence:
         """Make a sequence of the attempt's next pending choice. Raises OutOfPages."""
@@ -438,17 +404,17 @@ class Attempts:
             if not attempt.pending.first_tokens:
                 self._drop_pending(attempt)
             return []
-        if (going := attempt.choices.get(choice)) is None:
+        if (active := attempt.choices.get(choice)) is None:
             return []
-        self.end_sequence(going.sequence_id, now, self._release(going))
-        return [going.sequence_id]
+        self.end_sequence(active.sequence.id, now, self._release(active.sequence))
+        return [active.sequence.id]
 
     def end_sequence(self, sequence_id: int, now: float, digests: abc.Sequence[bytes] = ()) -> None:
         """Remove a sequence that has ended or must be dropped; `digests` are those of its published blocks."""
         attempt, index = self._owners.pop(sequence_id)
-        choice = attempt.choices.pop(index)
+        sequence = attempt.choices.pop(index).sequence
         self._update_state(attempt, now)
-        self._report_published(attempt, choice, digests)
+        self._report_published(attempt, sequence, digests)
 
     def is_finished(self, attempt: DecodeAttempt) -> bool:
         """Whether all choices of the attempt have ended; then the caller must end the attempt."""
@@ -461,20 +427,20 @@ class Attempts:
 
         Its final KV is published in the pool, unless `publish` is False.
         """
-        held, choices = attempt.handles, list(attempt.choices.values())
+        held, sequences = attempt.handles, [choice.sequence for choice in attempt.choices.values()]
         if not attempt.lifecycle.end(now):
             return []
         del self._live[attempt.session_number, attempt.key]
-        published = [self._release(choice) if publish else () for choice in choices]
+        published = [self._release(sequence) if publish else () for sequence in sequences]
         self._free(held)
         self._pending.pop(attempt, None)
         attempt.pending = None
         attempt.choices.clear()
-        for choice in choices:
-            del self._owners[choice.sequence_id]
-        for choice, digests in zip(choices, published, strict=True):
-            self._report_published(attempt, choice, digests)
-        return [choice.sequence_id for choice in choices]
+        for sequence in sequences:
+            del self._owners[sequence.id]
+        for sequence, digests in zip(sequences, published, strict=True):
+            self._report_published(attempt, sequence, digests)
+        return [sequence.id for sequence in sequences]
 
     def _update_state(self, attempt: DecodeAttempt, now: float) -> None:
         """Derive the state of the attempt from the states of its choices."""
@@ -500,7 +466,6 @@ class Attempts:
     ) -> DecodeSequence:
         """Make a sequence of a choice whose KV is in place; from now on it decodes."""
         output_ids = (*handoff.output_ids, first.token.token_id)
-        own = hasher and hasher.fork(first.token.token_id)
         sequence = DecodeSequence(
             next(self._ids),
             handle,
@@ -508,10 +473,10 @@ class Attempts:
             fetch_ms=fetch_ms,
             ready_at=ready_at,
             order_key=attempt.order_key,
-            hasher=own,
+            hasher=hasher and hasher.fork(first.token.token_id),
             request_id=attempt.key.request_id,
         )
-        attempt.choices[first.choice_index] = RunningChoice(sequence.id, handle, own, ready_at)
+        attempt.choices[first.choice_index] = ActiveChoice(sequence, ready_at)
         self._owners[sequence.id] = (attempt, first.choice_index)
         return sequence
 
@@ -530,25 +495,25 @@ class Attempts:
     def _hasher(self, attempt: DecodeAttempt, handoff: Handoff, digests: abc.Sequence[bytes]) -> RollingBlockHasher:
         """Make the hasher of a sequence that begins with the context; `digests` are those of its full blocks."""
         spec = self._engine.spec
-        rest = context_ids(handoff)[len(digests) * spec.kv_format.block_size :]
-        return RollingBlockHasher(spec, attempt.reservation.cache_salt, digests, rest)
+        root = chain_root(spec.fingerprint, spec.kv_format.digest, attempt.reservation.cache_salt)
+        size = spec.kv_format.block_size
+        return RollingBlockHasher(root, size, digests, context_ids(handoff)[len(digests) * size :])
 
-    def _release(self, choice: RunningChoice) -> abc.Sequence[bytes]:
-        """Publish the final blocks of a choice, free its handle, and return the digests of the blocks.
+    def _release(self, sequence: DecodeSequence) -> abc.Sequence[bytes]:
+        """Publish the final blocks of a sequence, free its handle, and return the digests of the blocks.
 
         Does nothing if the engine thread has freed the handle. The engine does both in one call, because a step in
         between could write to a page that is already published.
         """
-        hasher = choice.hasher if choice.handle.alive else None
-        digests = tuple(hasher.digests) if hasher is not None else ()
-        self._engine.free(choice.handle, digests)
+        digests = tuple(sequence.digests) if sequence.handle.alive else ()
+        self._engine.free(sequence.handle, digests)
         return digests
 
-    def _report_published(self, attempt: DecodeAttempt, choice: RunningChoice, digests: abc.Sequence[bytes]) -> None:
+    def _report_published(self, attempt: DecodeAttempt, sequence: DecodeSequence, digests: abc.Sequence[bytes]) -> None:
         """Report the blocks that a sequence has published at its end."""
         if digests:
             context_blocks = attempt.reservation.context_tokens // self._engine.spec.kv_format.block_size
-            self._on_published(PublishedBlocks(choice.handle.owner, digests, context_blocks))
+            self._on_published(PublishedBlocks(sequence.handle.owner, digests, context_blocks))
 
     def _free(self, handles: list[KvHandle]) -> None:
         for handle in handles:

@@ -15,8 +15,8 @@ sequence that ends has then been in one more step, and the tokens of that step a
 the batch is empty.
 
 Before a step, each sequence gets the pages that its next tokens need. If too few are free, the loop frees pages held
-for no request, then reads unread steps, which may end sequences, then preempts the youngest sequence, again and again
-until there are enough. A preempted sequence fails as PREEMPTED, and leaves its blocks cached for its replay.
+for no request. Then it reads unread steps, which may end sequences. Then it preempts the youngest sequence. It repeats
+this until there are enough. A preempted sequence fails as PREEMPTED, and leaves its blocks cached for its replay.
 
 The asyncio side may end an attempt and free its handles at any time. An operation that fails here because its handle is
 dead is therefore no error: the command that drops the sequence is already on its way.
@@ -34,9 +34,9 @@ from dataclasses import dataclass, field
 from baton.engine.contract import Engine, EngineSequence, ForwardPass
 from baton.errors import NoToken, OutOfPages
 from baton.telemetry.logs import about
-from baton.worker.health import FaultCounter, Watchdog
-from decode_svc.attempts import FailureKind
-from decode_svc.scheduler import DecodeScheduler, DecodeSequence, StepOutput
+from baton.worker.health import NoTokenCounter, Watchdog
+from decode_svc.messages import FailureKind
+from decode_svc.scheduler import BatchPages, DecodeScheduler, DecodeSequence, StepOutput
 
 _log = logging.getLogger(__name__)
 
@@ -91,9 +91,10 @@ class DecodeLoop:
         emit: Callable[[StepReport], object],
         clock: Callable[[], float] = time.monotonic,
         reclaim: Callable[[], bool] = lambda: False,
+        batch_pages: BatchPages | None = None,
     ) -> None:
         """`reclaim` frees pages that no request holds; it is called on the engine thread, and returns True if it
-        freed any.
+        freed any. The loop counts `batch_pages`.
         """
         self._engine = engine
         self._watchdog = watchdog
@@ -103,16 +104,8 @@ class DecodeLoop:
         self._scheduler = DecodeScheduler(engine.spec)
         self._read_at = 0.0
         self._inbox: queue.SimpleQueue[_Add | _Drop | _Stop] = queue.SimpleQueue()
-        self._replay_pages = 0
-        self._pages_kept = 0
-        self._faults = FaultCounter()
-
-    def pages_kept_for_batch(self) -> int:
-        """Free pages that nobody else may take, because the batch needs them for ROOM_TOKENS steps.
-
-        0 unless a sequence was preempted. It is 0 again as soon as there is room for the batch and for the replay.
-        """
-        return self._pages_kept
+        self._batch_pages = batch_pages or BatchPages()
+        self._no_tokens = NoTokenCounter()
 
     def add(self, sequences: Sequence[DecodeSequence]) -> None:
         """Queue sequences whose KV is complete; the loop frees their handles at the end."""
@@ -129,14 +122,14 @@ class DecodeLoop:
     def run(self) -> None:
         """Run until stopped. Frees all handles at the end; raises the error that made the engine unusable."""
         try:
-            while self.turn():
+            while self.run_once():
                 pass
         finally:
             self._free([sequence.id for sequence in self._scheduler.sequences])
             self._discard_in_flight()
             self._watchdog.set_idle()
 
-    def turn(self) -> bool:
+    def run_once(self) -> bool:
         """Take in commands, waiting if there is nothing else to do; then launch, read and emit.
 
         Returns False to stop.
@@ -144,7 +137,7 @@ class DecodeLoop:
         if not self._receive():
             return False
         changes = StepReport()
-        if not self._faults.suspected:
+        if not self._no_tokens.suspected:
             self._admit(changes)
         self._ensure_pages(changes)
         if changes.joined or changes.failures:
@@ -152,13 +145,13 @@ class DecodeLoop:
         self._launch()
         if not self._read(self._engine.spec.steps_ahead):
             self._emit_report(StepReport())
-        if self._faults.suspected and not self._scheduler.running:
-            self._faults.check_engine(self._engine, self._watchdog, step=True)
+        if self._no_tokens.suspected and not self._scheduler.running:
+            self._no_tokens.run_self_test(self._engine, self._watchdog, step=True)
         return True
 
     def _emit_report(self, report: StepReport) -> None:
         report.running = self._scheduler.running
-        if self._replay_pages:
+        if self._batch_pages.replay:
             self._count_kept_pages()
         self._emit(report)
 
@@ -210,11 +203,12 @@ class DecodeLoop:
 
     def _preempt(self, report: StepReport) -> None:
         """End the youngest sequence; its router replays it."""
-        sequence, stats = self._scheduler.youngest(), self._engine.stats()
-        self._replay_pages = self._engine.spec.pages_for(sequence.handle.capacity)
+        sequence, total = self._scheduler.youngest(), self._engine.stats().total
+        freed = self._batch_pages.replay = self._engine.spec.pages_for(sequence.handle.capacity)
         # Until they are counted.
-        self._pages_kept = stats.total
-        message = f"{sequence.handle.owner} gives back its {self._replay_pages} pages of {stats.total}: no page is left"
+        self._batch_pages.kept = total
+        owner = sequence.handle.owner
+        message = f"{owner} is preempted and frees {freed} of {total} pages: the batch needs pages and none is free"
         _log.info("%s", message, extra=about(sequence.request_id))
         self._engine.free(sequence.handle, sequence.digests)
         self._fail_sequences([sequence.id], FailureKind.PREEMPTED, message, report)
@@ -222,9 +216,9 @@ class DecodeLoop:
     def _count_kept_pages(self) -> None:
         """Count the pages to keep for the batch: none if it has room beside a replay of what was preempted last."""
         stats, missing = self._engine.stats(), self._scheduler.missing_pages()
-        if not self._scheduler.running or missing + self._replay_pages <= stats.free + stats.cached:
-            missing = self._replay_pages = 0
-        self._pages_kept = missing
+        if not self._scheduler.running or missing + self._batch_pages.replay <= stats.free + stats.cached:
+            missing = self._batch_pages.replay = 0
+        self._batch_pages.kept = missing
 
     def _launch(self) -> None:
         """Launch a step if the batch is not empty."""
@@ -239,13 +233,13 @@ class DecodeLoop:
             self._fail_batch(error, report)
             self._emit_report(report)
 
-    def _read(self, keep: int) -> int:
-        """Read the oldest steps until `keep` are in flight, or none if the batch is empty; emits a report of each.
+    def _read(self, max_in_flight: int) -> int:
+        """Read the oldest steps until so many are in flight, or none if the batch is empty; emits a report of each.
 
         Returns their number.
         """
         count = 0
-        while len(self._engine.in_flight) > (keep if self._scheduler.running else 0):
+        while len(self._engine.in_flight) > (max_in_flight if self._scheduler.running else 0):
             report = StepReport()
             self._process_step(self._engine.in_flight[0], report)
             self._emit_report(report)
@@ -263,9 +257,9 @@ class DecodeLoop:
         report.seconds = now - started
         lost = [(sequence, result) for sequence, result in results if isinstance(result, NoToken)]
         if len(lost) < len(results):
-            self._faults.record_success()
+            self._no_tokens.record_success()
         for sequence, reason in lost:
-            self._fail_without_token(sequence, reason, report, counts=len(lost) == len(results))
+            self._fail_without_token(sequence, reason, report, is_suspicious=len(lost) == len(results))
         for sequence, tokens in results:
             if isinstance(tokens, NoToken):
                 continue
@@ -299,16 +293,16 @@ class DecodeLoop:
         self._fail_sequences([sequence.id], FailureKind.ENGINE, f"{type(error).__name__}: {error}", report)
 
     def _fail_without_token(
-        self, sequence: EngineSequence, error: NoToken, report: StepReport, *, counts: bool
+        self, sequence: EngineSequence, error: NoToken, report: StepReport, *, is_suspicious: bool
     ) -> None:
-        """Fail a sequence that got no token; `counts` if it speaks against the worker."""
+        """Fail a sequence that got no token; `is_suspicious` if that speaks against the worker."""
         running = self._scheduler.find_running(sequence)
         if running is None:
             return
         self._engine.uncache(running.handle)
         self._fail_sequence(running, error, report)
-        if counts:
-            self._faults.record_failure(running.request_id)
+        if is_suspicious:
+            self._no_tokens.record_failure(running.request_id)
 
     def _fail_sequences(self, ids: Iterable[int], kind: FailureKind, message: str, report: StepReport) -> None:
         report.failures += [FailedSequence(each, kind, message) for each in ids]

@@ -1,4 +1,4 @@
-"""Reservations: a router's request for pages, its size, and the checks of the request and of its handoff. Pure."""
+"""The size of a reservation, and the checks of the request and of its handoff. Pure."""
 
 from __future__ import annotations
 
@@ -7,43 +7,9 @@ from dataclasses import dataclass
 
 from baton.engine.contract import EngineSpec
 from baton.errors import IncompleteTransfer, InvalidRequest
-from baton.kv.hashing import DIGEST_BYTES, MAX_SALT_BYTES, PackedDigests
-from baton.request import MAX_CHOICES, CachePolicy, Handoff, check_token_ids, join_ids
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptKey:
-    """The name of an attempt: the id of its request, and the number of the attempt."""
-
-    request_id: str
-    attempt: int
-
-    def __str__(self) -> str:
-        return f"{self.request_id}/{self.attempt}"
-
-
-@dataclass(frozen=True, slots=True)
-class Reserve:
-    """Command to reserve pages for a context of `context_tokens` tokens and `max_new_tokens` outputs of each choice.
-
-    `deadline_s` is the number of seconds until the request's deadline, or None. `prefix_digests` are the joined digests
-    of leading full blocks of the context; blocks that this worker already has are not transferred. `cache_salt` is the
-    salt of these digests (`baton.kv.hashing`).
-    """
-
-    key: AttemptKey
-    context_tokens: int
-    max_new_tokens: int
-    choices: int
-    deadline_s: float | None = None
-    prefix_digests: bytes = b""
-    cache_salt: bytes = b""
-    cache: CachePolicy = CachePolicy.READ_WRITE
-
-    @property
-    def pinnable_digests(self) -> PackedDigests:
-        """Digests of the leading blocks to pin; empty if the request does not read the cache."""
-        return PackedDigests(self.prefix_digests if self.cache.reads else b"")
+from baton.kv.hashing import DIGEST_BYTES, MAX_SALT_BYTES
+from baton.request import MAX_CHOICES, Handoff, check_token_ids, join_ids
+from decode_svc.messages import AttemptKey, Reserve
 
 
 class ReservationTooLarge(InvalidRequest):
@@ -108,7 +74,7 @@ def context_ids(handoff: Handoff) -> abc.Sequence[int]:
     return join_ids(handoff.prompt_ids, handoff.output_ids)
 
 
-def check_handoff(spec: EngineSpec, reservation: Reserve, handoff: Handoff) -> None:
+def check_handoff_fields(spec: EngineSpec, reservation: Reserve, handoff: Handoff) -> None:
     """Check that a handoff fits the reservation; raises IncompleteTransfer or InvalidRequest.
 
     The token ids of its context are not checked here, because they were checked when the handoff was decoded.

@@ -4,6 +4,8 @@
                └───────┬──────────┘
                  drop, preempt
 
+Drafts would not begin here, but in `EngineSequence.next_positions` (`baton.engine.contract`).
+
 Sequences get slots in the order in which they became ready. A waiting sequence already has its KV in its pages, so
 admitting it costs no transfer. Its pages have room for its first outputs. When it needs more, it gets pages before the
 step that needs them. If too few are left, the youngest sequence is preempted: it ends here, and its router replays its
@@ -13,8 +15,8 @@ Why every request ends.
 
 - No request is replayed for ever: prefill samples a token of every choice in each attempt, and outputs are finite.
 - The oldest sequence goes on. It is preempted only if no other sequence is left. Then the other pages belong to
-  reservations, which become sequences or end at their deadlines, and to contexts that are kept for pending choices,
-  which are then forked one after the other (`decode_svc.admission`).
+  reservations and to contexts of pending choices. The reservations become sequences, or end at their deadlines. The
+  choices are forked one after the other (`decode_svc.admission`).
 - A replay comes back only when its pages are free beside those that the batch needs for ROOM_TOKENS more tokens, or to
   its end: admission leaves these pages to the batch. So replays and the batch do not push each other out step by step.
 - Each request fits if it has the whole pool: admission has checked that.
@@ -28,39 +30,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from baton.engine.contract import EngineSequence, EngineSpec, KvHandle
-from baton.kv.hashing import block_digests, chain_root
+from baton.kv.hashing import RollingBlockHasher
 from baton.request import DecodeTimings, FinishReason, SequenceState, TokenInfo, finish_reason
 
 ROOM_TOKENS = 64
 """After a preemption, admission leaves each sequence of the batch room for this many tokens."""
-
-
-class RollingBlockHasher:
-    """Hashes the blocks of a growing sequence. Any thread may read `digests` meanwhile; it only gets longer."""
-
-    def __init__(self, spec: EngineSpec, salt: bytes, digests: Sequence[bytes], rest: Sequence[int]) -> None:
-        """`digests` are those of the full blocks (`baton.kv.hashing`), `rest` the tokens with KV after them."""
-        self.digests = list(digests)
-        self._size = spec.kv_format.block_size
-        self._parent = self.digests[-1] if digests else chain_root(spec.fingerprint, spec.kv_format.digest, salt)
-        self._rest = list(rest)
-
-    def fork(self, token_id: int) -> RollingBlockHasher:
-        """A copy of the hasher for a choice that continues with this token."""
-        hasher = RollingBlockHasher.__new__(RollingBlockHasher)
-        hasher.digests, hasher._size, hasher._parent = list(self.digests), self._size, self._parent
-        hasher._rest = list(self._rest)
-        hasher.extend([token_id])
-        return hasher
-
-    def extend(self, token_ids: Iterable[int]) -> None:
-        """Append tokens. The KV of the last one is not written yet: the next step writes it."""
-        for token_id in token_ids:
-            self._rest.append(token_id)
-            if len(self._rest) > self._size:
-                (self._parent,) = block_digests(self._parent, self._rest[: self._size], self._size)
-                del self._rest[: self._size]
-                self.digests.append(self._parent)
 
 
 class DecodeSequence(EngineSequence):
@@ -129,6 +103,19 @@ class StepOutput:
     finish: FinishReason | None
     timings: DecodeTimings | None
     digests: Sequence[bytes] = ()
+
+
+@dataclass(slots=True)
+class BatchPages:
+    """Pages that are kept for the batch after a preemption. The engine thread sets them; any thread may read them.
+
+    `kept` is the number of free pages that nobody else may take, because the batch needs them for ROOM_TOKENS more
+    tokens. It is 0 unless a sequence was preempted, and 0 again as soon as there is room for the batch and for the
+    replay of that sequence, which takes `replay` pages.
+    """
+
+    kept: int = 0
+    replay: int = 0
 
 
 class DecodeScheduler:

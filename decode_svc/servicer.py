@@ -18,9 +18,18 @@ from baton.request import DecodeTimings, Output, ReserveResult, check_id
 from baton.rpc.channel import SILENCE_S, SilenceTimer
 from baton.rpc.convert import add_token, cache_policy_from_proto, export_from_proto, finish_to_proto
 from baton.worker.status import WIRE_VERSION
-from decode_svc.attempts import Failure, FailureKind
-from decode_svc.reservation import AttemptKey, Reserve
-from decode_svc.session import Cancel, Command, Heartbeat, RouterSession, SessionDown, Start
+from decode_svc.messages import (
+    AttemptKey,
+    Cancel,
+    Command,
+    Failure,
+    FailureKind,
+    Heartbeat,
+    Reserve,
+    SessionDown,
+    Start,
+)
+from decode_svc.session import RouterSession
 from decode_svc.worker import DecodeWorker
 
 HELLO_TIMEOUT_S = 10.0
@@ -69,7 +78,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             with SilenceTimer(SILENCE_S, lambda: self._worker.close_session(session, error)) as silence:
                 while (message := await anext(requests, None)) is not None:
                     silence.reset()
-                    await self._worker.receive(session, command_from_proto(message))
+                    await self._worker.handle_command(session, command_from_proto(message))
         finally:
             self._worker.close_session(session)
 

@@ -1,73 +1,18 @@
-"""Sessions: the commands that come from a router, and the messages that go to it."""
+"""Sessions: the stream of messages to one router."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections import abc
-from dataclasses import dataclass, field
 
 from baton.errors import BatonError
-from baton.request import Output, RemoteExport, ReserveResult
+from baton.request import Output, ReserveResult
 from baton.rpc.channel import HEARTBEAT_S
-from decode_svc.attempts import Failure
-from decode_svc.reservation import AttemptKey, Reserve
+from decode_svc.messages import AttemptKey, Ended, Failure, SessionDown
 
 MAX_ANSWERS = 10_000
 """Number of answers and failures that a router may leave unread in its session."""
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Command to fetch the KV of an attempt from `source`; `deadline_s` as in Reserve.
-
-    If `prefix_transfer_id` is not empty, the attempt's pinned blocks are exported under this id.
-    """
-
-    key: AttemptKey
-    source: RemoteExport
-    deadline_s: float | None = None
-    prefix_transfer_id: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """Command to end an attempt, or one choice of it if `choice_index` is not None."""
-
-    key: AttemptKey
-    choice_index: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """Sign of life of a router, with all attempts of the session that it has not ended."""
-
-    live: frozenset[AttemptKey]
-
-
-Command = Reserve | Start | Cancel | Heartbeat
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The end of an attempt without a failure; the worker holds nothing of it any more."""
-
-
-@dataclass(slots=True)
-class SessionDown:
-    """One message to a router.
-
-    `live` is the list of all attempts of the session in a heartbeat, and None in other messages.
-    """
-
-    reserved: list[tuple[AttemptKey, ReserveResult]] = field(default_factory=list)
-    outputs: list[tuple[AttemptKey, Output]] = field(default_factory=list)
-    failures: list[tuple[AttemptKey, Failure]] = field(default_factory=list)
-    ended: list[AttemptKey] = field(default_factory=list)
-    live: list[AttemptKey] | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self.reserved or self.outputs or self.failures or self.ended or self.live is not None)
 
 
 class RouterSession:

@@ -1,11 +1,12 @@
 """The decode worker: the life of each attempt from its reservation to its end. All share one generation batch.
 
-    Reserve   `_reserve`         take pages, or refuse at once                                    RESERVED
-    Start     `_start`           export its pinned prefix to prefill, and start to fetch its KV   TRANSFERRING
-              `_transfer`        fetch ─▶ hash and publish blocks ─▶ `_commit`                    SLOT_WAIT
-              `resume_waiting`   give its sequences to the engine thread (`decode_svc.loop`)      SLOT_WAIT
-              `on_step_report`   send the results of each step to the router                      DECODING
-    Cancel, deadline, fault, end of the session, last choice finished ──▶ `_end`             ENDED
+    Reserve   `_reserve`           take pages, or refuse at once                                    RESERVED
+    Start     `_start`             export its pinned prefix to prefill, and start to fetch its KV   TRANSFERRING
+              `_fetch_and_commit`  fetch ─▶ hash and publish blocks ─▶ `_commit`                    TRANSFERRING
+              `_commit`            give its first choice to the engine thread (`decode_svc.loop`)   SLOT_WAIT
+              `resume_waiting`     give it further choices when slots and pages come free           SLOT_WAIT
+              `on_step_report`     send the results of each step to the router                      DECODING
+    Cancel, deadline, fault, end of the session, last choice finished ──▶ `_end`                    ENDED
 
 Every attempt ends in `_end`, which frees everything that the attempt holds, in any state. Its final KV stays in the
 pool, unless the engine has failed. With a shared cache, the KV is also copied there (`WriteBacks`).
@@ -35,26 +36,25 @@ from baton.kv.prefix.contract import PrefixCache
 from baton.ledger import Ledger, LedgerEntry
 from baton.lifecycle import State
 from baton.process.executors import EngineThread
-from baton.rates import DecayingAverage
 from baton.request import Handoff, Output, RemoteExport, ReserveResult
 from baton.telemetry import metrics
 from baton.telemetry.logs import about
 from baton.transfer.export import ExportRegistry
 from baton.transfer.fetcher import ExportFetcher
-from baton.worker.cache_tiers import BlockCopier, CacheTiers
 from baton.worker.health import IdleAudit, Watchdog, build_ledger
+from baton.worker.prefix_cache import BlockCopier, CacheAdmin
 from baton.worker.status import WorkerIdentity, WorkerLoad
 from decode_svc.admission import CLAIM_RENEW_S, Admission, SlotForecast
-from decode_svc.attempts import Attempts, DecodeAttempt, Failure, FailureKind, ledger_entries
+from decode_svc.attempts import Attempts, DecodeAttempt, ledger_entries
+from decode_svc.load_meter import LoadMeter
 from decode_svc.loop import DecodeLoop, StepReport
-from decode_svc.reservation import ReservationTooLarge, Reserve, context_ids
-from decode_svc.scheduler import DecodeSequence
-from decode_svc.session import MAX_ANSWERS, Cancel, Command, Ended, Heartbeat, RouterSession, Start
+from decode_svc.messages import Cancel, Command, Ended, Failure, FailureKind, Heartbeat, Reserve, Start
+from decode_svc.reservation import ReservationTooLarge, context_ids
+from decode_svc.scheduler import BatchPages
+from decode_svc.session import MAX_ANSWERS, RouterSession
 from decode_svc.write_backs import WriteBacks
 
 _log = logging.getLogger(__name__)
-
-_RATE_WEIGHT = 0.1
 
 
 class DecodeWorker:
@@ -71,7 +71,7 @@ class DecodeWorker:
         fetcher: ExportFetcher,
         exports: ExportRegistry,
         cache: PrefixCache,
-        cache_tiers: CacheTiers,
+        cache_admin: CacheAdmin,
         watchdog: Watchdog,
         changed: abc.Callable[[], object],
     ) -> None:
@@ -82,7 +82,7 @@ class DecodeWorker:
         self._fetcher = fetcher
         self._exports = exports
         self._cache = cache
-        self._cache_tiers = cache_tiers
+        self._cache_admin = cache_admin
         self._changed = changed
         self._idle = asyncio.Event()
         """Set while there is no attempt."""
@@ -93,12 +93,9 @@ class DecodeWorker:
         """The reason for which all reservations are refused, or an empty string."""
         self.failed: asyncio.Future[None] = loop.create_future()
         """Future that gets an exception when the engine can't go on."""
+        self.batch_pages = BatchPages()
         self.write_backs = WriteBacks(
-            engine,
-            self._blocks,
-            enabled=cache.enabled,
-            short_of_pages=lambda: self.decode_loop.pages_kept_for_batch() > 0,
-            changed=self._check_idle,
+            engine, self._blocks, self.batch_pages, enabled=cache.enabled, changed=self._check_idle
         )
         self.attempts = Attempts(engine, self.write_backs.add, shares_kv=not config.convert_kv)
         self.sessions: dict[int, RouterSession] = {}
@@ -111,10 +108,11 @@ class DecodeWorker:
             lambda report: loop.call_soon_threadsafe(self.on_step_report, report),
             loop.time,
             self.write_backs.release_pages,
+            self.batch_pages,
         )
         forecast = SlotForecast(engine.spec.slots, loop.time())
-        kept, reclaim = self.decode_loop.pages_kept_for_batch, self.write_backs.release_pages
-        self.admission = Admission(engine, self.attempts, config.reserve_tokens, forecast, kept, reclaim)
+        reclaim = self.write_backs.release_pages
+        self.admission = Admission(engine, self.attempts, config.reserve_tokens, forecast, self.batch_pages, reclaim)
         self._audit = IdleAudit(self.ledger, lambda: not self.attempts and not self.write_backs, self.fail_engine)
         self._audit_task: asyncio.Future[None] | None = None
         self._loop_run: asyncio.Future[None] | None = None
@@ -145,7 +143,7 @@ class DecodeWorker:
             session.end(error)
         self.admission.drop_session(session.number)
 
-    async def receive(self, session: RouterSession, command: Command) -> None:
+    async def handle_command(self, session: RouterSession, command: Command) -> None:
         """Handle a router's command. For a long context, first evict cached blocks in slices; others run in between.
 
         Commands after the end of the session are ignored, because nobody would free what they reserve. Raises
@@ -192,7 +190,7 @@ class DecodeWorker:
         self.resume_waiting()
         cached_tokens = attempt.handle.cached_tokens
         cached_blocks = cached_tokens // self._engine.spec.kv_format.block_size
-        self._cache_tiers.record_lookup(cached_blocks, len(reservation.pinnable_digests))
+        self._cache_admin.record_lookup(cached_blocks, len(reservation.pinnable_digests))
         return ReserveResult(True, cached_tokens=cached_tokens)
 
     def _start(self, session: RouterSession, start: Start) -> None:
@@ -207,7 +205,7 @@ class DecodeWorker:
         self.attempts.start(attempt, self._loop.time(), limit_s, start.deadline_s)
         if start.prefix_transfer_id:
             self._export_prefix(attempt, start.prefix_transfer_id)
-        transfer = self._transfer(attempt, start.source)
+        transfer = self._fetch_and_commit(attempt, start.source)
         self._transfers[attempt] = asyncio.create_task(transfer, name=f"fetch {start.key}")
         self.resume_waiting()
 
@@ -235,7 +233,7 @@ class DecodeWorker:
         if attempt.prefix_transfer_id:
             self._exports.release(attempt.prefix_transfer_id, self._exports.incarnation, "ended with its attempt")
 
-    async def _transfer(self, attempt: DecodeAttempt, source: RemoteExport) -> None:
+    async def _fetch_and_commit(self, attempt: DecodeAttempt, source: RemoteExport) -> None:
         """Fetch an attempt's KV, except the pinned blocks, and commit it. A failure ends the attempt."""
         started, length = self._loop.time(), attempt.reservation.context_tokens
         missing, limit_s = range(attempt.handle.cached_tokens, length), self._config.fetch_limit_s(length)
@@ -276,10 +274,11 @@ class DecodeWorker:
             self._end(attempt)
             return
         self.admission.forecast.record_ready(now - attempt.reserved_at)
-        self.resume_waiting([sequence])
+        self.decode_loop.add([sequence])
+        self.resume_waiting()
 
-    def resume_waiting(self, committed: abc.Sequence[DecodeSequence] = ()) -> None:
-        """Give committed sequences to the engine thread, and forks whose turn it is.
+    def resume_waiting(self) -> None:
+        """Give the forks whose turn it is to the engine thread, and set the timer.
 
         Called after each event by which work that waits for slots, pages or the time may go on: a reservation, start,
         commit or end of an attempt, a cancellation, a report of the engine thread, the return of pages, and the timer.
@@ -289,8 +288,8 @@ class DecodeWorker:
         if not self.failed.done():
             forked = self.admission.start_forks(self._loop.time())
             failed = forked.failed
-            if ready := [*committed, *forked.started]:
-                self.decode_loop.add(ready)
+            if forked.started:
+                self.decode_loop.add(forked.started)
         self._set_timer()
         for attempt, error in failed:
             self._fail(attempt, FailureKind.ENGINE, f"{attempt.key}: a choice can't be forked: {error}")
@@ -315,7 +314,7 @@ class DecodeWorker:
         self.resume_waiting()
 
     def on_step_report(self, report: StepReport) -> None:
-        """Hand the results of one turn of the engine thread to the sessions of their routers.
+        """Hand a report of the engine thread to the sessions of their routers.
 
         The engine thread sends each report to the asyncio loop (`call_soon_threadsafe`).
         """
@@ -401,7 +400,7 @@ class DecodeWorker:
 
     def set_gauges(self) -> None:
         """Set the gauges of the worker."""
-        self._load_meter.measure(self.attempts.ready_choices)
+        self._load_meter.set_gauges(self.attempts.ready_choices)
 
     async def ledger(self) -> Ledger:
         """The ledger: all owners of pages, and whether the sums are right."""
@@ -474,52 +473,3 @@ class DecodeWorker:
         if not self.attempts:
             self._idle.set()
             self._audit.notify()
-
-
-class LoadMeter:
-    """The load of the worker, measured from the reports of the engine thread, for its status and metrics."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._running = 0
-        self._tokens_per_second = DecayingAverage(_RATE_WEIGHT)
-        self._sequence_s = DecayingAverage(_RATE_WEIGHT)
-
-    def record_sequence(self, seconds: float) -> None:
-        """Record that a sequence has ended, `seconds` after it got its slot."""
-        self._sequence_s.add(seconds)
-
-    def record(self, report: StepReport) -> None:
-        """Count the results of one turn of the engine thread."""
-        self._running = report.running
-        metrics.SEQUENCES_PREEMPTED.inc(sum(lost.kind is FailureKind.PREEMPTED for lost in report.failures))
-        if report.seconds:
-            tokens = sum(len(output.tokens) for output in report.outputs)
-            metrics.DECODE_TOKENS.inc(tokens)
-            metrics.STEP_SECONDS.observe(report.seconds)
-            metrics.BATCH_SIZE.observe(report.batch)
-            self._tokens_per_second.add(tokens / report.seconds)
-
-    def report(self, requests_without_token: int) -> WorkerLoad:
-        """The load now, given the number of attempts without a token."""
-        stats, spec = self._engine.stats(), self._engine.spec
-        return WorkerLoad(
-            pages_used=stats.used,
-            pages_total=stats.total,
-            page_size=spec.page_size,
-            slots_used=self._running,
-            slots_total=spec.slots,
-            tokens_per_second=self._tokens_per_second.value,
-            requests_without_token=requests_without_token,
-        )
-
-    def measure(self, ready_choices: int) -> None:
-        """Set the gauges; `ready_choices` is the number of choices whose KV is complete, in the batch or not."""
-        stats, slots = self._engine.stats(), self._engine.spec.slots
-        metrics.set_kv_usage(used=stats.used, free=stats.free, cached=stats.cached)
-        waiting = max(ready_choices - self._running, 0)
-        metrics.RUNNING.set(self._running)
-        metrics.WAITING.set(waiting)
-        metrics.SLOTS.labels("used").set(self._running)
-        metrics.SLOTS.labels("free").set(slots - self._running)
-        metrics.QUEUED_SECONDS.labels("decode").set(waiting * self._sequence_s.value / slots)

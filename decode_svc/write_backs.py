@@ -13,8 +13,9 @@ from baton.ledger import LedgerEntry
 from baton.lifecycle import State
 from baton.telemetry import metrics
 from baton.telemetry.logs import about
-from baton.worker.cache_tiers import MAX_WRITE_BACKS, BlockCopier
+from baton.worker.prefix_cache import MAX_WRITE_BACKS, BlockCopier
 from decode_svc.attempts import PublishedBlocks
+from decode_svc.scheduler import BatchPages
 
 _log = logging.getLogger(__name__)
 
@@ -30,26 +31,25 @@ class WriteBacks:
 
     A waiting write-back holds no pages, so its blocks may be evicted before they are copied. A running write-back pins
     its blocks with a handle, which is in the ledger. Requests that need pages come first: `release_pages` frees these
-    handles, and the copies end. For the same reason nothing is pinned while the batch lacks pages. All methods are for
-    the asyncio loop, except `release_pages`.
+    handles, and the copies end. For the same reason nothing is pinned while pages are kept for the batch; blocks whose
+    turn comes then are dropped. All methods are for the asyncio loop, except `release_pages`.
 
-    If `enabled` is False, nothing is copied. `short_of_pages` returns whether the batch lacks pages. `changed` is
-    called when a copy has ended.
+    If `enabled` is False, nothing is copied. `changed` is called when a copy has ended.
     """
 
     def __init__(
         self,
         engine: Engine,
         blocks: BlockCopier,
+        batch_pages: BatchPages,
         *,
         enabled: bool,
-        short_of_pages: abc.Callable[[], bool],
         changed: abc.Callable[[], object],
     ) -> None:
         self._engine = engine
         self._blocks = blocks
         self._enabled = enabled
-        self._short_of_pages = short_of_pages
+        self._batch_pages = batch_pages
         self._changed = changed
         self._waiting: deque[PublishedBlocks] = deque()
         self._running: dict[asyncio.Task[None], tuple[KvHandle, float]] = {}
@@ -109,7 +109,7 @@ class WriteBacks:
 
     def _pin(self, published: PublishedBlocks) -> KvHandle | None:
         """Pin the leading blocks that are still cached; returns None if no block after the context is among them."""
-        if not self._short_of_pages():
+        if not self._batch_pages.kept:
             # If a block is evicted in between, the handle has an empty page in its place.
             with contextlib.suppress(OutOfPages, EngineError):
                 cached = self._engine.match_prefix(published.digests)
@@ -126,7 +126,7 @@ class WriteBacks:
     async def _copy(self, published: PublishedBlocks, handle: KvHandle) -> None:
         digests, first = published.digests[: self._count_pinned(handle)], published.context_blocks
         try:
-            await self._blocks.write_back(handle, digests, first, lambda: handle.alive, least=first)
+            await self._blocks.write_back(handle, digests, first, lambda: handle.alive, skip_blocks=first)
         except EngineError as error:
             if handle.alive:
                 _log.error("%s failed: %s", handle.owner, error, extra=about(handle.owner))

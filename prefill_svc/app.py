@@ -17,8 +17,8 @@ from baton.pb import prefill_pb2, prefill_pb2_grpc
 from baton.transfer.export import ExportRegistry
 from baton.transfer.transport import SERVICE as KV_SERVICE
 from baton.transfer.transport import KvServicer
-from baton.worker.cache_tiers import CacheTiers, open_cache
 from baton.worker.health import Watchdog
+from baton.worker.prefix_cache import CacheAdmin, open_worker_cache
 from baton.worker.start import Service, WorkerAddresses, serve_listeners, start_runtime
 from baton.worker.status import PrefixChangeFeed, StatusHub, WorkerRole
 from prefill_svc.prefix import PeerFetcher, PrefixBackends
@@ -74,7 +74,7 @@ async def run(config: PrefillConfig, *, engine: Engine | None = None) -> AsyncIt
     async with contextlib.AsyncExitStack() as stack:
         base = await stack.enter_async_context(start_runtime(config, WorkerRole.PREFILL, engine=engine))
         spec, incarnation = base.engine.spec, base.identity.incarnation
-        cache = open_cache(config, spec.kv_format, cache_memory=config.cache_memory)
+        cache = open_worker_cache(config, spec.kv_format, cache_memory=config.cache_memory)
         stack.push_async_callback(cache.close)
         await cache.check()
         exports = ExportRegistry(base.engine, incarnation, lease_s=config.lease_s, shards=base.identity.shards)
@@ -83,7 +83,7 @@ async def run(config: PrefillConfig, *, engine: Engine | None = None) -> AsyncIt
         prefix_changes = PrefixChangeFeed(base.engine, cache, lambda: status.notify())
         stack.callback(prefix_changes.close)
         status = StatusHub(base.identity, lambda: worker.load_report(), prefix_changes)
-        backends = PrefixBackends(cache, CacheTiers(base.engine, cache), peers)
+        backends = PrefixBackends(cache, CacheAdmin(base.engine, cache), peers)
         worker = PrefillWorker(
             config, base.engine, base.thread, base.identity, exports, backends, watchdog, status.notify
         )
@@ -104,8 +104,8 @@ async def run(config: PrefillConfig, *, engine: Engine | None = None) -> AsyncIt
                 tls=base.tls,
                 tickets=base.tickets,
                 ledger=worker.ledger,
-                cache=backends.cache_tiers.list_tiers,
-                clear=backends.cache_tiers.clear,
+                cache=backends.cache_admin.list_tiers,
+                clear=backends.cache_admin.clear,
                 fail=worker.fail_engine,
                 measure=worker.set_gauges,
             )

@@ -58,7 +58,7 @@ from baton.rpc.tls import Tls
 from baton.telemetry import metrics
 from baton.telemetry.logs import about
 from baton.transfer.fetcher import ExportFetcher
-from baton.worker.cache_tiers import POOL, BlockCopier, CacheTiers
+from baton.worker.prefix_cache import POOL, BlockCopier, CacheAdmin
 from prefill_svc.job import PrefillJob, TierRun
 
 _log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class PrefixBackends:
     """The sources of cached KV other than the engine's pages, and the statistics of all tiers."""
 
     cache: PrefixCache
-    cache_tiers: CacheTiers
+    cache_admin: CacheAdmin
     peers: PeerFetcher
 
 
@@ -84,7 +84,7 @@ class PrefixLoader:
         self, engine: Engine, backends: PrefixBackends, prefill_rate: Callable[[], float], long_chunks: int
     ) -> None:
         self._engine = engine
-        self._cache, self._tiers, self._peers = backends.cache, backends.cache_tiers, backends.peers
+        self._cache, self._cache_admin, self._peers = backends.cache, backends.cache_admin, backends.peers
         self._prefill_rate = prefill_rate
         self._block_size = engine.spec.kv_format.block_size
         self._unit_tokens = math.lcm(engine.spec.page_size, self._block_size)
@@ -129,7 +129,7 @@ class PrefixLoader:
         if tokens:
             job.prefix.origins.append((POOL, tokens))
         blocks = -(-tokens // self._block_size)
-        self._tiers.record_lookup(blocks, self._useful_blocks(job))
+        self._cache_admin.record_lookup(blocks, self._useful_blocks(job))
         self._cache.touch(job.prefix.digests[:blocks])
         if not self.has_lost_blocks(job):
             self._plan(job)
@@ -189,7 +189,7 @@ class PrefixLoader:
         if job.request.cache.writes and job.prefix.saved < len(job.prefix.digests):
             hits = job.cached_tokens // self._block_size
             await self._blocks.write_back(
-                job.allocated_handle, job.prefix.digests, hits, lambda: True, least=job.prefix.saved
+                job.allocated_handle, job.prefix.digests, hits, lambda: True, skip_blocks=job.prefix.saved
             )
 
     async def give_up(self, job: PrefillJob) -> None:

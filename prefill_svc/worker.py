@@ -46,7 +46,7 @@ from baton.request import Prefilled
 from baton.telemetry import metrics
 from baton.telemetry.logs import about
 from baton.transfer.export import ExportRegistry
-from baton.worker.health import FaultCounter, IdleAudit, Watchdog, build_ledger
+from baton.worker.health import IdleAudit, NoTokenCounter, Watchdog, build_ledger
 from baton.worker.status import WorkerIdentity, WorkerLoad
 from prefill_svc.job import PrefillJob, PrefillRequest, count_by_tier, ledger_entries, make_result, overdue_error
 from prefill_svc.prefix import PrefixBackends, PrefixLoader
@@ -86,7 +86,7 @@ class PrefillWorker:
         self._watchdog = watchdog
         self._chunks = ChunkRunner(engine, thread, self._scheduler, watchdog, self._open_jobs)
         self._refusal = ""
-        self._faults = FaultCounter()
+        self._no_tokens = NoTokenCounter()
         self._closing = False
         self._next_allocation = self._loop.call_soon(self._allocate_pages)
         self._audit = IdleAudit(self.ledger, lambda: not self._live_jobs, self.fail_engine)
@@ -263,7 +263,7 @@ class PrefillWorker:
                 self._prefix.publish(job)
                 job.report_progress(time.monotonic())
             if job.computed_tokens == len(job.token_ids):
-                self._faults.record_success()
+                self._no_tokens.record_success()
                 return result
             self._allocate_pages()
             self._changed()
@@ -385,10 +385,10 @@ class PrefillWorker:
         _log.error("%s: a chunk failed", job.request.name, exc_info=error, extra=about(job.request.name))
         if isinstance(error, NoToken) and job.handle is not None:
             self._engine.uncache(job.handle)
-            self._faults.record_failure(job.request.request_id)
+            self._no_tokens.record_failure(job.request.request_id)
             job.error = error
-            if self._faults.suspected:
-                check = partial(self._faults.check_engine, self._engine, self._watchdog, step=False)
+            if self._no_tokens.suspected:
+                check = partial(self._no_tokens.run_self_test, self._engine, self._watchdog, step=False)
                 await self._check(self._thread.run(check))
             return error
         # The error may also have damaged cached blocks. The end of the job gives its pages to others, which must not

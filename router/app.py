@@ -52,7 +52,8 @@ class RouterApp:
     pool: WorkerPool
     _door: FrontDoor
     _health: _Health
-    _drain_s: float
+    _listener: Listener
+    _config: RouterConfig
     failed: asyncio.Future[None]
     """A future that gets an exception if the router can't go on."""
 
@@ -62,13 +63,21 @@ class RouterApp:
         return f"grpc={self.address} ops={self.ops_address}"
 
     async def drain(self) -> None:
-        """Refuse new requests and let the running ones finish, for `drain_s` seconds at most."""
+        """Accept no new requests after `drain_delay_s`, and let the running ones finish, for at most `drain_s` seconds.
+
+        During the delay health is negative, so load balancers send no new connections, and clients leave the old ones,
+        which are told to end at `connection_age_s`. So no client sends a request to a port that is closed.
+        """
         self._health.stop()
+        if (delay_s := self._config.drain_delay_s) > 0:
+            _log.info("not ready; new requests are accepted for %g s more", delay_s)
+            await asyncio.sleep(delay_s)
+        self._listener.stop_accepting()
         if running := self._door.running:
             requests = f"{running} request{'s' if running > 1 else ''}"
-            _log.warning("draining %s, up to %g s; press Ctrl-C again to stop now", requests, self._drain_s)
+            _log.warning("draining %s, up to %g s; press Ctrl-C again to stop now", requests, self._config.drain_s)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._drain_s):
+            async with asyncio.timeout(self._config.drain_s):
                 await self._door.drain()
 
 
@@ -84,6 +93,75 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
     check_reach(config.grpc, insecure=config.insecure, tls=bool(config.tls_cert), keys=keys, field="grpc")
     tls = Tls.load(config, "router")
     tenants = Tenants(config.api_keys, config.fleet_secret)
+    async with contextlib.AsyncExitStack() as stack:
+        parts = await stack.enter_async_context(_running_parts(config, tls, tenants))
+        pool, door = parts.pool, parts.door
+        listener = await stack.enter_async_context(
+            listen(
+                config.grpc,
+                insecure=config.insecure,
+                add=parts.add_services,
+                services=[SERVICE, ADMIN_SERVICE],
+                field="grpc",
+                tls=tls,
+                roles=("client", "admin") if config.client_certs else (),
+                keys=keys,
+                streams=max(MAX_STREAMS, 2 * config.queue_capacity),
+                message_bytes=parts.largest_message,
+                guards=[ApiKeyGuard(tenants)],
+                shared=shared,
+                connection_age_s=config.connection_age_s,
+            )
+        )
+        health = _Health(pool, listener)
+        metrics = Exposition(
+            "router",
+            config.model_name,
+            measure=RouterGauges(pool, parts.dispatcher.scheduler, parts.request_runner).set_gauges,
+            model=lambda: {"fingerprint": door.model().fingerprint, "max_model_len": door.model().max_model_len},
+        )
+        ops = await stack.enter_async_context(
+            serve_ops(config.ops, metrics, not_ready=lambda: "" if health.serving else "not ready")
+        )
+        failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        stack.callback(failed.cancel)
+        stack.push_async_callback(parts.stop)
+        yield RouterApp(listener.address, ops.address, pool, door, health, listener, config, failed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """All of a router but its listeners."""
+
+    router_id: str
+    model: ServedModel
+    pool: WorkerPool
+    dispatcher: Dispatcher
+    request_runner: RequestRunner
+    door: FrontDoor
+    largest_message: int
+    """Size of the largest request in bytes."""
+
+    def add_services(self, server: grpc.aio.Server) -> None:
+        """Register what clients and admins call."""
+        InferenceServicer(self.door).add_to_server(server)
+        ledger, tiers = self.request_runner.ledger, self.pool.prefixes.tiers
+        add_admin(server, AdminSources(self.router_id, "router", ledger, tiers))
+
+    async def stop(self) -> None:
+        """Cancel the requests that a drain has left, tell their clients, and wait until all have ended."""
+        self.request_runner.stop()
+        if self.model.processes is not None:
+            self.model.processes.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FINAL_READ_S):
+                await self.door.drain()
+        await self.request_runner.wait_stopped()
+
+
+@contextlib.asynccontextmanager
+async def _running_parts(config: RouterConfig, tls: Tls | None, tenants: Tenants) -> AsyncIterator[_Parts]:
+    """Load the tokenizer, and find and watch workers until the block ends."""
     signer = TicketSigner(config.ticket_key) if config.ticket_key else None
     model, longest, digest = await executors.run(WORK, _load, config)
     largest = largest_message(min(longest, config.max_model_len or longest), model.vocab_size)
@@ -91,14 +169,12 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
     allocator.prefault(2 * largest)
     router_id = f"router-{socket.gethostname()}-{secrets.token_hex(4)}"
     pool = WorkerPool(config, router_id, digest, tls, signer)
-
     threads = TenantThreads(config.queue_capacity)
-    salt = partial(request_salt, config.fleet_secret)
     validator = RequestValidator(
         model,
         partial(pool.max_model_len, longest),
         threads,
-        salt,
+        partial(request_salt, config.fleet_secret),
         prefill_capacity=partial(pool.capacity, WorkerRole.PREFILL),
         decode_capacity=partial(pool.capacity, WorkerRole.DECODE),
     )
@@ -114,53 +190,7 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
         door = FrontDoor(
             model, validator, pool, dispatcher, request_runner, tenants, stalls, request_timeout_s=timeout_s
         )
-
-        def add(server: grpc.aio.Server) -> None:
-            InferenceServicer(door).add_to_server(server)
-            add_admin(server, AdminSources(router_id, "router", request_runner.ledger, pool.prefixes.tiers))
-
-        listener = await stack.enter_async_context(
-            listen(
-                config.grpc,
-                insecure=config.insecure,
-                add=add,
-                services=[SERVICE, ADMIN_SERVICE],
-                field="grpc",
-                tls=tls,
-                roles=("client", "admin") if config.client_certs else (),
-                keys=keys,
-                streams=max(MAX_STREAMS, 2 * config.queue_capacity),
-                message_bytes=largest,
-                guards=[ApiKeyGuard(tenants)],
-                shared=shared,
-                connection_age_s=config.connection_age_s,
-            )
-        )
-        health = _Health(pool, listener)
-        metrics = Exposition(
-            "router",
-            config.model_name,
-            measure=RouterGauges(pool, dispatcher.scheduler, request_runner).set_gauges,
-            model=lambda: {"fingerprint": door.model().fingerprint, "max_model_len": door.model().max_model_len},
-        )
-        ops = await stack.enter_async_context(
-            serve_ops(config.ops, metrics, not_ready=lambda: "" if health.serving else "not ready")
-        )
-        failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        stack.callback(failed.cancel)
-        stack.push_async_callback(_stop, request_runner, door, model.processes)
-        yield RouterApp(listener.address, ops.address, pool, door, health, config.drain_s, failed)
-
-
-async def _stop(request_runner: RequestRunner, door: FrontDoor, processes: TokenizerProcesses | None) -> None:
-    """Cancel the requests that a drain has left, tell their clients, and wait until all have ended."""
-    request_runner.stop()
-    if processes is not None:
-        processes.close()
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_FINAL_READ_S):
-            await door.drain()
-    await request_runner.wait_stopped()
+        yield _Parts(router_id, model, pool, dispatcher, request_runner, door, largest)
 
 
 class _Health:

@@ -50,7 +50,7 @@ class RouterProcesses:
     _drain_s: float
 
     async def drain(self) -> None:
-        """Drain all routers, each for `drain_s` seconds at most, and wait until they have ended."""
+        """Drain all routers, each for `drain_delay_s` + `drain_s` seconds at most, and wait until they have ended."""
         await self._routers.stop(self._drain_s + STOP_S)
 
 
@@ -82,7 +82,9 @@ async def run_router_processes(config: RouterConfig) -> AsyncIterator[RouterProc
                 # The address of the metrics must not change at a restart.
                 child.restart_on_death([*command, f"--ops={each}"])
             failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            yield RouterProcesses(f"grpc={grpc} ops={','.join(ops)}", failed, routers, config.drain_s)
+            yield RouterProcesses(
+                f"grpc={grpc} ops={','.join(ops)}", failed, routers, config.drain_delay_s + config.drain_s
+            )
 
 
 def _relay(_name: str, line: str) -> None:

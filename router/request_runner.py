@@ -42,6 +42,7 @@ from baton.errors import (
     NotFound,
     SourceUnreachable,
     Unavailable,
+    unexpected,
 )
 from baton.ledger import Ledger, LedgerEntry
 from baton.lifecycle import Lifecycle, State
@@ -145,7 +146,7 @@ class RequestRunner:
             output.queue.fail(error)
         except Exception as error:
             _logger.exception("request %s failed", request.id, extra=about(request.id))
-            output.queue.fail(error)
+            output.queue.fail(unexpected(error, "the router"))
         finally:
             output.count_rest()
             del self._running[_this_task()]

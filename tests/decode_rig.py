@@ -81,7 +81,7 @@ class SessionRouter:
     failures: dict[str, decode_pb2.AttemptFailure] = field(default_factory=dict)
     beats: list[set[str]] = field(default_factory=list)
     asked: list[decode_pb2.AttemptKey] = field(default_factory=list)
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def say(self, **message: Any) -> None:
@@ -156,8 +156,8 @@ class SessionRouter:
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(WAIT_S):
             while not condition():
-                self.news.clear()
-                await self.news.wait()
+                self.changed.clear()
+                await self.changed.wait()
 
     async def until_finished(self, *keys: tuple[str, int]) -> None:
         await self.until(lambda: set(keys) <= set(self.finished) or bool(self.failures))
@@ -182,7 +182,7 @@ class SessionRouter:
                     self.timings[where] = output.timings
                 if output.finish_reason:
                     self.finished[where] = finish_from_proto(output.finish_reason)
-            self.news.set()
+            self.changed.set()
 
 
 def key(name: str, attempt: int = 0) -> decode_pb2.AttemptKey:

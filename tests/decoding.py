@@ -14,7 +14,8 @@ from baton.kv.format import PartData
 from baton.kv.hashing import block_digests, chain_root
 from baton.request import FirstToken, Handoff, SamplingParams, SequenceState, finish_reason
 from decode_svc.attempts import Attempts, DecodeAttempt
-from decode_svc.reservation import Reserve, size_reservation
+from decode_svc.messages import Reserve
+from decode_svc.reservation import size_reservation
 from tests.engine_calls import prefill_chunk
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)

@@ -23,7 +23,7 @@ from baton.pb import inference_pb2, prefill_pb2, prefill_pb2_grpc, worker_pb2, w
 from baton.request import CACHE_TIERS, CachePolicy, Handoff, RemoteExport, SamplingParams, SequenceState
 from baton.rpc.channel import control_channel, kv_channel
 from baton.rpc.convert import cache_policy_to_proto, sampling_to_proto
-from baton.transfer.fetcher import fetch
+from baton.transfer.fetcher import fetch_from
 from baton.transfer.transport import GrpcSource
 from baton.transfer.wire import KvSlice
 from prefill_svc.app import PrefillApp, run
@@ -125,9 +125,9 @@ class Client:
             identity = self.app.status.identity
             (shard,) = identity.shards
             export = RemoteExport(transfer_id, identity.incarnation, identity.shards)
-            source = GrpcSource(channel, export, shard, timeout_s=WAIT_S, stall_timeout_s=WAIT_S)
+            source = GrpcSource(channel, export, shard, timeout_s=WAIT_S, silence_timeout_s=WAIT_S)
             kv_slice = KvSlice(range(tokens), shard.layers, shard.heads)
-            return await fetch([source], engine, handle, kv_slice, length=tokens, timeout_s=WAIT_S)
+            return await fetch_from([source], engine, handle, kv_slice, length=tokens, timeout_s=WAIT_S)
 
     async def status(self, wanted: Callable[[worker_pb2.WorkerStatus], bool]) -> worker_pb2.WorkerStatus:
         async with asyncio.timeout(WAIT_S):

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from itertools import takewhile
 
-from baton.kv.prefix.contract import BlocksChanged, CacheTier, Hits, NullPrefixCache, Payload
-from baton.kv.prefix.host import TIER
+from baton.kv.prefix.contract import BlocksChanged, Hits, Payload, PrefixCache
+from baton.kv.prefix.host import HOST
+from baton.ledger import CacheTier
 
 
-class MemoryPrefixCache(NullPrefixCache):
+class MemoryPrefixCache(PrefixCache):
     """An unbounded dictionary: the reference for the other caches."""
 
     def __init__(self) -> None:
@@ -23,7 +24,7 @@ class MemoryPrefixCache(NullPrefixCache):
         found = sum(1 for _ in takewhile(self.blocks.__contains__, digests))
         self._hits += found
         self._misses += len(digests) - found
-        return Hits(((TIER, found),) if found else ())
+        return Hits(((HOST, found),) if found else ())
 
     async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:
         return [self.blocks[digest] for digest in takewhile(self.blocks.__contains__, digests)]
@@ -56,13 +57,13 @@ class MemoryPrefixCache(NullPrefixCache):
 
     async def stats(self) -> list[CacheTier]:
         held = sum(len(payload) for payload in self.blocks.values())
-        return [CacheTier(TIER, len(self.blocks), held, hits=self._hits, misses=self._misses)]
+        return [CacheTier(HOST, len(self.blocks), held, hits=self._hits, misses=self._misses)]
 
     async def clear(self, *, shared: bool) -> list[CacheTier]:
         held, self.blocks = self.blocks, {}
         if held and self._changed is not None:
             self._changed((), tuple(held))
-        return [CacheTier(TIER, len(held), sum(len(payload) for payload in held.values()))]
+        return [CacheTier(HOST, len(held), sum(len(payload) for payload in held.values()))]
 
     async def close(self) -> None:
         self.blocks.clear()

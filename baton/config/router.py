@@ -83,6 +83,12 @@ class RouterConfig(Settings):
         60.0, help="Seconds that requests wait while a role has no worker; 0: refuse new requests.", minimum=0
     )
     resolve_s: float = option(5.0, help="Seconds between two look-ups of a dns:/// name.", minimum=0.1, hidden=True)
+    drain_delay_s: float = option(
+        0.0,
+        help="Seconds from SIGTERM in which the router still accepts requests, though it reports that it isn't ready.",
+        minimum=0,
+        hidden=True,
+    )
     drain_s: float = option(30.0, help="Seconds that running requests get to finish in a drain.", minimum=0)
     connection_age_s: float = option(
         0.0,

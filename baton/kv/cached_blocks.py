@@ -228,7 +228,10 @@ class CachedBlockIndex:
         return self._cut(node, first // self._width)
 
     def uncache(self, pages: Pages) -> None:
-        """Take the nodes in `pages`, and all after them, out of the tree; `remove_uncached` removes them."""
+        """Hide the nodes in `pages`, and all after them, from look-ups.
+
+        Their pages come free in `remove_uncached`, slice by slice.
+        """
         if len(cached := np.flatnonzero(self._node_of[pages])):
             node, unit = self._locate(pages[cached[0]])
             if unit:

@@ -18,7 +18,7 @@ import hashlib
 import hmac
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import overload
 
 DIGEST_BYTES = 32
@@ -58,6 +58,32 @@ def block_digests(root: bytes, token_ids: Sequence[int], block_size: int) -> lis
             parent = sha256(parent + data[start : start + stride]).digest()
             digests.append(parent)
     return digests
+
+
+class RollingBlockHasher:
+    """Hashes the blocks of a growing sequence. Any thread may read `digests` meanwhile; it only gets longer."""
+
+    def __init__(self, root: bytes, block_size: int, digests: Sequence[bytes], rest: Sequence[int]) -> None:
+        """`root` is that of the chain. `digests` are those of the full blocks, `rest` the tokens with KV after them."""
+        self.digests = list(digests)
+        self._size = block_size
+        self._parent = self.digests[-1] if digests else root
+        self._rest = list(rest)
+
+    def fork(self, token_id: int) -> RollingBlockHasher:
+        """A copy of the hasher for a choice that continues with this token."""
+        hasher = RollingBlockHasher(self._parent, self._size, self.digests, self._rest)
+        hasher.extend([token_id])
+        return hasher
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        """Append tokens. The KV of the last one is not written yet: the next step writes it."""
+        for token_id in token_ids:
+            self._rest.append(token_id)
+            if len(self._rest) > self._size:
+                (self._parent,) = block_digests(self._parent, self._rest[: self._size], self._size)
+                del self._rest[: self._size]
+                self.digests.append(self._parent)
 
 
 class PackedDigests(Sequence[bytes]):

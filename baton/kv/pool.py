@@ -124,14 +124,15 @@ class PageCopy:
 class PageStates:
     """The states of all pages at one moment: owners, which pages are cached, and the free pages of each home.
 
-    `count` is the index's number of cached pages, `idle` its number of cached pages without owner in each home.
+    `counted_cached` is the number of cached pages as the index counts them. `counted_idle` is the same for cached pages
+    without owner in each home.
     """
 
     owners: Counts
     cached: NDArray[np.bool_]
     free: tuple[Pages, Pages]
-    count: int
-    idle: tuple[int, int]
+    counted_cached: int
+    counted_idle: tuple[int, int]
     device_pages: int
 
     def check(self, counts: Counts) -> list[str]:
@@ -146,10 +147,10 @@ class PageStates:
             faults.append("a page is twice among the free ones, or in the wrong home")
         idle = self.cached & (counts == 0)
         homes = (idle[: self.device_pages], idle[self.device_pages :])
-        if (found := tuple(int(np.count_nonzero(home)) for home in homes)) != self.idle:
-            faults.append(f"{found} pages are cached without owner, counted {self.idle}")
-        if (cached := np.count_nonzero(self.cached)) != self.count:
-            faults.append(f"{cached} pages are cached, counted {self.count}")
+        if (found := tuple(int(np.count_nonzero(home)) for home in homes)) != self.counted_idle:
+            faults.append(f"{found} pages are cached without owner, counted {self.counted_idle}")
+        if (cached := np.count_nonzero(self.cached)) != self.counted_cached:
+            faults.append(f"{cached} pages are cached, counted {self.counted_cached}")
         for page in np.flatnonzero((counts != self.owners) | ((free > 0) != ((counts == 0) & ~self.cached)))[:20]:
             state = "free" if free[page] else "cached" if idle[page] else "not free"
             faults.append(f"page {page}: count {self.owners[page]}, owners {counts[page]}, {state}")
@@ -182,7 +183,7 @@ class PageAllocator:
         return sum(self._free)
 
     def available(self, *shared: Pages) -> int:
-        """Number of free pages, and of cached pages without owner that are not in `shared`."""
+        """Number of pages that `allocate` could take: free ones, and cached ones without owner outside `shared`."""
         idle = sum(len(pages) - np.count_nonzero(self._owners[pages]) for pages in shared)
         return self.free + self.block_index.idle_pages - int(idle)
 

@@ -33,9 +33,13 @@ from google.protobuf.message import DecodeError
 
 from baton import errors
 from baton.errors import InvalidRequest
+from baton.telemetry.logs import about
 
 RETRY_AFTER = "retry-after"
 """Trailing metadata of a refusal: seconds after which a retry makes sense, as a decimal number."""
+
+_NOT_ACCEPTED = "CANCELLED"
+"""gRPC's message when a server that stops cancels a call that was on its way."""
 
 _DETAILS_BYTES = 2000
 
@@ -131,6 +135,8 @@ def from_rpc_error(error: grpc.RpcError) -> errors.BatonError:
         return errors.Overloaded(details, _retry_after(error))
     if code is grpc.StatusCode.INTERNAL:
         return errors.BatonError(details)
+    if code is grpc.StatusCode.CANCELLED and details == _NOT_ACCEPTED:
+        return errors.Unavailable("the server stops, and does not serve the call; send it again")
     make = _CLASSES.get(code.name)
     return make(details) if make else errors.BatonError(f"{code.name}: {details}")
 
@@ -193,8 +199,9 @@ def _guard(
         except Exception as error:
             # gRPC keeps the exception that ends the call. It refers to this frame, and the frame to the call: a cycle
             # that only the garbage collector ends. The messages must be freed before that.
+            name = getattr(request, "request_id", "")
             request = response = responses = None
-            await _abort(context, error, method)
+            await _abort(context, error, method, *filter(None, (name,)))
 
     return call
 
@@ -242,14 +249,15 @@ class _Decoded:
         return self._decode(data) if self._decode else data
 
 
-async def _abort(context: Any, error: Exception, method: str) -> NoReturn:
+async def _abort(context: Any, error: Exception, method: str, *names: str) -> NoReturn:
+    """End the call with the status of an error; `names` has the request's id, if its message tells it."""
     if context.cancelled() or context.done():
         # The client has gone, and gRPC refuses to abort a call that has ended.
         raise asyncio.CancelledError from error
     if not isinstance(error, errors.BatonError):
-        _logger.error("%s raised an unexpected error", method, exc_info=error)
-        unexpected, error = error, errors.BatonError(f"internal error in {method} ({type(error).__name__})")
-        _forget_frames(unexpected)
+        _logger.error("%s raised an unexpected error", method, exc_info=error, extra=about(*names))
+        cause, error = error, errors.unexpected(error, method)
+        _forget_frames(cause)
     _forget_frames(error)
     metadata: tuple[tuple[str, str], ...] = ()
     if isinstance(error, errors.Overloaded) and error.retry_after is not None:

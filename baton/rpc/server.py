@@ -2,6 +2,7 @@
 
     async with listen("127.0.0.1:0", insecure=False, add=add, services=["baton.v1.Prefill"]) as listener:
         listener.set_serving(True)       NOT_SERVING until then
+        listener.stop_accepting()        no new connections and calls from here on; running calls go on
         ...                                    at the end: NOT_SERVING, no new calls, `grace` for running ones
 
 `ErrorInterceptor` wraps every handler: errors become statuses, undecodable requests INVALID_ARGUMENT.
@@ -37,6 +38,7 @@ MAX_STREAMS = 4096
 """Concurrent calls of one connection; further calls wait at the client, each until its deadline."""
 
 _HANDLERS_S = 5.0
+_UNLIMITED_S = 1e9
 _Status = health_pb2.HealthCheckResponse
 
 _OPTIONS: Options = [
@@ -51,11 +53,16 @@ _OPTIONS: Options = [
 class Listener:
     """A bound and running gRPC server."""
 
-    def __init__(self, address: str, services: Sequence[str], servicer: health.aio.HealthServicer) -> None:
+    def __init__(
+        self, address: str, services: Sequence[str], servicer: health.aio.HealthServicer, server: grpc.aio.Server
+    ) -> None:
         self.address = address
         """"host:port" as bound; a port of 0 is replaced by the real one."""
         self._services = ("", *services)
         self._health = servicer
+        self._server = server
+        self._reporting: asyncio.Task[None] | None = None
+        self._stopping: asyncio.Task[None] | None = None
         self._serving = False
         self._changed = asyncio.Event()
 
@@ -64,14 +71,40 @@ class Listener:
         self._serving = serving
         self._changed.set()
 
-    async def report(self) -> None:
-        """Report every change to the health servicer; runs as long as the listener."""
+    def stop_accepting(self) -> None:
+        """Close the port, and tell connected clients (GOAWAY) to send new calls elsewhere; running calls go on.
+
+        gRPC cancels calls that clients send before they hear of it.
+        """
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._server.stop(_UNLIMITED_S), name=f"end of {self.address}")
+
+    async def start(self) -> None:
+        """Start the server, which reports NOT_SERVING."""
+        await self._report()
+        await self._server.start()
+        self._reporting = asyncio.create_task(self._report_changes(), name=f"health of {self.address}")
+
+    async def stop(self, grace: float) -> None:
+        """Report NOT_SERVING, and stop the server; running calls get `grace` seconds."""
+        if self._reporting is not None:
+            self._reporting.cancel()
+            await asyncio.gather(self._reporting, return_exceptions=True)
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace)
+        if self._stopping is not None:
+            await self._stopping
+
+    async def _report_changes(self) -> None:
         while True:
             self._changed.clear()
-            status = _Status.SERVING if self._serving else _Status.NOT_SERVING
-            for service in self._services:
-                await self._health.set(service, status)
+            await self._report()
             await self._changed.wait()
+
+    async def _report(self) -> None:
+        status = _Status.SERVING if self._serving else _Status.NOT_SERVING
+        for service in self._services:
+            await self._health.set(service, status)
 
 
 @asynccontextmanager
@@ -122,18 +155,12 @@ async def listen(
     add(server)
     host, port = parse_address(address)
     bound = _bind(server, f"{_bracketed(host)}:{port}", tls, bool(roles), field)
-    for name in ("", *names):
-        await servicer.set(name, _Status.NOT_SERVING)
-    listener = Listener(f"{_bracketed(host)}:{bound}", names, servicer)
-    await server.start()
-    reporting = asyncio.create_task(listener.report(), name=f"health of {listener.address}")
+    listener = Listener(f"{_bracketed(host)}:{bound}", names, servicer, server)
+    await listener.start()
     try:
         yield listener
     finally:
-        reporting.cancel()
-        await asyncio.gather(reporting, return_exceptions=True)
-        await servicer.enter_graceful_shutdown()
-        await server.stop(grace)
+        await listener.stop(grace)
         # gRPC cancels the handlers and does not wait for their `finally` blocks.
         await boundary.wait_ended(_HANDLERS_S)
 

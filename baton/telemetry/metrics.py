@@ -380,7 +380,7 @@ class Exposition:
         return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
-        """All families, with the labels of the process."""
+        """Yield the metric families of this role; each sample gets the labels of the process."""
         yield self._fact("baton_build_info", {"version": _version(), "python": platform.python_version()})
         yield self._fact("baton_model_info", self._model_info)
         for metric in itertools.chain.from_iterable(each.collect() for each in self._metrics):

@@ -14,8 +14,8 @@ consumer costs the memory of two frames. A consumer may have to wait while the e
 part of this prompt that the consumer already has. Meanwhile it gets an empty keep-alive frame every KEEPALIVE_S
 seconds, which says only that the export exists; the worker's status says whether the worker makes progress.
 
-The lease begins at the commit. Each frame that a consumer reads renews it. If no frame is read during the lease, the
-export ends, even while a stream is open. The event loop's timers end it, so this does not depend on a scheduler.
+The lease begins at the commit. A stream that opens renews it, and so does each frame that a consumer reads. If neither
+happens during the lease, the export ends, even while a stream is open. The event loop's timers end it.
 
 An export ends once. Then it can't be found any more, and its streams end with an error. When its last read has ended,
 `on_closed` is called, once, and the owner frees the handle. Ids of ended exports are remembered, so that a
@@ -191,7 +191,7 @@ class Export:
         """
         self._renew()
         carried, digest, count = Coverage(kv_slice), 0, 0
-        pieces = _Pieces(kv_slice, self._tokens_a_frame(kv_slice))
+        pieces = _Pieces(kv_slice, self._tokens_per_frame(kv_slice))
         ahead = None
         sent_at = self._loop.time()
         while ahead is not None or not pieces.done:
@@ -229,7 +229,7 @@ class Export:
             self._commit = encode_commit(self.tokens, handoff, shards, prefix_digest=self._prefix_digest)
         return self._commit
 
-    def _tokens_a_frame(self, kv_slice: KvSlice) -> int:
+    def _tokens_per_frame(self, kv_slice: KvSlice) -> int:
         token_bytes = self.kv_format.token_bytes // self.kv_format.layers
         layer_bytes = token_bytes * len(kv_slice.heads) // self.kv_format.heads
         return max(1, self._frame_bytes // layer_bytes)
@@ -308,10 +308,10 @@ class Export:
 class _Pieces:
     """Cuts a slice into frames, in the order in which KV is computed: the layer that is furthest behind goes first."""
 
-    def __init__(self, kv_slice: KvSlice, tokens_a_frame: int) -> None:
+    def __init__(self, kv_slice: KvSlice, tokens_per_frame: int) -> None:
         self._next = dict.fromkeys(kv_slice.layers, kv_slice.tokens.start)
         self._stop = kv_slice.tokens.stop
-        self._size = tokens_a_frame
+        self._size = tokens_per_frame
 
     @property
     def done(self) -> bool:

@@ -3,8 +3,8 @@
     each shard:  frames up to the commit ──▶ Receiver.add_frame (in an executor) ──▶ fetch each gap once more
     all shards:  ──▶ release
 
-`ExportFetcher` opens the sources of an export, and calls `fetch` for the KV of a request, except tokens that are here
-already, and its handoff, or `fetch_prefix` for KV only. A fetch is complete when all shards are complete.
+`ExportFetcher` opens the sources of an export, and calls `fetch_from` for the KV of a request, except tokens that are
+here already, and its handoff, or `fetch_prefix_from` for KV only. A fetch is complete when all shards are complete.
 
 While one frame is checked and written, the next one is received; there is no other read-ahead. A write can't be
 cancelled, so these functions return or raise only after the last write has ended. Then the caller may free the handle.
@@ -37,17 +37,17 @@ from baton.transfer.wire import HANDOFF_VERSION, Commit, Coverage, KvSlice, Mani
 class ExportFetcher:
     """Fetches exports of other workers over gRPC, as `consumer` (the name of this worker in tickets).
 
-    A fetch fails if the exporter sends nothing for `stall_timeout_s` seconds. `role` is that of the exporters. Used on
-    the asyncio loop only.
+    A fetch fails if the exporter sends nothing for `silence_timeout_s` seconds. An exporter's certificate must have the
+    role `role`, "prefill" or "decode". Used on the asyncio loop only.
     """
 
     def __init__(
-        self, engine: Engine, tls: Tls | None, consumer: str, stall_timeout_s: float, role: str = "prefill"
+        self, engine: Engine, tls: Tls | None, consumer: str, silence_timeout_s: float, role: str = "prefill"
     ) -> None:
         self._engine = engine
         self._channels = KvChannels(tls, role)
         self._consumer = consumer
-        self._stall_timeout_s = stall_timeout_s
+        self._silence_timeout_s = silence_timeout_s
 
     async def fetch(
         self, export: RemoteExport, handle: KvHandle, *, tokens: range, length: int, timeout_s: float
@@ -59,7 +59,7 @@ class ExportFetcher:
         """
         kv_slice = _whole(self._engine, tokens)
         async with self._open(export, timeout_s) as sources:
-            return await fetch(sources, self._engine, handle, kv_slice, length=length, timeout_s=timeout_s)
+            return await fetch_from(sources, self._engine, handle, kv_slice, length=length, timeout_s=timeout_s)
 
     async def fetch_prefix(
         self, export: RemoteExport, handle: KvHandle, *, tokens: range, length: int, digest: bytes, timeout_s: float
@@ -70,7 +70,7 @@ class ExportFetcher:
         WrongPrefix if the exporter has another digest, and TransferError and its subclasses.
         """
         async with self._open(export, timeout_s) as sources:
-            await fetch_prefix(
+            await fetch_prefix_from(
                 sources, self._engine, handle, tokens=tokens, length=length, digest=digest, timeout_s=timeout_s
             )
 
@@ -80,11 +80,15 @@ class ExportFetcher:
 
     def _open(self, export: RemoteExport, timeout_s: float) -> AbstractAsyncContextManager[list[KvSource]]:
         return open_sources(
-            self._channels, export, timeout_s=timeout_s, stall_timeout_s=self._stall_timeout_s, consumer=self._consumer
+            self._channels,
+            export,
+            timeout_s=timeout_s,
+            silence_timeout_s=self._silence_timeout_s,
+            consumer=self._consumer,
         )
 
 
-async def fetch(
+async def fetch_from(
     sources: Sequence[KvSource], engine: Engine, handle: KvHandle, kv_slice: KvSlice, *, length: int, timeout_s: float
 ) -> Handoff:
     """Fetch a slice of an export of `length` tokens into the handle, and release the export, also after an error.
@@ -104,7 +108,7 @@ async def fetch(
         return first
 
 
-async def fetch_prefix(
+async def fetch_prefix_from(
     sources: Sequence[KvSource],
     engine: Engine,
     handle: KvHandle,
@@ -117,7 +121,7 @@ async def fetch_prefix(
     """Fetch `tokens` of an export of `length` tokens that has no handoff, and release the export, also after an error.
 
     `digest` is the expected digest of the export's last full block. Raises WrongPrefix if the exporter has another one,
-    and the errors of `fetch`.
+    and the errors of `fetch_from`.
     """
     async with _release_at_end(sources), _limit_time(timeout_s):
         for receiver in await _fetch_shards(sources, engine, handle, _whole(engine, tokens), length):

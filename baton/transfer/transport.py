@@ -77,7 +77,7 @@ async def open_sources(
     export: RemoteExport,
     *,
     timeout_s: float,
-    stall_timeout_s: float,
+    silence_timeout_s: float,
     consumer: str = "",
 ) -> AsyncIterator[list[KvSource]]:
     """Yield a source for each shard of an export; the other parameters as in GrpcSource.
@@ -102,7 +102,7 @@ async def open_sources(
                     export,
                     shard,
                     timeout_s=timeout_s,
-                    stall_timeout_s=stall_timeout_s,
+                    silence_timeout_s=silence_timeout_s,
                     consumer=consumer,
                 )
             )
@@ -112,7 +112,7 @@ async def open_sources(
 class GrpcSource:
     """One shard of an export over a gRPC channel.
 
-    `timeout_s` limits each call, at both ends. `stall_timeout_s` limits the wait for each frame after the export is
+    `timeout_s` limits each call, at both ends. `silence_timeout_s` limits the wait for each frame after the export is
     open; before that, its prompt may wait in a queue. `consumer` is the name of this worker in the export's ticket.
     Each stream uses the ticket with another retry number.
     """
@@ -124,7 +124,7 @@ class GrpcSource:
         shard: Shard,
         *,
         timeout_s: float,
-        stall_timeout_s: float,
+        silence_timeout_s: float,
         consumer: str = "",
     ) -> None:
         self.shard = shard
@@ -135,7 +135,7 @@ class GrpcSource:
         self._consumer = consumer
         self._retries = itertools.count()
         self._timeout_s = timeout_s
-        self._stall_timeout_s = stall_timeout_s
+        self._silence_timeout_s = silence_timeout_s
         self._fetch = channel.unary_stream(
             f"/{SERVICE}/FetchKv", request_serializer=kv_pb2.FetchKvRequest.SerializeToString
         )
@@ -186,11 +186,11 @@ class GrpcSource:
 
     async def _next(self, call: Any) -> Any:
         try:
-            async with asyncio.timeout(self._stall_timeout_s):
+            async with asyncio.timeout(self._silence_timeout_s):
                 return await call.read()
         except TimeoutError:
             raise SourceUnreachable(
-                f"transfer {self._transfer_id}: its source sent nothing for {self._stall_timeout_s} s"
+                f"transfer {self._transfer_id}: its source sent nothing for {self._silence_timeout_s} s"
             ) from None
         except grpc.aio.AioRpcError as error:
             self._raise(error)

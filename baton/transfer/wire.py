@@ -124,7 +124,8 @@ TokenRun = tuple[int, int, int]
 class Manifest:
     """The frames that a stream has carried, of the layers and heads of `shard`.
 
-    `digest` is the CRC-32C over the checksums of the frames, in the order in which they were sent.
+    `runs` are their tokens. `digest` is the CRC-32C over the checksums of the frames, in the order in which they were
+    sent.
     """
 
     frames: int

@@ -99,15 +99,15 @@ SELF_TEST = "self-test"
 _PROMPT_TOKENS = 16
 
 
-class FaultCounter:
-    """The latest requests for which no token could be computed."""
+class NoTokenCounter:
+    """Requests without a token since the last good token; with several of them it tests the engine."""
 
     def __init__(self) -> None:
         self._requests: set[str] = set()
 
     @property
     def suspected(self) -> bool:
-        """Whether too many different requests have failed since the last token; then `check_engine` finds the cause."""
+        """Whether there are too many of them; then `run_self_test` finds the cause."""
         return len(self._requests) >= MAX_REQUESTS_WITHOUT_TOKEN
 
     def record_success(self) -> None:
@@ -118,7 +118,7 @@ class FaultCounter:
         """Record that no token could be computed for this request."""
         self._requests.add(request_id)
 
-    def check_engine(self, engine: Engine, watchdog: Watchdog, *, step: bool) -> None:
+    def run_self_test(self, engine: Engine, watchdog: Watchdog, *, step: bool) -> None:
         """Compute a token for a prompt of the worker's own, and with `step` one more by a decode step.
 
         Then resets the count. Call it on the engine thread; with `step`, only while the batch is empty. Raises

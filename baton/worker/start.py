@@ -39,7 +39,7 @@ from baton.worker.status import StatusHub, WorkerIdentity, WorkerRole, WorkerSer
 LOAD_STALL_S = 120.0
 """Seconds without progress of a load after which /live is negative. A piece of 16 MiB takes 16 s at 1 MB/s."""
 
-_SAY_S = 5.0
+_LOG_PROGRESS_S = 5.0
 """Seconds between two lines in the log about a load."""
 
 _log = logging.getLogger(__name__)
@@ -100,11 +100,11 @@ class WorkerProbes:
             # A scrape may come after the engine is closed.
             self.metrics.measure, self.not_ready = (lambda: None), (lambda: "not ready: the worker stops")
 
-    async def say(self) -> None:
+    async def log_progress(self) -> None:
         """Log the progress of the load regularly, and once that it stands still, until cancelled."""
         stalled = False
         while True:
-            await asyncio.sleep(_SAY_S)
+            await asyncio.sleep(_LOG_PROGRESS_S)
             problem = self._stalled()
             if not problem:
                 _log.info("loading: %s", self.progress)
@@ -143,15 +143,15 @@ async def start_runtime(
         stack.push_async_callback(thread.close)
         probes = WorkerProbes(LoadProgress(config.worker_id), Exposition(role.value, config.model_name))
         await stack.enter_async_context(probes.serve(config.ops))
-        saying = asyncio.create_task(probes.say(), name="load-progress")
-        stack.callback(saying.cancel)
+        progress_log = asyncio.create_task(probes.log_progress(), name="load-progress")
+        stack.callback(progress_log.cancel)
         probes.progress.begin(f"opening the checkpoint {config.checkpoint}")
         directory = await executors.run(WORK, resolve, config.checkpoint)
         digest = await executors.run(WORK, tokenizer_digest, directory)
         if engine is None:
             engine = await thread.run(_build, config, probes.progress)
             stack.callback(engine.close)
-        saying.cancel()
+        progress_log.cancel()
         _warn_of_small_memory(engine.spec)
         principal = tls.principal if tls else ""
         identity = new_identity(config, role, engine.spec, digest, converts_kv=converts_kv, principal=principal)
@@ -275,21 +275,32 @@ async def serve_listeners(
                 listener.set_serving(healthy)
             status.set_stalled(not healthy)
 
-        async def watch() -> None:
-            await watch_engine(watchdog, config.stall_s, report)
-            faulthandler.dump_traceback(2)
-            fail(EngineError(f"it has made no progress for {watchdog.stalled_s():.0f} s: it hangs (--stall-s)"))
-
-        watching = asyncio.create_task(watch(), name="watch-engine")
-        report(True)
-        stack.push_async_callback(wait_to_end, watching)
-        stack.callback(watching.cancel)
-
-        def hangs() -> bool:
-            return watching.done() and not watching.cancelled()
-
+        hangs = await stack.enter_async_context(_watching_engine(watchdog, config.stall_s, report, fail))
         stack.enter_context(probes.running(status, watchdog, config.stall_s, hangs, measure))
         yield WorkerAddresses(control_listener.address, kv_listener.address, probes.address)
+
+
+@contextlib.asynccontextmanager
+async def _watching_engine(
+    watchdog: Watchdog, stall_s: float, report: Callable[[bool], None], fail: Callable[[EngineError], object]
+) -> AsyncIterator[Callable[[], bool]]:
+    """Report the health of the engine, and call `fail` when it hangs, until the block ends.
+
+    Yields a function that tells whether the engine hangs.
+    """
+
+    async def watch() -> None:
+        await watch_engine(watchdog, stall_s, report)
+        faulthandler.dump_traceback(2)
+        fail(EngineError(f"it has made no progress for {watchdog.stalled_s():.0f} s: it hangs (--stall-s)"))
+
+    watching = asyncio.create_task(watch(), name="watch-engine")
+    report(True)
+    try:
+        yield lambda: watching.done() and not watching.cancelled()
+    finally:
+        watching.cancel()
+        await wait_to_end(watching)
 
 
 def _keys(config: WorkerConfig) -> dict[str, str]:

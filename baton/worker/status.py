@@ -205,10 +205,14 @@ class StatusHub:
     async def watch(self) -> AsyncIterator[WorkerStatus]:
         """Yield the status at once, on change, and at least every MAX_INTERVAL_S, until the hub is closed."""
         subscriber = self._prefixes.subscribe() if self._prefixes else None
+        told_drain = False
         try:
-            while not self._closed:
-                changed = self._changed
+            # An idle worker may close the hub right after it began to drain.
+            while not self._closed or told_drain != self._draining:
+                changed, told_drain = self._changed, self._draining
                 yield replace(self.status(), prefixes=subscriber.pop() if subscriber else None)
+                if self._closed:
+                    continue
                 await asyncio.sleep(MIN_INTERVAL_S)
                 if subscriber and subscriber.has_changes:
                     continue

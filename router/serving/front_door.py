@@ -39,9 +39,11 @@ from baton.errors import (
     Overloaded,
     Unauthenticated,
     Unavailable,
+    unexpected,
 )
 from baton.keys import MAX_KEY_LENGTH, ApiKey, digest, parse
 from baton.rpc.channel import LATE_S
+from baton.telemetry.logs import about
 from baton.telemetry.metrics import CLIENTS_STALLED, REFUSED, REQUESTS, tenant_label
 from router.dispatcher import Dispatcher
 from router.output import OutputProcessor, Update
@@ -142,7 +144,8 @@ class ClientStream(Generic[T]):
     """The items for one client, as an iterator. When the next item is asked for, the client has taken the one before.
 
     `take` returns the next item and raises StopAsyncIteration after the last one. `is_finished` tells whether the
-    request has ended, so that all items wait only for the client.
+    request has ended, so that all items wait only for the client. `names` has the request's id, if there is one, for
+    the log.
     """
 
     def __init__(
@@ -151,11 +154,13 @@ class ClientStream(Generic[T]):
         take: Callable[[], Awaitable[T]],
         is_finished: Callable[[], bool],
         timeout: asyncio.Timeout,
+        names: Sequence[str],
     ) -> None:
         self._guard = guard
         self._take = take
         self.is_finished = is_finished
         self.timeout = timeout
+        self.names = names
 
     def __aiter__(self) -> ClientStream[T]:
         return self
@@ -179,12 +184,12 @@ class StallGuard:
 
     @contextlib.asynccontextmanager
     async def stream(
-        self, take: Callable[[], Awaitable[T]], is_finished: Callable[[], bool]
+        self, take: Callable[[], Awaitable[T]], is_finished: Callable[[], bool], *names: str
     ) -> AsyncIterator[ClientStream[T]]:
         """A stream for one client. Raises DeadlineExceeded if the client takes no item for too long."""
         try:
             async with asyncio.timeout(None) as timeout:
-                stream = ClientStream(self, take, is_finished, timeout)
+                stream = ClientStream(self, take, is_finished, timeout, names)
                 try:
                     yield stream
                 finally:
@@ -226,7 +231,8 @@ class StallGuard:
         try:
             stream.timeout.reschedule(now)
         except Exception:
-            _logger.exception("a stream whose client reads nothing could not be ended")
+            words = "a stream whose client reads nothing could not be ended"
+            _logger.exception(words, extra=about(*stream.names))
 
     def _overdue(self, now: float) -> list[ClientStream[Any]]:
         short_s = min(self.limit_s, DRAIN_LIMIT_S)
@@ -297,7 +303,7 @@ class FrontDoor:
         refused as if it were valid.
         """
         status, now = "CANCELLED", asyncio.get_running_loop().time
-        admitted, output = False, None
+        admitted, checked, output = False, None, None
         try:
             arrived = now()
             with self._admit(caller):
@@ -313,7 +319,7 @@ class FrontDoor:
                 output = OutputProcessor(checked, now)
                 serving = asyncio.create_task(self._request_runner.run(checked, output), name=f"request {checked.id}")
                 try:
-                    async with self._stalls.stream(output.queue.take, serving.done) as stream:
+                    async with self._stalls.stream(output.queue.take, serving.done, checked.id) as stream:
                         yield checked.id, stream
                 finally:
                     serving.cancel()
@@ -324,9 +330,13 @@ class FrontDoor:
             if admitted and (output is None or output.account.placed is None):
                 _count_refusal(caller, error)
             raise
-        except Exception:
+        except Exception as error:
             status = "INTERNAL"
-            raise
+            if checked is None:
+                raise
+            # The transport would log it without the id.
+            _logger.exception("request %s failed", checked.id, extra=about(checked.id))
+            raise unexpected(error, "the router") from None
         finally:
             REQUESTS.labels(tenant_label(caller.tenant), status).inc()
 

@@ -1,4 +1,4 @@
-"""Discovery of workers.
+"""Addresses of workers.
 
 A target is "host:port", or "dns:///name:port", which is looked up regularly and has a worker at each of its address
 records.
@@ -52,10 +52,14 @@ class Discovery:
     async def _follow(self, name: str) -> None:
         """Look up one name, and report changes, until cancelled."""
         while True:
-            addresses = await self._look_up(name)
-            if addresses is not None and addresses != self._known[name]:
-                self._known[name] = addresses
-                self._found(self._static.union(*self._known.values()))
+            try:
+                addresses = await self._look_up(name)
+                if addresses is not None and addresses != self._known[name]:
+                    self._found(self._static.union(*{**self._known, name: addresses}.values()))
+                    self._known[name] = addresses
+            except Exception:
+                # A look-up needs a thread, for example. Without the next one, new workers would stay unused.
+                _logger.exception("%s can't be looked up", name)
             await asyncio.sleep(self._interval_s)
 
     async def _look_up(self, name: str) -> set[str] | None:

@@ -50,6 +50,9 @@ _AGAIN_S = 5.0
 REASON_CHARACTERS = 400
 """Most characters of a refusal or loss in an error for clients."""
 
+_SHORT = 12
+"""Characters of a fingerprint in logs and errors, enough to tell it from others."""
+
 _logger = logging.getLogger(__name__)
 
 
@@ -275,7 +278,8 @@ class WorkerPool:
             return False
         self._fingerprint = next(iter(pairs or known), old)
         if old and self._fingerprint != old:
-            _logger.info("new requests go to workers with fingerprint %s, no longer %s", self._fingerprint, old)
+            new = _short(self._fingerprint)
+            _logger.info("new requests go to workers with fingerprint %s, no longer %s", new, _short(old))
         return self._fingerprint != old
 
     def _accept_or_refuse(self, link: WorkerLink) -> None:
@@ -290,7 +294,10 @@ class WorkerPool:
         if problem is not None:
             refusal = f"{link.role.value} worker {link.name} is refused: {problem}"
             if self._refusals.get(key) != refusal:
-                _logger.error("%s", refusal)
+                # A rollout of other weights refuses its new workers for a while.
+                waits = link.fingerprint != self._fingerprint and self._mismatch(link, link.status.identity) is None
+                level = logging.WARNING if waits else logging.ERROR
+                _logger.log(level, "%s", refusal)
             self._refusals[key] = refusal
             return
         self._refusals.pop(key, None)
@@ -306,8 +313,11 @@ class WorkerPool:
         if (problem := self._mismatch(link, identity)) is not None:
             return problem
         if identity.fingerprint != self._fingerprint:
-            names = (other.name for other in self._accepted.values() if other.fingerprint == self._fingerprint)
-            return _differs("fingerprint", identity.fingerprint, self._fingerprint, next(names, "the fleet"))
+            return (
+                f"its fingerprint is {_short(identity.fingerprint)}, but new requests go to workers with "
+                f"{_short(self._fingerprint)}. In a rollout of other weights it takes over when those workers leave; "
+                "otherwise start it again with their checkpoint and --dtype"
+            )
         for other in self._accepted.values():
             if other.status is None:
                 continue
@@ -343,6 +353,10 @@ class WorkerPool:
             return "it requires tickets, and this router has no --ticket-key"
         taken, signs = identity.ticket_key_ids, self._signer.key_id
         return f"it takes tickets of the keys {', '.join(k.hex() for k in taken)}, this router signs with {signs.hex()}"
+
+
+def _short(fingerprint: str) -> str:
+    return fingerprint[:_SHORT]
 
 
 def _differs(what: str, seen: str, wanted: str, whose: str) -> str:

@@ -77,9 +77,9 @@ class Deployment:
         assert done.returncode == 0, f"{command} ended with status {done.returncode}:\n{done.stdout}{done.stderr or ''}"
         if show:
             text = " ".join(each if re.fullmatch(r"[\w./:=@,-]+", each) else f"'{each}'" for each in command)
-            lines = f"$ {text}\n{done.stdout if output else ''}".replace(PROJECT, "baton").replace(
-                str(self.port), "50050"
-            )
+            # Columns of a table stay where they are.
+            result = re.sub(rf"{PROJECT}(\S*)(?=  )", rf"baton\1{' ' * 5}", done.stdout) if output else ""
+            lines = f"$ {text}\n{result}".replace(PROJECT, "baton").replace(str(self.port), "50050")
             self.transcript.append(lines.rstrip() + "\n")
         return done.stdout
 

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import platform
+import textwrap
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
@@ -41,6 +42,7 @@ for name in ("prefill", "decode"):
         socket.create_connection((address, 50051), 5).close()
         print(name, address)
 """
+EXAMPLE = "def read(self, size=-1):\n    if self.closed:"
 PROMPTS = [f"class Queue{number}:\n    def __init__(self):\n        " for number in range(STREAMS)]
 
 
@@ -168,8 +170,8 @@ async def test_answers(fleet: Fleet) -> None:
             async with AsyncClient(deployment.target, ca=fleet.security["ca"]) as client:
                 await client.complete("x", max_tokens=1)
     else:
-        sampling = ("--max-tokens", "32", "--temperature", "0")
-        deployment.baton("generate", "--target", deployment.target, PROMPTS[0], *sampling)
+        sampling = ("--max-tokens", "18", "--temperature", "0")
+        deployment.baton("generate", "--target", deployment.target, EXAMPLE, *sampling)
     right = await expect(fleet, SHORT)
     assert all(len(found) == SHORT for found in right.values())
     async with fleet.client() as client:
@@ -298,12 +300,11 @@ def test_transcript(transcript: list[str]) -> None:
     size = int(docker("image", "inspect", "--format", "{{.Size}}", IMAGE))
     server = docker("version", "--format", "{{.Server.Version}}").strip()
     python = docker("run", "--rm", IMAGE, "python3", "--version").split()[-1]
-    header = f"""# A run of the Compose deployment
-
-Written by `make test-compose` on {time.strftime("%Y-%m-%d")}: {os.cpu_count()} cores, {platform.machine()}, Docker
-{server}. The image has {size / 1e9:.2f} GB, and Python {python}. Lines that begin with `#` are what the test observed:
-it compares every token of every stream with those of the same prompt before the first fault. In the restarts, each
-service ended with status 0.
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, Docker {server}"
+    text = f"""Written by `make test-compose` on {time.strftime("%Y-%m-%d")}: {machine}. The image has
+{size / 1e9:.2f} GB, and Python {python}. Lines that begin with `#` are what the test observed: it compares every token
+of every stream with those of the same prompt before the first fault. In the restarts, each service ended with status 0.
 """
+    header = f"# A run of the Compose deployment\n\n{textwrap.fill(text, 100, break_on_hyphens=False)}\n"
     body = "".join(f"\n{part}\n" if part.startswith("##") else f"\n```console\n{part}```\n" for part in transcript)
     TRANSCRIPT.write_text((header + body).replace("```\n\n```console\n", "\n"))

@@ -1,4 +1,4 @@
-"""Waits for pages in every engine: spares of forks, news of returns."""
+"""Waits for pages in every engine: spares of forks, reports of returned pages."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def test_a_fork_takes_over_the_pages_of_its_spare_and_nobody_gets_in_between(rig
     engine.free(rest)
 
 
-def test_every_return_of_pages_is_told_once_they_can_be_had(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_return_of_pages_is_reported_once_they_can_be_had(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = rig.engine(page_size=16, pages=16)
     seen: list[int] = []
     engine.watch_pages(lambda: seen.append(engine.stats().free))

@@ -11,10 +11,10 @@ import pytest
 
 from baton.kv.format import KvFormat, KvPart
 from baton.kv.hashing import block_digests, chain_root
-from baton.kv.prefix.contract import NullPrefixCache, PrefixCache
+from baton.kv.prefix.contract import PrefixCache
 from baton.kv.prefix.host import HostPrefixCache
 from baton.kv.prefix.redis.cache import RedisLimits, RedisPrefixCache
-from baton.worker.cache_tiers import open_prefix_cache
+from baton.worker.prefix_cache import open_prefix_cache
 from tests.prefix_cache import MemoryPrefixCache
 from tests.redis_server import BINARIES, running
 
@@ -227,10 +227,11 @@ async def test_flush_without_work_returns_and_close_may_be_repeated(cache: Prefi
     await cache.flush()
     await cache.close()
     await cache.close()
+    assert await found(cache, DIGESTS) == 0
 
 
 async def test_no_cache_finds_nothing_and_keeps_nothing() -> None:
-    cache: PrefixCache = NullPrefixCache()
+    cache: PrefixCache = PrefixCache()
     assert not cache.enabled
     assert await cache.select_writes(DIGESTS) == [False] * 10
     assert not cache.put(DIGESTS[0], BLOCKS[0])

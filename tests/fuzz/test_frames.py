@@ -19,7 +19,7 @@ from baton.pb import kv_pb2
 from baton.request import Handoff
 from baton.transfer import wire
 from baton.transfer.export import ExportRegistry
-from baton.transfer.fetcher import Receiver, fetch
+from baton.transfer.fetcher import Receiver, fetch_from
 from baton.transfer.wire import KvSlice, pack, unpack
 from tests.effort import fuzz
 from tests.engine_calls import prefill_chunk
@@ -87,7 +87,7 @@ class Streams:
             memory = self.engine.memory._pages[page]
             memory[:] = b"\xee" * len(memory)
         try:
-            work = fetch([_Source(self.of, mangle)], self.engine, handle, SLICE, length=TOKENS, timeout_s=20)
+            work = fetch_from([_Source(self.of, mangle)], self.engine, handle, SLICE, length=TOKENS, timeout_s=20)
             found = self.loop.run_until_complete(work)
             return found, contents(self.engine, handle, SLICE)
         except TransferError:

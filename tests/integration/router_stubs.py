@@ -18,7 +18,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from baton.engine.contract import Engine
 from baton.kv.format import KvFormat, KvPart
-from baton.kv.prefix.contract import NullPrefixCache
+from baton.kv.prefix.contract import PrefixCache
 from baton.pb import decode_pb2, decode_pb2_grpc, inference_pb2, prefill_pb2, prefill_pb2_grpc, worker_pb2_grpc
 from baton.rpc.server import listen
 from baton.worker.status import PrefixChangeFeed, StatusHub, WorkerIdentity, WorkerLoad, WorkerRole, WorkerServicer
@@ -112,7 +112,7 @@ class Stub:
         pages = 64 if identity.role is WorkerRole.DECODE else 1 << 16
         self.load = WorkerLoad(pages_total=pages, page_size=16, slots_total=8, tokens_per_second=1000)
         self.pages = Pages()
-        self.news = PrefixChangeFeed(cast(Engine, self.pages), NullPrefixCache(), lambda: self.status.notify())
+        self.news = PrefixChangeFeed(cast(Engine, self.pages), PrefixCache(), lambda: self.status.notify())
         self.identify()
         self.log = Log()
         self.address = ""

@@ -20,7 +20,7 @@ from baton.pb import decode_pb2
 from baton.request import RemoteExport, SamplingParams
 from baton.rpc.channel import kv_channel
 from baton.telemetry import metrics
-from baton.transfer.fetcher import fetch_prefix
+from baton.transfer.fetcher import fetch_prefix_from
 from baton.transfer.tickets import TicketSigner
 from baton.transfer.transport import GrpcSource
 from decode_svc.attempts import DecodeAttempt
@@ -181,8 +181,10 @@ async def fetched(
     (shard,) = identity.shards
     export = RemoteExport(transfer_id, incarnation or identity.incarnation, identity.shards, ticket)
     async with kv_channel(all_.app.addresses.kv) as channel:
-        source = GrpcSource(channel, export, shard, timeout_s=WAIT_S, stall_timeout_s=WAIT_S, consumer="peer")
-        await fetch_prefix([source], engine, handle, tokens=range(PINNED), length=PINNED, digest=name, timeout_s=WAIT_S)
+        source = GrpcSource(channel, export, shard, timeout_s=WAIT_S, silence_timeout_s=WAIT_S, consumer="peer")
+        await fetch_prefix_from(
+            [source], engine, handle, tokens=range(PINNED), length=PINNED, digest=name, timeout_s=WAIT_S
+        )
     return engine, handle
 
 
@@ -215,7 +217,7 @@ async def test_a_peer_fetches_what_is_pinned_while_its_own_part_is_awaited() -> 
         await all_.until_free()
 
 
-async def test_without_anything_pinned_a_peer_is_told_so_at_once() -> None:
+async def test_a_fetch_of_a_prefix_that_is_not_pinned_ends_at_once() -> None:
     async with rig() as all_:
         router = await all_.router()
         assert (await router.reserve("a", len(PROMPT), 20)).granted

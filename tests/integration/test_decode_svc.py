@@ -16,8 +16,7 @@ from baton.pb import admin_pb2, admin_pb2_grpc, decode_pb2, decode_pb2_grpc
 from baton.request import SamplingParams
 from baton.rpc.admin import ledger_from_proto
 from baton.rpc.channel import control_channel
-from decode_svc.reservation import AttemptKey, Reserve
-from decode_svc.session import Cancel, Start
+from decode_svc.messages import AttemptKey, Cancel, Reserve, Start
 from tests.decode_rig import WAIT_S, Rig, SessionRouter, key, rig
 from tests.decoding import alone, greedy
 from tests.metrics import sample
@@ -95,9 +94,9 @@ async def test_a_start_that_is_cancelled_in_the_same_breath_releases_the_export(
     worker, exporter = all_.app.worker, all_.exporter
     exporter.open("r/0", [1, 2, 3])(SamplingParams(max_tokens=4, temperature=0))
     session, key = worker.open_session("router"), AttemptKey("r", 0)
-    await worker.receive(session, Reserve(key, context_tokens=3, max_new_tokens=4, choices=1))
-    await worker.receive(session, Start(key, exporter.source("r/0")))
-    await worker.receive(session, Cancel(key))
+    await worker.handle_command(session, Reserve(key, context_tokens=3, max_new_tokens=4, choices=1))
+    await worker.handle_command(session, Start(key, exporter.source("r/0")))
+    await worker.handle_command(session, Cancel(key))
     await asyncio.wait_for(exporter.exports.wait_closed(), 60)
     worker.close_session(session)
 
@@ -144,7 +143,7 @@ async def test_a_worker_whose_pages_dont_add_up_fails_all_and_takes_no_more(all_
     all_.engine.broken = False
 
 
-async def test_a_step_that_counts_its_work_is_wedged_only_when_the_count_stands_still() -> None:
+async def test_a_step_that_counts_its_work_is_stalled_only_when_the_count_stands_still() -> None:
     looks, looked = itertools.count(1), asyncio.Event()
 
     def count_work() -> int:
@@ -292,7 +291,7 @@ async def test_answers_that_are_not_read_are_bounded(monkeypatch: pytest.MonkeyP
         (session, _) = all_.app.worker.sessions.values()
         for number in range(52):
             # All at once, so that no message leaves in between.
-            await all_.app.worker.receive(session, Reserve(AttemptKey(f"flood{number}", 0), 1 << 30, 1, 1))
+            await all_.app.worker.handle_command(session, Reserve(AttemptKey(f"flood{number}", 0), 1 << 30, 1, 1))
         assert session.unread == 0
         assert await router.call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "51 answers were not read; at most 50" in await router.call.details()
@@ -321,16 +320,16 @@ async def test_the_youngest_goes_back_to_its_router_and_nothing_takes_the_pages_
         for name in ("a", "b"):
             await router.request(name, [1, 2, 3], greedy(60))
         await all_.until_decoding(router, 2)
-        loop = all_.app.worker.decode_loop
-        while not loop.pages_kept_for_batch():
+        batch_pages = all_.app.worker.batch_pages
+        while not batch_pages.kept:
             await asyncio.to_thread(all_.engine.entered.acquire)
-            if not loop.pages_kept_for_batch():
+            if not batch_pages.kept:
                 all_.engine.gate.set()
                 all_.engine.gate.clear()
         await router.until(lambda: "b" in router.failures)
         failure = router.failures.pop("b")
         assert failure.kind == Failure.KIND_PREEMPTED
-        assert "gives back its 10 pages of 20: no page is left" in failure.message
+        assert "is preempted and frees 10 of 20 pages: the batch needs pages and none is free" in failure.message
         assert all_.app.status.status().load.requests_without_token == 0, "both have had tokens"
         for name in ("c", "d"):
             refused = await router.reserve(name, 30, 1)

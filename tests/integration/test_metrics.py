@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.errors import InvalidRequest
 from baton.telemetry.metrics import DECODE, METRIC_FAMILIES, PREFILL, ROLES, ROUTER
-from decode_svc.attempts import FailureKind
+from decode_svc.messages import FailureKind
 from tests.checkpoints import make_checkpoint, prompt_ids
 from tests.fleet import Fleet, serving
 

@@ -23,7 +23,7 @@ from baton.pb import kv_pb2, prefill_pb2
 from baton.request import SamplingParams
 from baton.rpc.channel import kv_channel
 from baton.rpc.errors import from_rpc_error
-from baton.worker import cache_tiers
+from baton.worker import prefix_cache
 from prefill_svc.job import PrefillJob
 from tests.metrics import sample
 from tests.prefill import PROMPT, WAIT_S, Client, Gate, decode, decoder, gated, read, serving, status_of
@@ -318,7 +318,7 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[SlowCache]:
         made.append(SlowCache())
         return made[-1]
 
-    monkeypatch.setattr("baton.worker.cache_tiers.open_prefix_cache", open_cache)
+    monkeypatch.setattr("baton.worker.prefix_cache.open_prefix_cache", open_cache)
     return made
 
 
@@ -408,7 +408,7 @@ class SlowCopies(FakeEngine):
 
 
 async def test_loading_stops_after_the_copy_under_way(caches: list[SlowCache], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_tiers, "COPY_BYTES", 1)
+    monkeypatch.setattr(prefix_cache, "COPY_BYTES", 1)
     engine = SlowCopies(layers=8)
     async with serving(engine) as client:
         await client.done()

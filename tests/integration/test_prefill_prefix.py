@@ -95,7 +95,7 @@ class Vanishing(MemoryPrefixCache):
 
 
 async def test_a_peer_makes_up_for_blocks_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.worker.cache_tiers.open_prefix_cache", lambda *_, **__: Vanishing())
+    monkeypatch.setattr("baton.worker.prefix_cache.open_prefix_cache", lambda *_, **__: Vanishing())
     async with serving() as client, exporter() as (exporting, held):
         await client.done(PROMPT[:70])
         await flushed(client)
@@ -178,7 +178,7 @@ async def test_many_loaded_blocks_are_shared_slice_by_slice(valkey: Server, monk
             published.append(len(digests))
             super().publish(handle, digests)
 
-    monkeypatch.setattr("baton.worker.cache_tiers.PUBLISH_BLOCKS", 2)
+    monkeypatch.setattr("baton.worker.prefix_cache.PUBLISH_BLOCKS", 2)
     published: list[int] = []
     async with serving(redis=valkey.url) as client:
         await client.done()
@@ -254,7 +254,7 @@ async def test_the_load_tells_what_is_left_after_the_decision(monkeypatch: pytes
         caches.append(HeldCache())
         return caches[-1]
 
-    monkeypatch.setattr("baton.worker.cache_tiers.open_prefix_cache", open_cache)
+    monkeypatch.setattr("baton.worker.prefix_cache.open_prefix_cache", open_cache)
     monkeypatch.setattr(FetchCostModel, "decide", lambda self, hits, *_: FetchDecision(hits.blocks, hits.blocks // 2))
     async with serving() as client:
         await client.done()
@@ -310,7 +310,7 @@ async def test_only_what_is_quicker_to_fetch_than_to_compute_is_fetched(
     monkeypatch: pytest.MonkeyPatch, bytes_per_s: float, cached: int, decision: str
 ) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr("baton.worker.cache_tiers.open_prefix_cache", lambda *_, **__: Rated())
+    monkeypatch.setattr("baton.worker.prefix_cache.open_prefix_cache", lambda *_, **__: Rated())
     monkeypatch.setattr(Rated, "bytes_per_s", bytes_per_s)
     async with serving() as client:
         await client.done()

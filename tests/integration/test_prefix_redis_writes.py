@@ -11,7 +11,7 @@ from baton.kv.prefix.contract import PrefixCache
 from baton.kv.prefix.redis.cache import RedisLimits, key_prefix
 from baton.kv.prefix.redis.nodes import Command, Node, RedisCalls
 from baton.kv.prefix.redis.record import HEADER_BYTES, RecordCodec
-from baton.worker.cache_tiers import open_prefix_cache
+from baton.worker.prefix_cache import open_prefix_cache
 from tests.prefix_redis import BLOCKS, CODEC, DIGESTS, FORMAT, KEYS, dropped, faults, fill, found, open_cache
 from tests.redis_server import Server
 

@@ -18,7 +18,7 @@ from baton.rpc.channel import control_channel, kv_channel
 from baton.rpc.server import listen
 from baton.rpc.tls import principal_of
 from baton.transfer.export import ExportRegistry
-from baton.transfer.fetcher import fetch
+from baton.transfer.fetcher import fetch_from
 from baton.transfer.tickets import LEEWAY_S, TicketSigner, TicketVerifier
 from baton.transfer.transport import SERVICE as KV_SERVICE
 from baton.transfer.transport import GrpcSource, KvServicer
@@ -91,8 +91,8 @@ async def pull(exporter: Exporter, ticket: bytes) -> None:
     handle = engine.reserve("decode", TOKENS)
     async with kv_channel(exporter.address, certificates.tls("decode-1")) as channel:
         export = RemoteExport("t", INCARNATION, (WHOLE,), ticket)
-        source = GrpcSource(channel, export, WHOLE, timeout_s=10, stall_timeout_s=10, consumer=CONSUMER)
-        fetched = await fetch([source], engine, handle, whole(TOKENS), length=TOKENS, timeout_s=10)
+        source = GrpcSource(channel, export, WHOLE, timeout_s=10, silence_timeout_s=10, consumer=CONSUMER)
+        fetched = await fetch_from([source], engine, handle, whole(TOKENS), length=TOKENS, timeout_s=10)
     assert fetched == handoff(TOKENS)
     expected = Engine()
     kv_slice = whole(TOKENS)

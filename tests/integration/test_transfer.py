@@ -30,7 +30,7 @@ from baton.rpc.errors import from_rpc_error
 from baton.rpc.server import listen
 from baton.telemetry.metrics import EXPORTS_OPEN, TRANSFER_BYTES, TRANSFER_FAULTS
 from baton.transfer.export import ExportRegistry
-from baton.transfer.fetcher import fetch, fetch_prefix
+from baton.transfer.fetcher import fetch_from, fetch_prefix_from
 from baton.transfer.transport import SERVICE, GrpcSource, KvServicer
 from baton.transfer.wire import KvSlice
 from tests.engine_calls import prefill_chunk
@@ -106,17 +106,17 @@ class Pair:
         """Fetch all; `changes` are those of `source`."""
         timeout_s = changes.get("timeout_s", 30.0)
         sources = [self.source(transfer_id, **changes)]
-        return await fetch(sources, self.engine, self.handle, whole(TOKENS), length=TOKENS, timeout_s=timeout_s)
+        return await fetch_from(sources, self.engine, self.handle, whole(TOKENS), length=TOKENS, timeout_s=timeout_s)
 
     async def fetch_prefix(self, tokens: range, **changes: Any) -> None:
         options = {"length": TOKENS, "digest": b"name", "timeout_s": 30.0, **changes}
-        await fetch_prefix([self.source()], self.engine, self.handle, tokens=tokens, **options)
+        await fetch_prefix_from([self.source()], self.engine, self.handle, tokens=tokens, **options)
 
     def source(
         self, transfer_id: str = "t", *, incarnation: str = INCARNATION, shard: Shard | None = None, **changes: Any
     ) -> GrpcSource:
         shard = shard or self.shard
-        options = {"timeout_s": 30.0, "stall_timeout_s": 20.0, **changes}
+        options = {"timeout_s": 30.0, "silence_timeout_s": 20.0, **changes}
         return GrpcSource(self.channel, RemoteExport(transfer_id, incarnation, (shard,)), shard, **options)
 
     def assert_equal(self, kv_slice: KvSlice | None = None) -> None:
@@ -154,7 +154,7 @@ async def sharded(*layers: range) -> AsyncIterator[list[Pair]]:
 async def fetch_shards(*pairs: Pair) -> Handoff:
     """Fetch all from these processes of one exporter, into the first consumer's pages."""
     sources = [pair.source() for pair in pairs]
-    return await fetch(sources, pairs[0].engine, pairs[0].handle, whole(TOKENS), length=TOKENS, timeout_s=30.0)
+    return await fetch_from(sources, pairs[0].engine, pairs[0].handle, whole(TOKENS), length=TOKENS, timeout_s=30.0)
 
 
 def flip(frame: bytes) -> bytes:
@@ -297,7 +297,7 @@ async def test_shards_that_are_not_those_of_the_exporter_are_refused(pair: Pair)
     ready(pair.exports, pair.exporter, "t", TOKENS)
     halves = [pair.source(shard=Shard("", layers, range(HEADS))) for layers in (range(2), range(2, LAYERS))]
     with pytest.raises(IncompleteTransfer, match="the exporter has the shards"):
-        await fetch(halves, pair.engine, pair.handle, whole(TOKENS), length=TOKENS, timeout_s=30)
+        await fetch_from(halves, pair.engine, pair.handle, whole(TOKENS), length=TOKENS, timeout_s=30)
 
 
 @pytest.mark.parametrize("tokens", [range(TOKENS), range(8, 24)])
@@ -359,7 +359,7 @@ def test_any_slice_arrives_in_any_layout(
             )
             export = pair.exports.open("t", prefilled(pair.exporter, TOKENS), TOKENS, on_closed=lambda: None)
             pulling = asyncio.create_task(
-                fetch([pair.source()], pair.engine, pair.handle, kv_slice, length=TOKENS, timeout_s=30)
+                fetch_from([pair.source()], pair.engine, pair.handle, kv_slice, length=TOKENS, timeout_s=30)
             )
             for end in [*sorted(chunks), TOKENS]:
                 await asyncio.to_thread(mark_all_final, export, end)
@@ -502,14 +502,14 @@ async def test_a_stalled_exporter_is_left(pair: Pair, final: int) -> None:
     export.mark_final(0, final)
     before = faults("source_unreachable")
     with pytest.raises(SourceUnreachable, match=r"nothing for 0\.1 s"):
-        await pair.fetch(stall_timeout_s=0.1)
+        await pair.fetch(silence_timeout_s=0.1)
     assert export.ended
     assert faults("source_unreachable") == before + 1
 
 
 async def test_a_wait_for_an_announced_export_is_not_a_stall(pair: Pair) -> None:
     pair.exports.announce("t")
-    fetching = asyncio.create_task(pair.fetch(stall_timeout_s=0.1))
+    fetching = asyncio.create_task(pair.fetch(silence_timeout_s=0.1))
     await pair.servicer.requested.wait()
     done, _ = await asyncio.wait({fetching}, timeout=0.3)
     assert not done

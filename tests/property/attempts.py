@@ -13,9 +13,8 @@ from baton.request import CachePolicy, FinishReason
 from baton.transfer import wire
 from baton.transfer.export import ExportRegistry
 from baton.transfer.wire import Commit, KvSlice, Manifest
-from decode_svc.attempts import FailureKind
-from decode_svc.reservation import AttemptKey
-from decode_svc.session import RouterSession, SessionDown
+from decode_svc.messages import AttemptKey, FailureKind, SessionDown
+from decode_svc.session import RouterSession
 from tests.decoding import Prefilled, alone, digests, prefill
 from tests.engine_calls import prefill_chunk
 from tests.prefix_cache import MemoryPrefixCache

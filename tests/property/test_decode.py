@@ -27,14 +27,14 @@ from baton.lifecycle import PREFILL_TOKEN_S, State
 from baton.request import CachePolicy, Handoff, RemoteExport, SamplingParams
 from baton.transfer.export import ExportRegistry
 from baton.transfer.fetcher import ExportFetcher
-from baton.worker.cache_tiers import CacheTiers
 from baton.worker.health import Watchdog
+from baton.worker.prefix_cache import CacheAdmin
 from baton.worker.status import WorkerRole, new_identity
 from decode_svc.admission import REFUSED_PRIORITY_S
 from decode_svc.loop import StepReport
-from decode_svc.reservation import AttemptKey, Reserve
+from decode_svc.messages import AttemptKey, Cancel, Heartbeat, Reserve, Start
 from decode_svc.scheduler import DecodeScheduler
-from decode_svc.session import Cancel, Heartbeat, RouterSession, Start
+from decode_svc.session import RouterSession
 from decode_svc.worker import DecodeWorker
 from tests.decoding import LoggingEngine, alone, digests, prefill
 from tests.effort import machine_test
@@ -87,7 +87,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
             cast(ExportFetcher, SimpleNamespace(fetch=self._fetch)),
             self.exports,
             self.cache,
-            CacheTiers(self.engine, self.cache),
+            CacheAdmin(self.engine, self.cache),
             Watchdog(),
             changed=lambda: None,
         )
@@ -144,7 +144,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         self.open.discard(session.number)
         self.loop.call(self.worker.close_session, session)
         late = AttemptKey("late", 0)
-        self.loop.spawn(self.worker.receive(session, Reserve(late, 1, 1, 1)))
+        self.loop.spawn(self.worker.handle_command(session, Reserve(late, 1, 1, 1)))
         assert self.worker.attempts.get(session.number, late) is None
 
     @rule(
@@ -183,10 +183,10 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
             if first.finish is not None:
                 ours.finished[first.choice_index] = first.finish
         self.tries_of[key.request_id] = ours
-        missing, stats = self.worker.decode_loop.pages_kept_for_batch(), self.engine.stats()
+        missing, stats = self.worker.batch_pages.kept, self.engine.stats()
         names = b"".join(digests(self.engine, ours.named, ours.salt))
         request = Reserve(key, len(prompt), max_tokens, choices, patience, names, ours.salt, cache)
-        self.loop.spawn(self.worker.receive(session, request))
+        self.loop.spawn(self.worker.handle_command(session, request))
         assert cache.reads or not ours.cached
         assert ours.granted or ours.refused
         attempt = self.worker.attempts.get(session.number, key)
@@ -219,7 +219,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
     def cancel(self, pick: int) -> None:
         for ours in self._picked(pick):
             ours.told_to_end = True
-            self.loop.spawn(self.worker.receive(ours.session, Cancel(ours.key)))
+            self.loop.spawn(self.worker.handle_command(ours.session, Cancel(ours.key)))
 
     @rule(pick=PICK, choice=st.integers(0, 4))
     def cancel_one_choice(self, pick: int, choice: int) -> None:
@@ -231,7 +231,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
             ours.started_at = self.loop.now
             ours.deadline = min(ours.deadline, self.loop.now + (patience or math.inf))
             start = Start(ours.key, RemoteExport(ours.key.request_id, "i", ()), patience, f"{ours.key}/prefix")
-            self.loop.spawn(self.worker.receive(ours.session, start))
+            self.loop.spawn(self.worker.handle_command(ours.session, start))
 
     def end_fetch(self, ours: Try, good: bool) -> None:
         if ours.started_at is not None and not ours.fetched.done():
@@ -284,7 +284,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
     def cancel_choice(self, ours: Try, choice: int) -> None:
         if ours.session.number in self.open and choice in ours.tokens:
             ours.cancelled.add(choice)
-            self.loop.spawn(self.worker.receive(ours.session, Cancel(ours.key, choice)))
+            self.loop.spawn(self.worker.handle_command(ours.session, Cancel(ours.key, choice)))
 
     @rule(session=sessions, forgotten=st.sets(st.integers(0, 5), max_size=1))
     def heartbeat(self, session: RouterSession, forgotten: set[int]) -> None:
@@ -292,7 +292,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         for index in forgotten & set(range(len(going))):
             going[index].told_to_end = True
         live = frozenset(each.key for each in going if not each.told_to_end)
-        self.loop.spawn(self.worker.receive(session, Heartbeat(live)))
+        self.loop.spawn(self.worker.handle_command(session, Heartbeat(live)))
 
     @rule(fails=st.sampled_from([""] * 6 + ["out of memory"]))
     def turn(self, fails: str) -> None:
@@ -304,7 +304,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         if loop._inbox.empty() and self._idle():
             # It had looked, and gone on, before this became so.
             loop.drop([])
-        self.loop.call(loop.turn)
+        self.loop.call(loop.run_once)
         self.asleep = loop._inbox.empty() and self._idle()
         self.engine.fail_next = ""
 
@@ -375,7 +375,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
             self.turn("")
             self.deliver()
             if self._progress() == before:
-                # A place may be kept for whoever was refused.
+                # A slot may be kept for whoever was refused.
                 self.loop.advance(REFUSED_PRIORITY_S)
             still = 0 if self._progress() != before else still + 1
         stuck = [ours for ours in going if goes_on(ours)]

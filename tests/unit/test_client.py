@@ -6,12 +6,14 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import grpc
 import pytest
 
 from baton import AsyncClient, Client
-from baton.errors import DeadlineExceeded, InvalidRequest, NotFound, Overloaded, Unavailable
+from baton.errors import Cancelled, DeadlineExceeded, InvalidRequest, NotFound, Overloaded, Unavailable
 from baton.pb import inference_pb2 as pb
 from baton.request import CachedTokens, CachePolicy, FinishReason, Timings, TokenInfo, Usage
+from baton.rpc.calls import ClientCall
 from tests.fake_router import Router, served
 
 
@@ -263,3 +265,16 @@ async def test_a_closed_client_says_so() -> None:
     for call in (without_async.complete, without_async.tokenize):
         with pytest.raises(Unavailable, match=r"^the client is closed$"):
             call("x")
+
+
+def test_a_request_that_a_stopping_router_does_not_serve_is_unavailable() -> None:
+    nothing = grpc.aio.Metadata()
+    by_grpc, by_router = (
+        grpc.aio.AioRpcError(grpc.StatusCode.CANCELLED, nothing, nothing, details)
+        for details in ("CANCELLED", "the caller left")
+    )
+    call = ClientCall("r:1", None, None)
+    assert isinstance(call.to_error(by_router), Cancelled)
+    error = call.to_error(by_grpc)
+    assert isinstance(error, Unavailable)
+    assert str(error) == "the server stops, and does not serve the call; send it again"

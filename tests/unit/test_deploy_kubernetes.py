@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import time
 import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -20,6 +21,7 @@ from kubernetes_validate import utils
 from baton.config import parse_address, parse_bytes
 from baton.config.worker import DecodeConfig
 from baton.model import checkpoint
+from baton.telemetry.metrics import METRIC_FAMILIES
 from tests.deployment import configured
 from tests.redis_server import BINARIES, Server
 
@@ -438,17 +440,32 @@ def test_every_pod_is_behind_a_policy(documents: list[Document]) -> None:
         assert "Egress" in kinds or not any("egress" in name_of(each) for each in policies)
 
 
+def labels_of_targets(documents: list[Document]) -> Iterator[str]:
+    """Labels that PodMonitors add to all metrics of a pod."""
+    for monitor in of_kind(documents, "PodMonitor"):
+        yield from monitor["spec"]["podTargetLabels"]
+        for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+            yield from (rule["targetLabel"] for rule in endpoint["relabelings"])
+
+
 def test_autoscalers_have_the_replicas_to_themselves(documents: list[Document]) -> None:
     replicas = {name_of(each): each["spec"].get("replicas") for each in of_kind(documents, "Deployment")}
     for scaler in of_kind(documents, "HorizontalPodAutoscaler"):
         spec = scaler["spec"]
         assert replicas[spec["scaleTargetRef"]["name"]] is None
-        assert 1 <= spec["minReplicas"] < spec["maxReplicas"]
+        # A rollout without room for a new pod leaves one.
+        assert 2 <= spec["minReplicas"] < spec["maxReplicas"]
         external = [metric["external"] for metric in spec["metrics"] if metric["type"] == "External"]
         assert {each["metric"]["selector"]["matchLabels"]["fleet"] for each in external} <= {
             scaler["metadata"]["labels"]["fleet"]
         }
         for each in external:
+            family = METRIC_FAMILIES[each["metric"]["name"]]
+            assert family.kind == "gauge"
+            assert each["metric"]["selector"]["matchLabels"].keys() <= {
+                *family.all_labels,
+                *labels_of_targets(documents),
+            }
             if each["metric"]["name"] == "baton_requests_running" and name_of(scaler).endswith("decode"):
                 assert int(each["target"]["averageValue"]) == DecodeConfig().slots * 3 // 4
 
@@ -482,6 +499,27 @@ def test_models_come_from_one_folder(rendered: Callable[[str], list[Document]]) 
     assert re.findall(r'--include "([^"]+)"', script) == checkpoint._HUB_FILES
 
 
+DOWNLOAD = ["sh", str(KUBERNETES / "components" / "model" / "download.sh")]
+
+
+def download_environment(folder: Path, binaries: Path) -> dict[str, str]:
+    path = f"{binaries}:{os.environ['PATH']}"
+    return {"HF_MODEL": "org/model", "HF_REVISION": "main", "BATON_MODEL": str(folder), "PATH": path}
+
+
+def test_a_download_ends_at_once_when_its_pod_ends(tmp_path: Path) -> None:
+    (tmp_path / "hf").write_text(f"#!/bin/sh\necho > {tmp_path}/begun\nexec sleep 60\n")
+    (tmp_path / "hf").chmod(0o755)
+    values = download_environment(tmp_path / "model" / "main", tmp_path)
+    with subprocess.Popen(DOWNLOAD, env=values, stdout=subprocess.PIPE) as script:
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.01)
+        script.terminate()
+        # The pipe ends when the download has ended too.
+        script.communicate(timeout=30)
+    assert script.returncode == 143
+
+
 def test_a_model_is_downloaded_once_and_whole(tmp_path: Path) -> None:
     folder, binaries = tmp_path / "org" / "model" / "main", tmp_path / "bin"
     binaries.mkdir()
@@ -490,12 +528,10 @@ def test_a_model_is_downloaded_once_and_whole(tmp_path: Path) -> None:
         f"[ -e {tmp_path}/works ] || exit 3\nmkdir -p {folder}.part && touch {folder}.part/config.json\n"
     )
     (binaries / "hf").chmod(0o755)
-    values = {"HF_MODEL": "org/model", "HF_REVISION": "main", "BATON_MODEL": str(folder)}
-    values["PATH"] = f"{binaries}:{os.environ['PATH']}"
+    values = download_environment(folder, binaries)
 
     def run() -> int:
-        script = KUBERNETES / "components" / "model" / "download.sh"
-        return subprocess.run(["sh", str(script)], env=values, timeout=30).returncode
+        return subprocess.run(DOWNLOAD, env=values, timeout=30).returncode
 
     assert run() == 3
     assert not folder.exists()

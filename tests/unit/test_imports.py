@@ -41,6 +41,8 @@ PURE = (
     "baton.request",
     "decode_svc.admission",
     "decode_svc.attempts",
+    "decode_svc.messages",
+    "decode_svc.reservation",
     "decode_svc.scheduler",
     "prefill_svc.scheduler",
     "router.fair_queue",

@@ -1,6 +1,6 @@
 """Prefix caching beyond the pages of one engine. Read `contract` first.
 
-contract    `PrefixCache`, which all caches implement, and a cache that stores nothing
+contract    `PrefixCache`, the base class of all caches, which stores nothing
 host        blocks in this process's memory
 redis/      blocks in Redis, which workers share
 tiered      host memory before an ordered list of stores

@@ -10,19 +10,19 @@ A payload is the canonical KV of one block (`baton.kv.format`). A cache never ra
 write, counted by reason in `metrics.PREFIX_FAULTS`. If a block is evicted between look-up and fetch, the hit becomes
 shorter, and nothing else happens.
 
-Implementations: `NullPrefixCache`, `HostPrefixCache` (bounded, in this process), `RedisPrefixCache`, and
-`TieredPrefixCache` of several. One contract suite tests all that store blocks, beside a dictionary as their reference.
-A worker's tiers are put in their order in `baton.worker.cache_tiers`.
-The pages of an engine are a tier of their own, without copies: `Engine.publish` and `Engine.reserve`.
+Implementations: `HostPrefixCache` (bounded, in this process), `RedisPrefixCache`, and `TieredPrefixCache` of several.
+One contract suite tests all of them, beside a dictionary as their reference. A worker's tiers are put in their order in
+`baton.worker.prefix_cache`. The pages of an engine are a tier of their own, without copies: `Engine.publish` and
+`Engine.reserve`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
-from baton.ledger import CacheTier as CacheTier
+from baton.ledger import CacheTier
 
 Payload: TypeAlias = bytes | memoryview
 """The KV of a block, which nobody changes. A view keeps no more memory alive than the block's stored record."""
@@ -51,25 +51,29 @@ class FetchRate:
     bytes_per_s: float
 
 
-class PrefixCache(Protocol):
-    """KV blocks by digest; used from one asyncio loop."""
+class PrefixCache:
+    """KV blocks by digest; used from one asyncio loop. This base class finds nothing and stores nothing."""
 
     @property
     def enabled(self) -> bool:
         """Whether a block that is put here can be found again; if not, callers need not put any."""
+        return False
 
     @property
     def local_tiers(self) -> frozenset[str]:
         """Names of the tiers whose blocks only this worker finds; the other tiers are shared."""
+        return frozenset()
 
     async def check(self) -> None:
         """Try to reach the store, so that an unreachable one is logged now, and not at the first request."""
 
     async def lookup(self, digests: Sequence[bytes]) -> Hits:
         """The longest run of leading digests whose blocks are cached."""
+        return Hits()
 
     async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:
         """Payloads of the leading digests, up to the first miss; callers limit the number of digests."""
+        return []
 
     async def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
         """Whether each block should be put: it is not known to be stored, and was seen often enough.
@@ -78,11 +82,13 @@ class PrefixCache(Protocol):
         often each block was seen, and marks the chain as used, so that its end is evicted before its beginning. The
         first `hits` blocks were hits (in pages, here, or at a peer): only a store that workers share wants these.
         """
+        return [False] * len(digests)
 
     def put(self, digest: bytes, payload: Payload) -> bool:
         """Store a block, now or later; False if it was dropped, and then the later blocks of its chain need not be
         put.
         """
+        return False
 
     async def select_saves(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
         """Whether `save` should get each block of a long prompt: the shared store is not known to have it.
@@ -90,6 +96,7 @@ class PrefixCache(Protocol):
         The first `hits` blocks were hits. The store is asked about them, because it may have lost blocks that are used
         here. The blocks do not count as seen. Returns an empty list if no other worker could find saved blocks.
         """
+        return []
 
     async def save(self, digests: Sequence[bytes], payloads: Sequence[Payload]) -> int:
         """Store the blocks in the shared store alone, however often they were seen; returns when this is done.
@@ -97,6 +104,7 @@ class PrefixCache(Protocol):
         Returns the number of leading blocks that are stored: 0 at once while the store can't be reached. A call takes
         no longer than the store's time budget. Callers limit the number of blocks.
         """
+        return 0
 
     async def remove(self, digests: Sequence[bytes]) -> None:
         """Remove saved blocks from the shared store, if it can be reached: their KV may be wrong."""
@@ -109,6 +117,7 @@ class PrefixCache(Protocol):
 
     def fetch_rates(self) -> Mapping[str, FetchRate]:
         """The measured fetch rates by tier, without tiers from which nothing was fetched yet."""
+        return {}
 
     def watch(self, changed: BlocksChanged | None) -> None:
         """Call `changed(stored, dropped)` for the blocks in this process; None ends this.
@@ -118,83 +127,17 @@ class PrefixCache(Protocol):
 
     async def stats(self) -> list[CacheTier]:
         """The tiers, nearest first. Returns within a limited time."""
+        return []
 
     async def clear(self, *, shared: bool) -> list[CacheTier]:
         """Drop all blocks in this process, and if `shared` those of this KV format in shared stores.
 
         Returns the tiers that were cleared, with the blocks and bytes dropped.
         """
+        return []
 
     async def flush(self) -> None:
         """Wait until all blocks that were put are stored or dropped."""
 
     async def close(self) -> None:
         """Store pending blocks if that takes little time, and release all resources."""
-
-
-class NullPrefixCache:
-    """Finds nothing and stores nothing."""
-
-    @property
-    def enabled(self) -> bool:
-        """False: nothing that is put here is found again."""
-        return False
-
-    @property
-    def local_tiers(self) -> frozenset[str]:
-        """Empty: there are no tiers."""
-        return frozenset()
-
-    async def check(self) -> None:
-        """Do nothing: there is no server to reach."""
-
-    async def lookup(self, digests: Sequence[bytes]) -> Hits:
-        """No hits."""
-        return Hits()
-
-    async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:
-        """No payloads."""
-        return []
-
-    async def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
-        """No block."""
-        return [False] * len(digests)
-
-    def put(self, digest: bytes, payload: Payload) -> bool:
-        """Drop the block."""
-        return False
-
-    async def select_saves(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
-        """Empty: no other worker finds anything here."""
-        return []
-
-    async def save(self, digests: Sequence[bytes], payloads: Sequence[Payload]) -> int:
-        """Store nothing."""
-        return 0
-
-    async def remove(self, digests: Sequence[bytes]) -> None:
-        """Do nothing: nothing was saved."""
-
-    def touch(self, digests: Sequence[bytes]) -> None:
-        """Do nothing: nothing expires."""
-
-    def fetch_rates(self) -> Mapping[str, FetchRate]:
-        """Empty: nothing is ever fetched."""
-        return {}
-
-    def watch(self, changed: BlocksChanged | None) -> None:
-        """Do nothing: nothing ever changes."""
-
-    async def stats(self) -> list[CacheTier]:
-        """No tiers."""
-        return []
-
-    async def clear(self, *, shared: bool) -> list[CacheTier]:
-        """Do nothing: there is nothing to drop."""
-        return []
-
-    async def flush(self) -> None:
-        """Do nothing: nothing is ever pending."""
-
-    async def close(self) -> None:
-        """Do nothing: there is nothing to release."""

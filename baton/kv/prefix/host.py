@@ -17,12 +17,13 @@ from collections.abc import AsyncIterator, Generator, Sequence
 from itertools import takewhile
 from typing import TypeVar
 
-from baton.kv.prefix.contract import BlocksChanged, CacheTier, Hits, NullPrefixCache, Payload
+from baton.kv.prefix.contract import BlocksChanged, Hits, Payload, PrefixCache
+from baton.ledger import CacheTier
 from baton.telemetry import metrics
 
 T = TypeVar("T")
 
-TIER = "host"
+HOST = "host"
 
 _MAX_PARENTS = 1 << 16
 _STALE_ENTRIES = 4096
@@ -32,12 +33,12 @@ SLICE_BLOCKS = 512
 microseconds. One iteration of the event loop may process slices of several prompts."""
 
 _HIT, _MISS, _FETCHED, _EVICTED = (
-    metrics.PREFIX_BLOCKS.labels(TIER, outcome) for outcome in ("hit", "miss", "fetched", "evicted")
+    metrics.PREFIX_BLOCKS.labels(HOST, outcome) for outcome in ("hit", "miss", "fetched", "evicted")
 )
 
 
 @types.coroutine
-def _let_others_run() -> Generator[None, None, None]:
+def _yield_to_loop() -> Generator[None, None, None]:
     """The same as `asyncio.sleep(0)`; pure modules beside this one must not load asyncio."""
     yield
 
@@ -46,7 +47,7 @@ async def slices(items: Sequence[T]) -> AsyncIterator[Sequence[T]]:
     """The items in slices of at most SLICE_BLOCKS; other tasks run between slices."""
     for start in range(0, len(items), SLICE_BLOCKS):
         if start:
-            await _let_others_run()
+            await _yield_to_loop()
         yield items[start : start + SLICE_BLOCKS]
 
 
@@ -59,7 +60,7 @@ class _ChainRun:
         self.digests: list[bytes] = []
 
 
-class HostPrefixCache(NullPrefixCache):
+class HostPrefixCache(PrefixCache):
     """`PrefixCache` of at most `capacity_bytes` of payload; 0 keeps nothing.
 
     Blocks are not saved for other workers, do not expire, and are fetched in no time.
@@ -84,7 +85,7 @@ class HostPrefixCache(NullPrefixCache):
     @property
     def local_tiers(self) -> frozenset[str]:
         """The single tier."""
-        return frozenset((TIER,))
+        return frozenset((HOST,))
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._payloads
@@ -94,7 +95,7 @@ class HostPrefixCache(NullPrefixCache):
         found = sum(1 for _ in takewhile(self._payloads.__contains__, digests))
         await self.mark_used(digests[:found])
         self.count_lookup(found, len(digests) - found)
-        return Hits(((TIER, found),) if found else ())
+        return Hits(((HOST, found),) if found else ())
 
     async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:
         """Payloads up to the first miss."""
@@ -179,7 +180,7 @@ class HostPrefixCache(NullPrefixCache):
 
     async def stats(self) -> list[CacheTier]:
         """Figures of the single tier."""
-        return [CacheTier(TIER, len(self._payloads), self._bytes, self._capacity, self._hits, self._misses)]
+        return [CacheTier(HOST, len(self._payloads), self._bytes, self._capacity, self._hits, self._misses)]
 
     async def clear(self, *, shared: bool) -> list[CacheTier]:
         """Drop all blocks."""
@@ -192,7 +193,7 @@ class HostPrefixCache(NullPrefixCache):
         self._runs.clear()
         self._bytes = self._entries = 0
         self._notify((), dropped)
-        return [CacheTier(TIER, len(dropped), size)]
+        return [CacheTier(HOST, len(dropped), size)]
 
     async def close(self) -> None:
         """Drop all blocks."""

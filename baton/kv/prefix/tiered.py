@@ -28,8 +28,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from itertools import chain, groupby, islice, repeat
 
-from baton.kv.prefix.contract import BlocksChanged, CacheTier, FetchRate, Hits, Payload, PrefixCache
-from baton.kv.prefix.host import TIER, HostPrefixCache, slices
+from baton.kv.prefix.contract import BlocksChanged, FetchRate, Hits, Payload, PrefixCache
+from baton.kv.prefix.host import HOST, HostPrefixCache, slices
+from baton.ledger import CacheTier
 
 TOUCH_FRACTION = 1 / 8
 KEY_BYTES = 8
@@ -156,7 +157,7 @@ class StoreTier:
         return payloads
 
     async def select_writes(self, digests: Sequence[bytes], host: HostPrefixCache) -> set[bytes]:
-        """Put the blocks that the store needs and `host` has. Returns those that it needs and `host` does not have."""
+        """Put the blocks that the store needs and `host` has. Returns the others that it needs: pages have them."""
         seen, needed, refused = self.write_filter.observe(digests), set[bytes](), False
         async for part in slices(digests):
             states = zip(part, islice(seen, len(part)), strict=True)
@@ -217,7 +218,7 @@ class StoreTier:
         return taken
 
 
-class TieredPrefixCache:
+class TieredPrefixCache(PrefixCache):
     """`PrefixCache` over host memory and the `stores` behind it, nearest first."""
 
     def __init__(
@@ -257,7 +258,7 @@ class TieredPrefixCache:
         farther = chain.from_iterable(repeat(tier, blocks) for tier, blocks in found.runs)
         runs: list[tuple[str, int]] = []
         async for places in slices(held[:end]):
-            for tier, run in groupby(TIER if here else next(farther) for here in places):
+            for tier, run in groupby(HOST if here else next(farther) for here in places):
                 before = runs.pop()[1] if runs and runs[-1][0] == tier else 0
                 runs.append((tier, before + sum(1 for _ in run)))
         return Hits(tuple(runs))

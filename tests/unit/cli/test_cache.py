@@ -100,7 +100,7 @@ async def test_clear_asks_first(typed: str, cleared: list[bool]) -> None:
     assert (result.exit_code, process.cleared) == (0 if cleared else 1, cleared)
 
 
-async def test_clear_reaches_redis_only_when_told_to_and_says_what_went() -> None:
+async def test_clear_reaches_redis_only_when_asked_to_and_says_what_went() -> None:
     processes = [Process("prefill"), Process("decode")]
     async with served(processes[0]) as prefill, served(processes[1]) as decode:
         targets = [f"--target={listener.address}" for listener in (prefill, decode)]

@@ -9,7 +9,7 @@ from baton.cli.doctor import doctor
 from baton.native import library
 
 
-def test_a_missing_library_is_told_with_the_remedy_and_fails_if_native_kernels_are_demanded(
+def test_a_missing_library_is_reported_with_the_remedy_and_fails_if_native_kernels_are_demanded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BATON_NATIVE_LIBRARY", str(tmp_path / "none.so"))

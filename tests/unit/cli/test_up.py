@@ -187,7 +187,7 @@ def test_a_child_that_does_not_start_is_named_with_the_end_of_its_output(ups: li
     assert up.log.count("the checkpoint is damaged") == 2
 
 
-def test_settings_that_services_refuse_are_told_once(ups: list[Up]) -> None:
+def test_settings_that_services_refuse_are_reported_once(ups: list[Up]) -> None:
     up = start(ups, prefill="refuse", decode="refuse")
     assert up.end() == 2
     assert re.fullmatch("error: (prefill|decode): device: cuda is not available", up.log.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""Places and pages in turn: forks of many choices beside reservations, on few slots and in a small pool.
+"""Slots and pages in turn: forks of many choices beside reservations, on few slots and in a small pool.
 
 Claims of large reservations and the number of sequences that are admitted are computed by hand.
 """
@@ -32,9 +32,10 @@ from decode_svc.admission import (
     Claims,
     SlotForecast,
 )
-from decode_svc.attempts import Attempts, DecodeAttempt, FailureKind
+from decode_svc.attempts import Attempts, DecodeAttempt
 from decode_svc.loop import DecodeLoop, StepReport
-from decode_svc.reservation import AttemptKey, Reserve
+from decode_svc.messages import AttemptKey, FailureKind, Reserve
+from decode_svc.scheduler import BatchPages
 from tests.decoding import LoggingEngine, alone, prefill
 
 PAGE = 4
@@ -78,11 +79,11 @@ class Worker:
     def __init__(self, slots: int, pages: int = 500, reserve_tokens: int = 4) -> None:
         self.engine = LoggingEngine(page_size=PAGE, pages=pages, slots=slots, max_model_len=400)
         self.reports: list[StepReport] = []
-        self.loop = DecodeLoop(self.engine, Watchdog(), self.reports.append)
+        batch_pages = BatchPages()
+        self.loop = DecodeLoop(self.engine, Watchdog(), self.reports.append, batch_pages=batch_pages)
         self.attempts = Attempts(self.engine)
         forecast = SlotForecast(slots, 0.0)
-        kept = self.loop.pages_kept_for_batch
-        self.admission = Admission(self.engine, self.attempts, reserve_tokens, forecast, kept, lambda: False)
+        self.admission = Admission(self.engine, self.attempts, reserve_tokens, forecast, batch_pages, lambda: False)
         self.asked: dict[str, Asked] = {}
         self.now = 0.0
 
@@ -97,7 +98,7 @@ class Worker:
         return granted
 
     def reserve(self, name: str, asked: Asked) -> bool:
-        """Ask for a place; False when it is refused."""
+        """Ask for a slot; False when it is refused."""
         try:
             attempt = self.admission.admit(1, asked.reserve(name), self.now)
         except Overloaded:
@@ -146,11 +147,11 @@ class Worker:
         self.asked[attempt.key.request_id].failed = kind
         self.loop.drop(self.attempts.end(attempt, self.now))
 
-    def turn(self) -> bool:
-        """One turn of the engine thread; False when nothing has moved."""
+    def run_once(self) -> bool:
+        """One iteration of the loop; False when nothing has moved."""
         before = self.progress()
         self.loop.drop([])
-        assert self.loop.turn()
+        assert self.loop.run_once()
         while self.reports:
             self.take(self.reports.pop(0))
         return self.progress() != before
@@ -179,7 +180,7 @@ class Worker:
         waiting: list[tuple[str, Asked]] = []
         numbers, still = itertools.count(), 0
         while waiting or not all(asked.over for asked in self.asked.values()):
-            moved = self.turn()
+            moved = self.run_once()
             for name in [name for name, asked in self.asked.items() if asked.failed]:
                 waiting += [(f"{name}.{next(numbers)}", replay) for replay in self.asked.pop(name).replays()]
             # As a router does: the head of the queue first.
@@ -199,10 +200,10 @@ class Worker:
         return [counts, self.attempts.pending_choices]
 
     def finish(self) -> None:
-        """Turn until all is over; nothing may stand still for longer than a place is kept."""
+        """Turn until all is over; nothing may stand still for longer than a slot is kept."""
         still = 0
         while not all(asked.over for asked in self.asked.values()):
-            if self.turn():
+            if self.run_once():
                 still = 0
                 continue
             self.now += REFUSED_PRIORITY_S
@@ -228,10 +229,10 @@ def test_more_choices_than_slots_all_end_with_the_tokens_that_each_has_alone(slo
 def test_a_request_that_comes_while_more_choices_than_slots_run_starts_at_once() -> None:
     worker = Worker(32)
     assert worker.ask("many", [3, 1, 4], 40, 33)
-    worker.turn()
+    worker.run_once()
     assert worker.attempts.pending_choices == 33 - 28
     assert worker.ask("one", [2, 7], 5, 1)
-    worker.turn()
+    worker.run_once()
     assert "one/0" in worker.engine.steps[-1]
     worker.finish()
 
@@ -240,10 +241,10 @@ def test_many_choices_start_on_a_worker_that_is_nearly_full_and_nobody_waits_for
     worker = Worker(32)
     for number in range(20):
         assert worker.ask(f"r{number}", [number + 2], 30, 1)
-    # They came long ago: where many come in a second, forks leave more places free.
+    # They came long ago: where many come in a second, forks leave more slots free.
     worker.now += 10 * SPAN_S
     assert worker.ask("many", [3, 1, 4], 30, 16)
-    worker.turn()
+    worker.run_once()
     assert len(worker.engine.steps[-1]) == 28
     assert worker.attempts.pending_choices == 36 - 28
     assert worker.ask("other", [5], 30, 1)
@@ -255,7 +256,7 @@ def test_after_a_preemption_a_request_is_granted_that_leaves_the_batch_its_next_
     for name in ("old", "young"):
         assert worker.ask(name, [1, 2, 3], 60, 1)
     while not worker.asked["young"].failed:
-        worker.turn()
+        worker.run_once()
     # The other one has 11 pages, and needs 16 at its end.
     with pytest.raises(Overloaded, match="needs 5 pages, 9 of 20 are free, 5 are kept for sequences that run"):
         worker.admission.admit(1, Reserve(AttemptKey("large", 0), 16, 4, 1), worker.now)
@@ -266,14 +267,14 @@ def test_after_a_preemption_a_request_is_granted_that_leaves_the_batch_its_next_
 
 
 @pytest.mark.parametrize("slots", [1, 2, 8])
-def test_others_and_the_choices_of_one_request_get_places_in_turn(slots: int) -> None:
+def test_others_and_the_choices_of_one_request_get_slots_in_turn(slots: int) -> None:
     worker = Worker(slots)
     assert worker.ask("many", [3, 1, 4], 4, 64)
     granted, numbers = 0, itertools.count()
     other = Asked([2, 7], SamplingParams(max_tokens=4, seed=7))
     while worker.attempts.pending_choices:
         forks = worker.attempts.pending_choices
-        worker.turn()
+        worker.run_once()
         started = forks - worker.attempts.pending_choices
         while worker.try_again(f"other{next(numbers)}", other):
             granted += 1
@@ -314,13 +315,13 @@ def test_an_attempt_whose_forks_lack_pages_lets_the_forks_of_others_go_on() -> N
     worker.admission.forecast.forks_wait_until = 1.0
     for name, length, max_tokens in (("large", 33, 20), ("small", 29, 2)):
         assert worker.ask(name, list(range(2, 2 + length)), max_tokens, 4)
-        while worker.attempts.sequences:
-            worker.turn()
+        while worker.attempts.held_sequences:
+            worker.run_once()
     # Beside both contexts there is one page, and a choice of the first needs six.
     assert (worker.attempts.pending_choices, worker.engine.stats().free) == (6, 1)
     worker.now = 1.0
     worker.fork()
-    assert {attempt.key.request_id for attempt in worker.attempts if attempt.sequences} == {"small"}
+    assert {attempt.key.request_id for attempt in worker.attempts if attempt.held_sequences} == {"small"}
     worker.engine.free(other)
     worker.finish()
     assert not any(asked.failed for asked in worker.asked.values())
@@ -332,7 +333,7 @@ def test_choices_that_alone_hold_pages_are_forked_whatever_claims_set_aside() ->
     large = Asked(list(range(2, 40)), SamplingParams(max_tokens=2, seed=7))
     while not worker.try_again("large", large):
         # It asks again and again, so that its claim lasts: two of the four free pages, and a fork needs three.
-        worker.turn()
+        worker.run_once()
         worker.now += 0.5
         assert worker.now < 60
         worker.fork()
@@ -348,12 +349,12 @@ def test_requests_with_many_choices_leave_half_of_the_pages_to_others() -> None:
     for _ in range(100):
         if worker.try_again(next(names), asked):
             asked, granted = next(many), granted + 1
-        worker.turn()
-        assert worker.attempts.context_pages <= 50
+        worker.run_once()
+        assert worker.attempts.pending_context_pages <= 50
     assert granted >= 5
     # Half of the pages are free, but for those of eight sequences: 200 tokens are 50 pages.
     while not worker.try_again("other", Asked(list(range(2, 122)), SamplingParams(max_tokens=8, seed=7))):
-        assert worker.turn()
+        assert worker.run_once()
         assert not worker.asked["many0"].over
     worker.finish()
 
@@ -369,9 +370,9 @@ def test_a_context_that_has_more_than_the_share_of_kept_ones_is_kept_alone_and_w
         # Others take all that they may.
         if worker.try_again(f"small{turn}", small[-1]):
             small.pop()
-        worker.turn()
+        worker.run_once()
         worker.now += 0.01
-    assert worker.attempts.all_context_pages == 22
+    assert worker.attempts.expected_context_pages == 22
     worker.finish()
 
 
@@ -389,7 +390,7 @@ def test_any_mix_of_requests_ends_in_any_pool_that_holds_each_alone_and_every_at
     while coming:
         if worker.try_again(*coming[0]):
             coming.pop(0)
-        elif not worker.turn():
+        elif not worker.run_once():
             worker.now += REFUSED_PRIORITY_S
         if all(asked.over for asked in worker.asked.values()) or dice.random() < 0.1:
             worker.finish_with_replays()
@@ -532,7 +533,7 @@ def test_the_lead_follows_what_is_measured() -> None:
 
 
 class SlotWorker:
-    """A worker that is never empty of either side: which side gets each place that comes free."""
+    """A worker that is never empty of either side: which side gets each slot that comes free."""
 
     def __init__(self, slots: int) -> None:
         self.admission, self.now, self.held = SlotForecast(slots, 0.0), 0.0, 0
@@ -555,7 +556,7 @@ class SlotWorker:
 
 
 @pytest.mark.parametrize("slots", [1, 2, 7, 8, 32])
-def test_forks_and_reservations_take_turns_where_both_want_every_place(slots: int) -> None:
+def test_forks_and_reservations_take_turns_where_both_want_every_slot(slots: int) -> None:
     worker = SlotWorker(slots)
     while worker.fork() or worker.reserve():
         pass
@@ -563,7 +564,7 @@ def test_forks_and_reservations_take_turns_where_both_want_every_place(slots: in
     got = []
     for _ in range(40):
         worker.held -= 1
-        # Forks are always there first; a router comes when it hears of the place.
+        # Forks are always there first; a router comes when it hears of the slot.
         got.append("fork" if worker.fork() else "other" if worker.reserve() else "nobody")
         assert not worker.fork()
         assert not worker.reserve()
@@ -571,7 +572,7 @@ def test_forks_and_reservations_take_turns_where_both_want_every_place(slots: in
 
 
 @pytest.mark.parametrize("slots", [8, 32])
-def test_forks_leave_a_share_of_the_places_to_a_request_that_comes_now(slots: int) -> None:
+def test_forks_leave_a_share_of_the_slots_to_a_request_that_comes_now(slots: int) -> None:
     worker = SlotWorker(slots)
     while worker.fork():
         pass
@@ -580,7 +581,7 @@ def test_forks_leave_a_share_of_the_places_to_a_request_that_comes_now(slots: in
 
 
 @pytest.mark.parametrize(("rate", "kept"), [(0.5, 4), (12.0, 5), (1000.0, 16)])
-def test_forks_leave_more_places_where_reservations_come_often(rate: float, kept: int) -> None:
+def test_forks_leave_more_slots_where_reservations_come_often(rate: float, kept: int) -> None:
     worker = SlotWorker(32)
     worker.now = 10 * SPAN_S
     for n in range(int(4 * SPAN_S * rate)):
@@ -597,7 +598,7 @@ def test_forks_leave_more_places_where_reservations_come_often(rate: float, kept
     assert worker.held == 32 - 32 // FORK_HEADROOM_DIVISOR
 
 
-def test_places_are_left_only_for_whoever_was_refused_and_only_for_a_while() -> None:
+def test_slots_are_left_only_for_whoever_was_refused_and_only_for_a_while() -> None:
     worker = SlotWorker(7)
     while worker.fork():
         pass
@@ -610,7 +611,7 @@ def test_places_are_left_only_for_whoever_was_refused_and_only_for_a_while() -> 
 
 
 @pytest.mark.parametrize("slots", [2, 7, 32])
-def test_places_that_come_free_all_at_once_are_shared_as_well(slots: int) -> None:
+def test_slots_that_come_free_all_at_once_are_shared_as_well(slots: int) -> None:
     worker = SlotWorker(slots)
     while worker.fork() or worker.reserve():
         pass
@@ -629,7 +630,7 @@ def test_places_that_come_free_all_at_once_are_shared_as_well(slots: int) -> Non
     assert worker.fork() or slots == 2
 
 
-def test_a_fork_that_cant_take_its_turn_keeps_nobody_from_the_place() -> None:
+def test_a_fork_that_cant_take_its_turn_keeps_nobody_from_the_slot() -> None:
     worker = SlotWorker(1)
     assert worker.reserve()
     worker.held -= 1

@@ -9,7 +9,8 @@ from baton.errors import BatonError, IncompleteTransfer, InvalidRequest, OutOfPa
 from baton.lifecycle import State
 from baton.request import FinishReason, Handoff, SamplingParams
 from decode_svc.attempts import Attempts, DecodeAttempt, ledger_entries
-from decode_svc.reservation import AttemptKey, ReservationTooLarge, Reserve, size_reservation
+from decode_svc.messages import AttemptKey, Reserve
+from decode_svc.reservation import ReservationTooLarge, size_reservation
 from decode_svc.scheduler import DecodeSequence
 from tests.decoding import greedy, prefill, take_pages
 
@@ -114,7 +115,7 @@ def test_further_choices_take_their_pages_one_by_one_and_the_last_takes_the_cont
     ready.write(fake, attempt.handle)
     first = attempts.commit(attempt, ready.handoff, 1.0, 2.0)
     assert first is not None
-    assert (fake.audit(), attempts.sequences, attempts.pending_choices) == ({"r/0": 3, "r/0/context": 2}, 1, 3)
+    assert (fake.audit(), attempts.held_sequences, attempts.pending_choices) == ({"r/0": 3, "r/0/context": 2}, 1, 3)
     sequences = [first]
     for pages, owner in ((2, "r/0/1"), (2, "r/0/2")):
         before = fake.stats().used
@@ -255,12 +256,12 @@ def test_an_attempt_is_where_the_foremost_of_its_choices_is() -> None:
     for sequence in (two, one):
         attempts.join(sequence, 1.0)
         assert attempt.lifecycle.state is State.DECODING
-    assert attempts.sequences == 3
+    assert attempts.held_sequences == 3
     attempts.cancel_choice(attempt, 1, 2.0)
     assert attempt.lifecycle.state is State.DECODING
     attempts.cancel_choice(attempt, 0, 2.0)
     assert attempt.lifecycle.state is State.SLOT_WAIT
-    assert attempts.sequences == 1
+    assert attempts.held_sequences == 1
     attempts.end(attempt, 3.0)
     assert three not in attempts._owners
     assert fake.audit() == {}

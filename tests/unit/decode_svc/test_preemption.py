@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.contract import KvHandle
+from baton.kv.hashing import RollingBlockHasher, chain_root
 from baton.request import SamplingParams, SequenceState
 from baton.worker.health import Watchdog
-from decode_svc.attempts import FailureKind
 from decode_svc.loop import DecodeLoop, StepReport
-from decode_svc.scheduler import DecodeSequence, RollingBlockHasher
+from decode_svc.messages import FailureKind
+from decode_svc.scheduler import BatchPages, DecodeSequence
 from tests.decoding import LoggingEngine, alone, digests, prefill
 
 PAGE = 4
@@ -39,7 +40,8 @@ class Bench:
         )
         self.reports: list[StepReport] = []
         self.spare: KvHandle | None = None
-        self.loop = DecodeLoop(self.engine, Watchdog(), self.take, reclaim=self.give_back)
+        self.batch_pages = BatchPages()
+        self.loop = DecodeLoop(self.engine, Watchdog(), self.take, reclaim=self.give_back, batch_pages=self.batch_pages)
         self.first = first
         self.asked: dict[int, Request] = {}
         self.live: dict[int, tuple[Request, DecodeSequence]] = {}
@@ -104,9 +106,9 @@ class Bench:
         assert sequence is not None
         return sequence
 
-    def turn(self) -> None:
+    def run_once(self) -> None:
         self.loop.drop([])
-        assert self.loop.turn()
+        assert self.loop.run_once()
 
     def replay(self) -> None:
         """Make the attempts that the worker would grant now."""
@@ -116,13 +118,13 @@ class Bench:
     def fits(self, request: Request) -> bool:
         """Whether its pages are free beside those that are kept for the batch."""
         stats = self.engine.stats()
-        return self.pages(request) <= stats.free + stats.cached - self.loop.pages_kept_for_batch()
+        return self.pages(request) <= stats.free + stats.cached - self.batch_pages.kept
 
     def finish(self, most: int = 3000) -> None:
         for _ in range(most):
             if not self.live and not self.to_replay:
                 break
-            self.turn()
+            self.run_once()
             self.replay()
         for request in self.asked.values():
             assert request.tokens == request.expected
@@ -135,7 +137,7 @@ def test_a_sequence_takes_pages_as_it_needs_them() -> None:
     sizes = set()
     while bench.live:
         sizes.add((len(sequence.output_ids), bench.engine.audit()["s1"]))
-        bench.turn()
+        bench.run_once()
     assert all(pages == max(2, -(-(3 + outputs - 1) // PAGE)) for outputs, pages in sizes)
     assert bench.preempted == []
     bench.finish()
@@ -165,13 +167,14 @@ def test_a_preempted_sequence_leaves_what_it_has_for_its_replay() -> None:
     bench = Bench(pages=20)
     for number in (1, 2):
         sequence = bench.add(number, [number, 7, 9], 60)
-        hasher = RollingBlockHasher(bench.engine.spec, b"", [], sequence.state.prompt_ids)
+        root = chain_root(bench.engine.spec.fingerprint, bench.engine.spec.kv_format.digest)
+        hasher = RollingBlockHasher(root, bench.engine.spec.kv_format.block_size, [], sequence.state.prompt_ids)
         sequence.hasher = hasher.fork(sequence.output_ids[0])
     while not bench.preempted:
-        bench.turn()
+        bench.run_once()
     assert bench.preempted == [2]
     (lost,) = [lost for report in bench.reports for lost in report.failures]
-    assert lost.message == "s2 gives back its 10 pages of 20: no page is left"
+    assert lost.message == "s2 is preempted and frees 10 of 20 pages: the batch needs pages and none is free"
     # At once, before the other one wants the pages.
     assert bench.engine.match_prefix(digests(bench.engine, [2, 7, 9, *bench.asked[2].tokens])) == 32
     assert set(bench.engine.audit()) == {"s1"}
@@ -185,10 +188,10 @@ def test_one_that_is_alone_is_replayed_when_others_hold_the_pages_and_gets_all_t
     (_, sequence), *_ = bench.live.values()
     with bench.engine._kv.pool.pin(sequence.handle):  # type: ignore[arg-type]
         while not bench.preempted:
-            bench.turn()
+            bench.run_once()
         # Nobody else is there for whom pages would be kept, though its own are still being read.
         assert bench.engine.stats().free == 0
-        assert bench.loop.pages_kept_for_batch() == 0
+        assert bench.batch_pages.kept == 0
     assert set(bench.engine.audit()) == {"on its way"}
     bench.replay()
     assert bench.to_replay, "it needs a page more than are free"
@@ -217,7 +220,7 @@ def test_any_mix_of_requests_that_each_fit_alone_ends_and_every_try_brings_token
         if coming and granted and bench.fits(coming[0]):
             bench.start(coming.pop(0))
         if bench.live:
-            bench.turn()
+            bench.run_once()
         moved = sum(len(request.tokens) for request in bench.asked.values()) > count
         idle = 0 if moved or not bench.live else idle + 1
         assert idle < 2 + steps_ahead

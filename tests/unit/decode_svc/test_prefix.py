@@ -11,7 +11,7 @@ from baton.engine.fake import FakeEngine
 from baton.errors import IncompleteTransfer, InvalidRequest
 from baton.request import CachePolicy, SamplingParams
 from decode_svc.attempts import Attempts, DecodeAttempt, PublishedBlocks
-from decode_svc.reservation import AttemptKey, Reserve
+from decode_svc.messages import AttemptKey, Reserve
 from tests.decoding import alone, digests, greedy, prefill, take_pages
 from tests.property.attempts import check_pool, held_payloads, payloads
 

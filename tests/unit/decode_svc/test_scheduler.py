@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
 from baton.engine.contract import EngineSpec
-from baton.engine.fake import FakeEngine
 from baton.kv.format import KvFormat, KvPart
 from baton.request import FinishReason, SamplingParams, SequenceState, TokenInfo
-from decode_svc.scheduler import DecodeScheduler, DecodeSequence, RollingBlockHasher, StepOutput
-from tests.decoding import digests
+from decode_svc.scheduler import DecodeScheduler, DecodeSequence, StepOutput
 
 FORMAT = KvFormat((KvPart("k", "float32", (2, 4)),), layers=3, block_size=16)
 SPEC = EngineSpec("print", FORMAT, 100, 64, frozenset({1}), 16, 8, slots=2)
@@ -131,7 +125,7 @@ def test_no_tokens_are_nothing_to_tell() -> None:
 LONG = replace(SPEC, max_model_len=1000, slots=3)
 
 
-def test_sequences_without_room_for_the_next_token_are_told_oldest_first() -> None:
+def test_sequences_without_room_for_the_next_token_are_listed_oldest_first() -> None:
     full = {number: sequence(number, age=age, capacity=3) for number, age in ((1, 7), (2, 5), (3, 5))}
     scheduler = admitted(*full.values(), spec=LONG)
     assert ids(scheduler.sequences_to_extend()) == [2, 3, 1]
@@ -158,34 +152,3 @@ def test_missing_pages_are_what_the_batch_needs_to_go_on_for_a_while_or_to_its_e
     assert scheduler.missing_pages() == 5
     short = admitted(sequence(1, max_tokens=500, capacity=16), spec=replace(LONG, max_model_len=30))
     assert short.missing_pages() == 1
-
-
-HASHED = FakeEngine(page_size=4, pages=1, block_size=4)
-
-
-@given(st.integers(0, 21), st.lists(st.integers(1, 9), max_size=6), st.binary(max_size=3))
-def test_it_names_all_blocks_but_that_of_the_last_token(context: int, steps: list[int], salt: bytes) -> None:
-    ids = list(range(7, 7 + context))
-    names = digests(HASHED, ids, salt)
-    first = RollingBlockHasher(HASHED.spec, salt, names, ids[len(names) * 4 :])
-    hasher = first.fork(1)
-    ids.append(1)
-    for step in steps:
-        tokens = list(range(100, 100 + step))
-        hasher.extend(tokens)
-        ids += tokens
-        assert hasher.digests == digests(HASHED, ids[:-1], salt)
-    assert first.digests == names
-
-
-@pytest.mark.parametrize("context", [3, 4])
-def test_choices_go_different_ways(context: int) -> None:
-    ids = list(range(context))
-    names = digests(HASHED, ids)
-    hasher = RollingBlockHasher(HASHED.spec, b"", names, ids[len(names) * 4 :])
-    one, two = hasher.fork(50), hasher.fork(60)
-    one.extend(range(8))
-    two.extend(range(8))
-    assert one.digests == digests(HASHED, [*ids, 50, *range(7)])
-    assert two.digests == digests(HASHED, [*ids, 60, *range(7)])
-    assert one.digests[: len(names)] == two.digests[: len(names)] == names

@@ -10,8 +10,9 @@ import pytest
 from baton.errors import BatonError, DeadlineExceeded, InvalidRequest
 from baton.pb import decode_pb2
 from baton.worker.status import WIRE_VERSION
+from decode_svc.messages import Command
 from decode_svc.servicer import SILENCE_S, DecodeServicer
-from decode_svc.session import Command, RouterSession
+from decode_svc.session import RouterSession
 from decode_svc.worker import DecodeWorker
 from tests.property.virtual import VirtualLoop
 
@@ -32,7 +33,7 @@ class FakeWorker:
             self.session = None
             session.end(error)
 
-    async def receive(self, session: RouterSession, command: Command) -> None:
+    async def handle_command(self, session: RouterSession, command: Command) -> None:
         self.heard += 1
 
 

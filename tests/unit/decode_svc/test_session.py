@@ -13,10 +13,9 @@ from baton.pb import decode_pb2, inference_pb2, kv_pb2
 from baton.request import DecodeTimings, FinishReason, Output, RemoteExport, ReserveResult, TokenInfo
 from baton.rpc.convert import export_to_proto
 from baton.worker.status import WIRE_VERSION
-from decode_svc.attempts import Failure, FailureKind
-from decode_svc.reservation import AttemptKey, Reserve
+from decode_svc.messages import AttemptKey, Cancel, Failure, FailureKind, Heartbeat, Reserve, SessionDown, Start
 from decode_svc.servicer import command_from_proto, down_to_proto
-from decode_svc.session import Cancel, Heartbeat, RouterSession, SessionDown, Start
+from decode_svc.session import RouterSession
 from tests.property.virtual import VirtualLoop
 
 KEY = AttemptKey("r", 2)

@@ -17,12 +17,11 @@ from baton.engine.fake import FakeEngine
 from baton.request import CachePolicy, Handoff, RemoteExport, SamplingParams
 from baton.transfer.export import ExportRegistry
 from baton.transfer.fetcher import ExportFetcher
-from baton.worker.cache_tiers import CacheTiers
 from baton.worker.health import Watchdog
+from baton.worker.prefix_cache import CacheAdmin
 from baton.worker.status import WorkerRole, new_identity
-from decode_svc.attempts import FailureKind
-from decode_svc.reservation import AttemptKey, Reserve
-from decode_svc.session import RouterSession, Start
+from decode_svc.messages import AttemptKey, FailureKind, Reserve, Start
+from decode_svc.session import RouterSession
 from decode_svc.worker import DecodeWorker
 from tests.decoding import GREEDY, digests, prefill
 from tests.prefix_cache import MemoryPrefixCache
@@ -50,7 +49,7 @@ def made(loop: VirtualLoop, engine: FakeEngine, fetch: Callable[..., Awaitable[H
         # And a tenth of a second for each token.
         config = DecodeConfig(fetch_timeout_s=FETCH_S - 0.3)
         cache, exports = MemoryPrefixCache(), ExportRegistry(engine, "ours")
-        tiers = CacheTiers(engine, cache)
+        tiers = CacheAdmin(engine, cache)
         return DecodeWorker(config, engine, identity, fetcher(fetch), exports, cache, tiers, Watchdog(), lambda: None)
 
     return loop.call(make)
@@ -68,10 +67,10 @@ def test_a_fetch_that_ends_at_the_deadline_is_in_time(loop: VirtualLoop, late_s:
 
     worker = made(loop, engine, fetch)
     session, key = loop.call(worker.open_session, "router"), AttemptKey("r", 0)
-    loop.spawn(worker.receive(session, Reserve(key, len(PROMPT), 8, 1)))
+    loop.spawn(worker.handle_command(session, Reserve(key, len(PROMPT), 8, 1)))
     # Before the worker's own timer, at the same instant.
     loop.call_at(loop.now + FETCH_S + late_s, fetched.set_result, None)
-    loop.spawn(worker.receive(session, Start(key, RemoteExport("t", "theirs", ()))))
+    loop.spawn(worker.handle_command(session, Start(key, RemoteExport("t", "theirs", ()))))
     loop.advance(FETCH_S + late_s)
     failures = [(failure.kind, failure.message) for _, failure in session._down.failures]
     late = [(FailureKind.TRANSFER, "r/0 was still transferring after 20.3 s, prefill included (--fetch-timeout-s)")]
@@ -81,7 +80,7 @@ def test_a_fetch_that_ends_at_the_deadline_is_in_time(loop: VirtualLoop, late_s:
     assert engine.audit() == {}
 
 
-def test_a_router_is_told_of_an_attempt_that_ends_with_its_first_token(loop: VirtualLoop) -> None:
+def test_a_router_gets_the_end_of_an_attempt_that_ends_with_its_first_token(loop: VirtualLoop) -> None:
     """Its own word for it may come late: it must not take the attempt for lost meanwhile."""
     engine, ready = FakeEngine(), prefill(PROMPT, SamplingParams(max_tokens=1, seed=1), request_id="r")
 
@@ -91,8 +90,8 @@ def test_a_router_is_told_of_an_attempt_that_ends_with_its_first_token(loop: Vir
 
     worker = made(loop, engine, fetch)
     session, key = loop.call(worker.open_session, "router"), AttemptKey("r", 0)
-    loop.spawn(worker.receive(session, Reserve(key, len(PROMPT), 1, 1)))
-    loop.spawn(worker.receive(session, Start(key, RemoteExport("t", "theirs", ()))))
+    loop.spawn(worker.handle_command(session, Reserve(key, len(PROMPT), 1, 1)))
+    loop.spawn(worker.handle_command(session, Start(key, RemoteExport("t", "theirs", ()))))
     loop.advance(1.0)
     assert (session._down.ended, session._down.failures) == ([key], [])
     assert len(worker.attempts) == 0
@@ -124,7 +123,7 @@ class Evicting:
         request = Reserve(AttemptKey(name, 0), pages * 16 - 1, 1, 1, prefix_digests=names)
 
         async def receive() -> None:
-            await self.worker.receive(session, request)
+            await self.worker.handle_command(session, request)
             self.answers += [(key.request_id, result.granted) for key, result in session._down.reserved]
             session._down.reserved.clear()
 
@@ -183,7 +182,7 @@ def test_no_more_is_evicted_for_a_session_that_has_ended(evicting: Evicting) -> 
 
 
 def test_blocks_of_a_long_context_are_published_in_slices(evicting: Evicting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.worker.cache_tiers.PUBLISH_BLOCKS", 2)
+    monkeypatch.setattr("baton.worker.prefix_cache.PUBLISH_BLOCKS", 2)
     published = list[int]()
     publish = evicting.engine.publish
     monkeypatch.setattr(evicting.engine, "publish", lambda *each: (published.append(len(each[1])), publish(*each)))
@@ -195,8 +194,8 @@ def test_blocks_of_a_long_context_are_published_in_slices(evicting: Evicting, mo
 
     evicting.worker._fetcher = fetcher(fetch)
     session, key = evicting.open_session(), AttemptKey("r", 0)
-    evicting.loop.spawn(evicting.worker.receive(session, Reserve(key, 90, 4, 1)))
-    evicting.loop.spawn(evicting.worker.receive(session, Start(key, RemoteExport("t", "theirs", ()))))
+    evicting.loop.spawn(evicting.worker.handle_command(session, Reserve(key, 90, 4, 1)))
+    evicting.loop.spawn(evicting.worker.handle_command(session, Start(key, RemoteExport("t", "theirs", ()))))
     assert published == [2, 4, 5]
     assert evicting.engine.match_prefix(digests(evicting.engine, [7] * 90)) == 80
 
@@ -221,8 +220,8 @@ def test_blocks_that_a_request_may_only_read_are_not_published(evicting: Evictin
     session, key = evicting.open_session(), AttemptKey("r", 0)
     names = b"".join(digests(evicting.engine, ids[:32]))
     reserve = Reserve(key, 90, 4, 1, prefix_digests=names, cache=CachePolicy.READ)
-    evicting.loop.spawn(evicting.worker.receive(session, reserve))
-    evicting.loop.spawn(evicting.worker.receive(session, Start(key, RemoteExport("t", "theirs", ()))))
+    evicting.loop.spawn(evicting.worker.handle_command(session, reserve))
+    evicting.loop.spawn(evicting.worker.handle_command(session, Start(key, RemoteExport("t", "theirs", ()))))
     evicting.loop.settle()
     assert evicting.engine.match_prefix(digests(evicting.engine, ids)) == 32
 
@@ -240,8 +239,8 @@ def test_blocks_that_do_not_follow_the_pinned_ones_are_not_published(loop: Virtu
     engine.free(engine.reserve("cached", 64), digests(engine, [1] * 64))
     session, key = loop.call(worker.open_session, "router"), AttemptKey("r", 0)
     names = b"".join(digests(engine, [1] * 32))
-    loop.spawn(worker.receive(session, Reserve(key, 90, 4, 1, prefix_digests=names)))
-    loop.spawn(worker.receive(session, Start(key, RemoteExport("t", "theirs", ()))))
+    loop.spawn(worker.handle_command(session, Reserve(key, 90, 4, 1, prefix_digests=names)))
+    loop.spawn(worker.handle_command(session, Start(key, RemoteExport("t", "theirs", ()))))
     loop.settle()
     assert len(worker.attempts) == 0
     assert engine.match_prefix(digests(engine, ids)) == 0

@@ -10,8 +10,9 @@ from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine
 from baton.errors import OutOfPages
 from baton.telemetry import metrics
-from baton.worker.cache_tiers import MAX_WRITE_BACKS, BlockCopier
+from baton.worker.prefix_cache import MAX_WRITE_BACKS, BlockCopier
 from decode_svc.attempts import PublishedBlocks
+from decode_svc.scheduler import BatchPages
 from decode_svc.write_backs import MAX_WAITING_COPIES, WriteBacks
 from tests.decoding import digests
 from tests.engine_calls import prefill_chunk
@@ -52,12 +53,12 @@ class Rig:
     def __init__(self) -> None:
         self.engine = Held()
         self.cache = MemoryPrefixCache()
-        self.short_of_pages, self.changes = False, 0
+        self.batch_pages, self.changes = BatchPages(), 0
         self.backs = WriteBacks(
             self.engine,
             BlockCopier(self.engine, self.cache),
+            self.batch_pages,
             enabled=True,
-            short_of_pages=lambda: self.short_of_pages,
             changed=self._changed,
         )
 
@@ -129,8 +130,8 @@ async def test_a_reservation_gets_the_pages_of_copies_and_the_copies_end(rig: Ri
     rig.engine.free(rig.engine.reserve("wants", PAGES * 4))
 
 
-async def test_nothing_is_pinned_while_the_batch_lacks_pages(rig: Rig) -> None:
-    rig.short_of_pages, before = True, dropped()
+async def test_nothing_is_pinned_while_pages_are_kept_for_the_batch(rig: Rig) -> None:
+    rig.batch_pages.kept, before = 1, dropped()
     rig.backs.add(PublishedBlocks("r/0", rig.engine.published(), 0))
     assert len(rig.backs) == 0
     assert dropped() == before + 4

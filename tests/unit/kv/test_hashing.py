@@ -5,8 +5,18 @@ import random
 import struct
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from baton.kv.hashing import DIGEST_BYTES, PackedDigests, block_digests, chain_root, request_salt, tenant_salt
+from baton.kv.hashing import (
+    DIGEST_BYTES,
+    PackedDigests,
+    RollingBlockHasher,
+    block_digests,
+    chain_root,
+    request_salt,
+    tenant_salt,
+)
 
 FORMAT = "f" * 64
 
@@ -109,3 +119,34 @@ def test_packed_digests_are_the_same_as_a_list() -> None:
     with pytest.raises(IndexError):
         packed[7]
     assert list(PackedDigests(b"")) == []
+
+
+ROOT = chain_root("m", FORMAT)
+
+
+@given(st.integers(0, 21), st.lists(st.integers(1, 9), max_size=6))
+def test_a_rolling_hasher_names_all_blocks_but_that_of_the_last_token(context: int, steps: list[int]) -> None:
+    ids = list(range(7, 7 + context))
+    names = block_digests(ROOT, ids, 4)
+    first = RollingBlockHasher(ROOT, 4, names, ids[len(names) * 4 :])
+    hasher = first.fork(1)
+    ids.append(1)
+    for step in steps:
+        tokens = list(range(100, 100 + step))
+        hasher.extend(tokens)
+        ids += tokens
+        assert hasher.digests == block_digests(ROOT, ids[:-1], 4)
+    assert first.digests == names
+
+
+@pytest.mark.parametrize("context", [3, 4])
+def test_forks_of_a_rolling_hasher_go_different_ways(context: int) -> None:
+    ids = list(range(context))
+    names = block_digests(ROOT, ids, 4)
+    hasher = RollingBlockHasher(ROOT, 4, names, ids[len(names) * 4 :])
+    one, two = hasher.fork(50), hasher.fork(60)
+    one.extend(range(8))
+    two.extend(range(8))
+    assert one.digests == block_digests(ROOT, [*ids, 50, *range(7)], 4)
+    assert two.digests == block_digests(ROOT, [*ids, 60, *range(7)], 4)
+    assert one.digests[: len(names)] == two.digests[: len(names)] == names

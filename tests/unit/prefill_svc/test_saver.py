@@ -9,7 +9,7 @@ import pytest
 from baton.engine.fake import FakeEngine
 from baton.kv.prefix.contract import Payload
 from baton.request import CachePolicy, SamplingParams
-from baton.worker.cache_tiers import BlockCopier
+from baton.worker.prefix_cache import BlockCopier
 from prefill_svc.job import PrefillJob, PrefillRequest
 from prefill_svc.prefix import LongPromptSaver
 from prefill_svc.scheduler import PrefillScheduler

@@ -16,7 +16,8 @@ from baton.lifecycle import Lifecycle, State
 from baton.request import ReserveResult
 from decode_svc.admission import Admission, SlotForecast
 from decode_svc.attempts import Attempts, DecodeAttempt
-from decode_svc.reservation import AttemptKey, Reserve
+from decode_svc.messages import AttemptKey, Reserve
+from decode_svc.scheduler import BatchPages
 from router.dispatcher import Dispatcher
 from router.placement.waiter import PlacementRequest
 from router.workers.pool import WorkerPool
@@ -33,7 +34,7 @@ class SharedWorker:
         self.loop = loop
         self.engine = FakeEngine(page_size=PAGE, pages=PAGES, slots=PAGES, max_model_len=PAGES * PAGE)
         self.attempts = Attempts(self.engine)
-        self.admission = Admission(self.engine, self.attempts, 1, SlotForecast(PAGES, 0.0), lambda: 0, lambda: False)
+        self.admission = Admission(self.engine, self.attempts, 1, SlotForecast(PAGES, 0.0), BatchPages(), lambda: False)
         self.routers: list[RouterPool] = []
         self.asked = 0
 

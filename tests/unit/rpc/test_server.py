@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import logging
 import socket
 import weakref
@@ -154,6 +155,24 @@ async def test_the_unexpected_is_logged_and_not_shown(stream: bool, caplog: pyte
     assert "secret" not in failed.details()
     assert "secret detail" in caplog.text
     assert "Traceback" in caplog.text
+
+
+async def test_the_log_names_the_request_of_a_message(caplog: pytest.LogCaptureFixture) -> None:
+    async def unary(request: Any, context: Any) -> bytes:
+        raise KeyError
+
+    handler = grpc.unary_unary_rpc_method_handler(unary, lambda data: SimpleNamespace(request_id=data.decode()))
+
+    def add(server: grpc.aio.Server) -> None:
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", {"Unary": handler}),))
+
+    async with (
+        listen("127.0.0.1:0", insecure=False, add=add, services=[]) as listener,
+        control_channel(listener.address) as channel,
+    ):
+        assert await channel.unary_unary("/test/Unary")(b"r7").code() is grpc.StatusCode.INTERNAL
+    (record,) = (each for each in caplog.records if each.name == "baton.rpc.errors")
+    assert vars(record)["request_ids"] == ("r7",)
 
 
 async def test_clients_that_leave_unread_what_they_were_sent_are_no_error(caplog: pytest.LogCaptureFixture) -> None:
@@ -377,3 +396,57 @@ async def test_peers_connect_again_for_new_calls_and_running_ones_go_on() -> Non
                 await asyncio.sleep(0.02)
         assert not stream.done()
         stream.cancel()
+
+
+async def test_a_listener_that_stops_accepting_sends_its_clients_elsewhere_and_running_calls_go_on() -> None:
+    """gRPC cancels calls that are on their way at this moment; a retry policy sends them again."""
+    first, second, loaded = Service(), Service(), asyncio.Event()
+    policy = {
+        "maxAttempts": 5,
+        "initialBackoff": "0.01s",
+        "maxBackoff": "0.1s",
+        "backoffMultiplier": 2,
+        "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
+    }
+    config = json.dumps({"methodConfig": [{"name": [{}], "retryPolicy": policy}]})
+    retries = [("grpc.service_config", config), ("grpc.use_local_subchannel_pool", 1)]
+    answers, ends, stopped = [], set(), False
+
+    async def ask(target: str, options: list[tuple[str, Any]]) -> None:
+        async with grpc.aio.insecure_channel(target, options=options) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            while not stopped:
+                answers.append(await stub.Tokenize(pb.TokenizeRequest()))
+                if len(answers) > 200:
+                    loaded.set()
+            # The other listener answers this one.
+            await stub.Tokenize(pb.TokenizeRequest())
+
+    async def ask_once(target: str) -> None:
+        try:
+            await ask(target, retries[1:])
+        except grpc.aio.AioRpcError as error:
+            ends.add((error.code(), error.details() or ""))
+
+    async with (
+        listen("127.0.0.1:0", insecure=False, add=first.add, services=[INFERENCE]) as closing,
+        listen("127.0.0.1:0", insecure=False, add=second.add, services=[INFERENCE]) as other,
+        grpc.aio.insecure_channel(closing.address) as channel,
+        asyncio.timeout(60),
+    ):
+        stream = inference_pb2_grpc.InferenceStub(channel).Generate(pb.GenerateRequest())
+        await stream.read()
+        patient = [asyncio.create_task(ask(f"ipv4:{closing.address},{other.address}", retries)) for _ in range(8)]
+        others = [asyncio.create_task(ask_once(closing.address)) for _ in range(8)]
+        await loaded.wait()
+        closing.stop_accepting()
+        await asyncio.gather(*others)
+        stopped = True
+        await asyncio.gather(*patient)
+        assert not stream.done()
+        stream.cancel()
+    assert all(
+        (code is grpc.StatusCode.CANCELLED and details == "CANCELLED")
+        or (code is grpc.StatusCode.UNAVAILABLE and "Connection refused" in details)
+        for code, details in ends
+    ), ends

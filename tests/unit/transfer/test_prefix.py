@@ -9,7 +9,7 @@ import pytest
 from baton.errors import CorruptFrame, IncompleteTransfer, InvalidRequest, TransferError
 from baton.transfer import wire
 from baton.transfer.export import KEEPALIVE_S, ExportRegistry
-from baton.transfer.fetcher import Receiver, fetch
+from baton.transfer.fetcher import Receiver, fetch_from
 from baton.transfer.wire import KvSlice
 from tests.property.virtual import VirtualLoop
 from tests.unit.transfer.support import (
@@ -67,7 +67,9 @@ async def test_a_prefill_worker_that_takes_a_request_over_insists_on_the_handoff
     consumer = Engine(page_size=4)
     handle = consumer.reserve("decode", TOKENS)
     with pytest.raises(IncompleteTransfer, match="has no handoff"):
-        await fetch([MemorySource(export, unchanged)], consumer, handle, whole(TOKENS), length=TOKENS, timeout_s=20)
+        await fetch_from(
+            [MemorySource(export, unchanged)], consumer, handle, whole(TOKENS), length=TOKENS, timeout_s=20
+        )
 
 
 async def test_a_read_of_a_handle_freed_after_the_end_tells_of_it(exports: ExportRegistry, engine: Engine) -> None:

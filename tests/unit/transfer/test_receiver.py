@@ -10,7 +10,7 @@ from baton.kv.format import Shard
 from baton.request import Handoff
 from baton.transfer import wire
 from baton.transfer.export import ExportRegistry
-from baton.transfer.fetcher import Receiver, fetch
+from baton.transfer.fetcher import Receiver, fetch_from
 from baton.transfer.wire import KvSlice, Manifest, encode_commit, encode_manifest, pack
 from tests.unit.transfer.support import (
     HEADS,
@@ -50,7 +50,7 @@ class Pair:
 
     async def pull(self, mangle: Mangle) -> Handoff:
         self.source = MemorySource(self.export, mangle)
-        return await fetch([self.source], self.engine, self.handle, whole(TOKENS), length=TOKENS, timeout_s=20)
+        return await fetch_from([self.source], self.engine, self.handle, whole(TOKENS), length=TOKENS, timeout_s=20)
 
     @property
     def correct(self) -> bool:

@@ -86,7 +86,7 @@ async def test_pages_given_up_in_a_copy_are_listed_as_draining() -> None:
     assert (await build_ledger(IDENTITY, engine, list)).entries == ()
 
 
-async def test_findings_of_the_pool_are_told_with_the_ledger() -> None:
+async def test_findings_of_the_pool_are_in_the_ledger() -> None:
     engine = FakeEngine(pages=8)
     engine._kv.pool._allocator._free[False] -= 1
     ledger = await build_ledger(IDENTITY, engine, lambda: [entry("a/0", 2)])

@@ -119,6 +119,18 @@ async def test_watchers_learn_of_worker_and_drain_and_health_follows_progress(mo
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "watch-engine"]
 
 
+@pytest.mark.parametrize("drains", [True, False])
+async def test_a_watcher_hears_of_a_drain_that_ends_at_once(drains: bool) -> None:
+    hub = StatusHub(new_identity(WorkerConfig(), WorkerRole.PREFILL, SPEC, "digest"), WorkerLoad)
+    watch = hub.watch()
+    said = [(await anext(watch)).draining]
+    if drains:
+        hub.drain()
+    hub.close()
+    said += [status.draining async for status in watch]
+    assert said == ([False, True] if drains else [False])
+
+
 async def test_a_worker_whose_engine_hangs_is_not_live_and_fails() -> None:
     config, watchdog = WorkerConfig(stall_s=0.01), Watchdog()
     hub = StatusHub(new_identity(config, WorkerRole.DECODE, SPEC, ""), WorkerLoad)
@@ -160,7 +172,7 @@ async def test_probes_answer_while_the_model_loads_and_live_follows_its_progress
             return runtime.probes.address
 
     monkeypatch.setattr(start, "_build", build)
-    monkeypatch.setattr(start, "_SAY_S", 0.01)
+    monkeypatch.setattr(start, "_LOG_PROGRESS_S", 0.01)
     serve = start.serve_ops
 
     @contextlib.asynccontextmanager

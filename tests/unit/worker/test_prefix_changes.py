@@ -1,4 +1,4 @@
-"""News of prefixes: what the tiers tell from any thread, merged, and told to each watcher of a worker's status."""
+"""Changes of prefixes: reports of the tiers from any thread, merged, and sent to each watcher of a worker's status."""
 
 import asyncio
 import threading
@@ -12,7 +12,7 @@ from baton.config.worker import WorkerConfig
 from baton.engine.fake import FakeEngine
 from baton.errors import InvalidRequest
 from baton.kv.hashing import block_digests
-from baton.kv.prefix.contract import BlocksChanged, NullPrefixCache
+from baton.kv.prefix.contract import BlocksChanged, PrefixCache
 from baton.pb import worker_pb2
 from baton.worker import status
 from baton.worker.status import (
@@ -31,7 +31,7 @@ DIGESTS = block_digests(bytes(32), range(640), 16)
 NAMES = [digest[:8] for digest in DIGESTS]
 
 
-class HostTier(NullPrefixCache):
+class HostTier(PrefixCache):
     """A cache whose host memory the test speaks for."""
 
     def __init__(self) -> None:
@@ -60,9 +60,9 @@ class Waited(asyncio.Event):
 class Rig:
     def __init__(self) -> None:
         self.engine, self.host, self.calls = FakeEngine(page_size=16, pages=64), HostTier(), 0
-        self.news = PrefixChangeFeed(self.engine, self.host, self.changed)
+        self.feed = PrefixChangeFeed(self.engine, self.host, self.changed)
         identity = new_identity(WorkerConfig(), WorkerRole.DECODE, self.engine.spec, "")
-        self.hub = StatusHub(identity, WorkerLoad, self.news)
+        self.hub = StatusHub(identity, WorkerLoad, self.feed)
         self.hub.advertise(":7001")
 
     def changed(self) -> None:
@@ -79,12 +79,12 @@ class Rig:
 async def rig() -> AsyncIterator[Rig]:
     made = Rig()
     yield made
-    made.news.close()
+    made.feed.close()
     assert made.host.changed is None
     made.engine.close()
 
 
-def news(reset: bool, stored: Sequence[bytes] = (), dropped: Sequence[bytes] = ()) -> PrefixChange:
+def sorted_change(reset: bool, stored: Sequence[bytes] = (), dropped: Sequence[bytes] = ()) -> PrefixChange:
     """A message, in whatever order its names come."""
     return PrefixChange(reset, tuple(sorted(stored)), tuple(sorted(dropped)))
 
@@ -102,7 +102,7 @@ class Watcher:
         change = status.prefixes
         if change is not None:
             assert not set(change.stored) & set(change.dropped)
-            change = news(change.reset, change.stored, change.dropped)
+            change = sorted_change(change.reset, change.stored, change.dropped)
             self.changes.append(change)
             self.held = (set() if change.reset else self.held) - set(change.dropped) | set(change.stored)
         return change
@@ -116,24 +116,24 @@ class Watcher:
         await self._watch.aclose()
 
 
-async def test_the_first_news_is_all_that_is_held_and_then_come_changes(rig: Rig) -> None:
+async def test_the_first_change_has_all_blocks_and_later_ones_the_differences(rig: Rig) -> None:
     rig.publish(3)
     first, late = Watcher(rig), Watcher(rig)
-    assert await first.next() == news(True, NAMES[:3])
+    assert await first.next() == sorted_change(True, NAMES[:3])
     rig.publish(5)
-    assert await first.next() == news(False, NAMES[3:5])
-    assert await late.next() == news(True, NAMES[:5])
+    assert await first.next() == sorted_change(False, NAMES[3:5])
+    assert await late.next() == sorted_change(True, NAMES[:5])
     rig.engine.drop_cached()
-    assert await first.next() == news(False, (), NAMES[:5])
+    assert await first.next() == sorted_change(False, (), NAMES[:5])
     await late.until([])
     await first.close()
     await late.close()
-    assert not rig.news._subscribers
+    assert not rig.feed._subscribers
 
 
-async def test_a_watcher_is_woken_by_news_of_any_thread_alone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_change_by_any_thread_wakes_a_watcher_at_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     router = Watcher(rig)
-    assert await router.next() == news(True)
+    assert await router.next() == sorted_change(True)
     rig.hub._changed = waits = Waited()
     monkeypatch.setattr("baton.worker.status.MAX_INTERVAL_S", 0.05)
     assert await router.next() is None
@@ -142,7 +142,7 @@ async def test_a_watcher_is_woken_by_news_of_any_thread_alone(rig: Rig, monkeypa
     await asyncio.wait_for(waits.entered.wait(), 60)
     thread = threading.Thread(target=rig.publish, args=(2,))
     thread.start()
-    assert await pending == news(False, NAMES[:2])
+    assert await pending == sorted_change(False, NAMES[:2])
     thread.join(60)
     await router.close()
 
@@ -168,14 +168,16 @@ async def test_a_block_is_held_while_any_tier_has_it(rig: Rig) -> None:
     await router.close()
 
 
-async def test_long_news_come_in_parts_and_a_lagging_watcher_anew(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_change_comes_in_parts_and_a_lagging_watcher_gets_a_reset(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(status, "MAX_NAMES", 4)
     monkeypatch.setattr("baton.worker.status.MAX_INTERVAL_S", 60.0)
     rig.host.tell(DIGESTS[:11])
     merged = []
     for _ in range(4):
         await asyncio.sleep(0)
-        merged.append(sum(map(len, rig.news._tiers)))
+        merged.append(sum(map(len, rig.feed._tiers)))
     assert merged == [4, 8, 11, 11], "others run in between"
     router = Watcher(rig)
     lengths = [len(change.stored) for change in [await router.next() for _ in range(3)] if change]
@@ -187,15 +189,15 @@ async def test_long_news_come_in_parts_and_a_lagging_watcher_anew(rig: Rig, monk
         rig.host.tell(DIGESTS[20:36])
         rig.host.tell([], DIGESTS[20:36])
         rig.host.tell(DIGESTS[:3])
-    (subscriber,) = rig.news._subscribers
-    rig.news._merge()
+    (subscriber,) = rig.feed._subscribers
+    rig.feed._merge()
     assert sum(map(len, subscriber._unsent)) <= 3 + 4
     await router.until(NAMES[:3])
-    assert router.changes[3] == news(True, NAMES[:3])
+    assert router.changes[3] == sorted_change(True, NAMES[:3])
     await router.close()
 
 
-async def test_news_after_the_loop_are_dropped() -> None:
+async def test_changes_after_the_loop_are_dropped() -> None:
     made: list[Callable[[], None]] = []
 
     def elsewhere() -> None:

@@ -31,16 +31,17 @@ from typing import Any, TypeVar
 
 from baton.breaker import Breaker
 from baton.kv.format import KvFormat
-from baton.kv.prefix.contract import BlocksChanged, CacheTier, FetchRate, Hits, Payload
+from baton.kv.prefix.contract import FetchRate, Hits, Payload, PrefixCache
 from baton.kv.prefix.fetch_cost import Throughput
 from baton.kv.prefix.redis.address import parse_redis_url
 from baton.kv.prefix.redis.nodes import Command, Node, RedisCalls, count_fault, fault_label, open_topology
 from baton.kv.prefix.redis.record import BadRecord, RecordCodec
+from baton.ledger import CacheTier
 from baton.telemetry import metrics
 
 T = TypeVar("T")
 
-TIER = "redis"
+REDIS = "redis"
 KEY_PREFIX = "baton:kv:2:"
 LOOKUP_KEYS = 256
 """Keys of a round trip that only asks about them. The client needs about 4 µs for each, on the event loop."""
@@ -102,7 +103,7 @@ class _CheckedRecords:
         return len(self.payloads) == self.asked
 
 
-class RedisPrefixCache:
+class RedisPrefixCache(PrefixCache):
     """`PrefixCache` over the servers at a URL; raises ConfigError for a URL that can't be used.
 
     `lost` is called with blocks that `put` accepted but that were not stored, and with blocks that a fetch or a touch
@@ -126,7 +127,7 @@ class RedisPrefixCache:
         self._calls = RedisCalls(self._topology, self._limits.budget_s)
         self._threads = ThreadPoolExecutor(_THREADS, "prefix-records")
         self._lost, self._refused = lost, refused
-        self._queue = WriteQueue(TIER, self._write, self._limits.queue_bytes, BATCH_BYTES, lost)
+        self._queue = WriteQueue(REDIS, self._write, self._limits.queue_bytes, BATCH_BYTES, lost)
         self._throughput = Throughput()
         self._hits = self._misses = 0
         self._touch_task: asyncio.Task[None] | None = None
@@ -137,11 +138,6 @@ class RedisPrefixCache:
     def enabled(self) -> bool:
         """True."""
         return True
-
-    @property
-    def local_tiers(self) -> frozenset[str]:
-        """Empty: all workers share the blocks."""
-        return frozenset()
 
     async def check(self) -> None:
         """Send one PING to each node."""
@@ -172,9 +168,9 @@ class RedisPrefixCache:
                 count_fault("truncated")
         self._hits += found
         self._misses += len(digests) - found
-        metrics.PREFIX_BLOCKS.labels(TIER, "hit").inc(found)
-        metrics.PREFIX_BLOCKS.labels(TIER, "miss").inc(len(digests) - found)
-        return Hits(((TIER, found),)) if found else Hits()
+        metrics.PREFIX_BLOCKS.labels(REDIS, "hit").inc(found)
+        metrics.PREFIX_BLOCKS.labels(REDIS, "miss").inc(len(digests) - found)
+        return Hits(((REDIS, found),)) if found else Hits()
 
     async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:
         """Payloads of the leading digests whose records exist and are valid."""
@@ -194,7 +190,7 @@ class RedisPrefixCache:
         await asyncio.gather(*(lane() for _ in range(LANES)))
         payloads = self._accept_records(digests, [parts[start] for start in sorted(parts)])
         self._throughput.record_fetch(len(payloads) * size, time.monotonic() - started)
-        metrics.PREFIX_BLOCKS.labels(TIER, "fetched").inc(len(payloads))
+        metrics.PREFIX_BLOCKS.labels(REDIS, "fetched").inc(len(payloads))
         return payloads
 
     async def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
@@ -215,7 +211,7 @@ class RedisPrefixCache:
     async def save(self, digests: Sequence[bytes], payloads: Sequence[Payload]) -> int:
         """Write the blocks, MAX_RECORDS in a round trip to each node; returns how many leading ones are stored."""
         stored = await self._write(list(zip(digests, payloads, strict=True)))
-        metrics.PREFIX_BLOCKS.labels(TIER, "written").inc(sum(stored))
+        metrics.PREFIX_BLOCKS.labels(REDIS, "written").inc(sum(stored))
         return sum(1 for _ in takewhile(bool, stored))
 
     async def remove(self, digests: Sequence[bytes]) -> None:
@@ -233,10 +229,7 @@ class RedisPrefixCache:
 
     def fetch_rates(self) -> Mapping[str, FetchRate]:
         """The rate measured over the fetches of this process."""
-        return {TIER: rate} if (rate := self._throughput.rate) else {}
-
-    def watch(self, changed: BlocksChanged | None) -> None:
-        """Do nothing: no block is in this process."""
+        return {REDIS: rate} if (rate := self._throughput.rate) else {}
 
     async def stats(self) -> list[CacheTier]:
         """The statistics of the servers: blocks are all keys of the database, bytes all memory in use."""
@@ -247,7 +240,7 @@ class RedisPrefixCache:
             most += _number(info, "maxmemory")
         rate = self._throughput.rate
         speed = rate.bytes_per_s if rate else 0.0
-        return [CacheTier(TIER, blocks, used, most, self._hits, self._misses, speed, self._state())]
+        return [CacheTier(REDIS, blocks, used, most, self._hits, self._misses, speed, self._state())]
 
     async def clear(self, *, shared: bool) -> list[CacheTier]:
         """Delete the blocks of this KV format on all nodes, if `shared`.
@@ -269,7 +262,7 @@ class RedisPrefixCache:
         refused = next((f"refused: {job.refused}" for job in jobs if job.refused), "")
         unfinished = "" if all(job.done for job in jobs) else "not all of it"
         state = "; ".join(filter(None, (unfinished, refused, self._describe_faults())))
-        return [CacheTier(TIER, blocks, blocks * self._codec.record_bytes, state=state)]
+        return [CacheTier(REDIS, blocks, blocks * self._codec.record_bytes, state=state)]
 
     async def flush(self) -> None:
         """Wait until queued blocks are written or dropped."""

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.kv.prefix.contract import CacheTier, FetchRate, Hits, Payload
+from baton.kv.prefix.contract import FetchRate, Hits, Payload
 from baton.kv.prefix.host import HostPrefixCache
 from baton.kv.prefix.tiered import BlockState, StoreTier, TieredPrefixCache, WriteFilter
+from baton.ledger import CacheTier
 from tests.prefix_cache import MemoryPrefixCache
 
 SIZE = 64

@@ -3,6 +3,9 @@
 import asyncio
 from typing import cast
 
+import pytest
+
+from baton.errors import BatonError
 from baton.request import FinishReason, Output, SamplingParams, TokenInfo
 from router.output import OutputProcessor
 from router.request import Request, TokenPrompt, UncheckedRequest
@@ -65,3 +68,11 @@ async def test_a_request_without_a_deadline_gets_that_of_the_router() -> None:
         await anext(updates)
     assert request_runner.request is not None
     assert before + 100 <= request_runner.request.deadline <= now() + 100
+
+
+async def test_an_unexpected_error_is_logged_once_with_the_request(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(BatonError, match=r"^internal error in the router \(KeyError\)$"):
+        async with asyncio.timeout(60), door_of(FakeRequestRunner()).generate(ONE, Caller(), None) as (request_id, _):
+            raise KeyError
+    (record,) = caplog.records
+    assert vars(record)["request_ids"] == (request_id,)

@@ -24,7 +24,7 @@ class Rig:
         self.writing = loop.create_task(self._write())
 
     async def _write(self) -> None:
-        async with self.stalls.run(), self.stalls.stream(self._generate, lambda: self.generated) as stream:
+        async with self.stalls.run(), self.stalls.stream(self._generate, lambda: self.generated, "r1") as stream:
             async for _ in stream:
                 await self.taken.wait()
                 self.taken.clear()
@@ -104,3 +104,11 @@ def test_a_client_that_is_slow_to_end_leaves_the_others_watched(rig: Rig) -> Non
     with pytest.raises(DeadlineExceeded):
         task.result()
     rig.ends(LIMIT_S + 3)
+
+
+def test_the_log_names_a_stream_that_can_not_be_ended(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    (stream,) = rig.stalls.writing
+    stream.timeout = asyncio.Timeout(None)  # one that was never entered
+    rig.lasts(LIMIT_S + 3)
+    (record,) = caplog.records
+    assert vars(record)["request_ids"] == ("r1",)

@@ -59,6 +59,34 @@ async def test_a_name_whose_look_up_hangs_delays_no_other(monkeypatch: pytest.Mo
     await asyncio.gather(task, return_exceptions=True)
 
 
+async def test_a_look_up_that_fails_unexpectedly_is_not_the_last_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    problems = [RuntimeError("can't start new thread"), None, None]
+
+    async def getaddrinfo(host: str, port: int, **kind: int) -> list[tuple[object, ...]]:
+        if problems and (problem := problems.pop(0)):
+            raise problem
+        return [(0, 0, 0, "", ("10.0.0.1", port))]
+
+    found: asyncio.Queue[set[str]] = asyncio.Queue()
+
+    def dial(addresses: set[str]) -> None:
+        if problems:
+            raise RuntimeError("no channel")
+        found.put_nowait(addresses)
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    task = asyncio.create_task(Discovery("--decode", ["dns:///decode:7000"], 0.001, dial).run())
+    assert await asyncio.wait_for(found.get(), 60) == {"10.0.0.1:7000"}
+    assert [record.exc_text.splitlines()[-1] for record in caplog.records] == [
+        "RuntimeError: can't start new thread",
+        "RuntimeError: no channel",
+    ]
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
 @pytest.mark.parametrize("target", ["dns:///a..b:7000", f"{'x' * 64}:7000"])
 def test_names_that_can_not_be_looked_up_are_refused(target: str) -> None:
     with pytest.raises(ConfigError, match=r"--prefill: .* names no host: .*label"):

@@ -4,9 +4,8 @@ import pytest
 
 from baton.errors import ConfigError
 from baton.kv.format import KvFormat, KvPart
-from baton.kv.prefix.contract import NullPrefixCache
 from baton.kv.prefix.redis.address import RedisAddress, check_url, parse_redis_url
-from baton.worker.cache_tiers import open_prefix_cache
+from baton.worker.prefix_cache import open_prefix_cache
 
 FORMAT = KvFormat((KvPart("k", "float32", (2, 4)),), layers=2, block_size=4)
 
@@ -83,7 +82,7 @@ def test_options_that_redis_py_refuses() -> None:
 def test_url_none_disables_the_prefix_cache() -> None:
     for url in ("", "none"):
         check_url(url)
-        assert isinstance(open_prefix_cache(url, FORMAT, ""), NullPrefixCache)
+        assert not open_prefix_cache(url, FORMAT, "").enabled
 
 
 def test_an_address_shows_no_password() -> None:

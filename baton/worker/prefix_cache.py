@@ -18,7 +18,7 @@ from baton.config.worker import WorkerConfig
 from baton.engine.contract import Engine, KvHandle
 from baton.kv.format import KvFormat
 from baton.kv.hashing import block_digests, chain_root
-from baton.kv.prefix.contract import NullPrefixCache, Payload, PrefixCache
+from baton.kv.prefix.contract import Payload, PrefixCache
 from baton.kv.prefix.host import HostPrefixCache
 from baton.kv.prefix.redis.address import check_url
 from baton.kv.prefix.tiered import StoreTier, TieredPrefixCache, WriteFilter
@@ -44,7 +44,7 @@ LONG_TOKENS = 8192
 _log = logging.getLogger(__name__)
 
 
-def open_cache(config: WorkerConfig, kv_format: KvFormat, *, cache_memory: int = 0) -> PrefixCache:
+def open_worker_cache(config: WorkerConfig, kv_format: KvFormat, *, cache_memory: int = 0) -> PrefixCache:
     """The worker's prefix cache: `cache_memory` bytes of host memory, then Redis.
 
     Raises ConfigError for a bad URL.
@@ -92,7 +92,7 @@ def open_prefix_cache(
         stores.append(StoreTier(redis, writes, known))
     if stores:
         return TieredPrefixCache(host, stores)
-    return host if host.enabled else NullPrefixCache()
+    return host if host.enabled else PrefixCache()
 
 
 class BlockCopier:
@@ -168,20 +168,21 @@ class BlockCopier:
         self,
         handle: KvHandle,
         digests: Sequence[bytes],
-        first: int,
+        hit_blocks: int,
         should_continue: Callable[[], bool],
         *,
-        least: int = 0,
+        skip_blocks: int = 0,
     ) -> None:
         """Put the blocks of the chain that the cache wants, until it refuses one. All blocks must be final.
 
-        The first `first` blocks were cache hits; the first `least` are left to other workers. The caller keeps the
-        handle meanwhile. At most MAX_WRITE_BACKS run at a time; further ones are dropped.
+        The first `hit_blocks` blocks were cache hits. The first `skip_blocks` are never put: they are stored already,
+        or prefill puts them. The caller keeps the handle meanwhile. At most MAX_WRITE_BACKS run at a time; further ones
+        are dropped.
         """
         if not self._cache.enabled:
             return
-        wants = await self._cache.select_writes(digests, first)
-        wanted = [block for block in range(least, len(digests)) if wants[block]]
+        wants = await self._cache.select_writes(digests, hit_blocks)
+        wanted = [block for block in range(skip_blocks, len(digests)) if wants[block]]
         if self._writing_back >= MAX_WRITE_BACKS:
             metrics.PREFIX_BLOCKS.labels("any", "dropped").inc(len(wanted))
             return
@@ -206,8 +207,8 @@ class BlockCopier:
     ) -> int:
         """Save the `blocks` of the chain that are `wanted`, in slices of COPY_BYTES. All of them must be final.
 
-        Returns the number of the block before which all wanted blocks are stored: the end of `blocks`, unless the store
-        fails. Returns or raises, also when cancelled, only after the last read has ended.
+        Returns the index of the first wanted block that is not stored, or the end of `blocks`. Returns or raises, also
+        when cancelled, only after the last read has ended.
         """
         for run in _slices([block for block in blocks if wanted[block]], self._copy):
             if self._stopped:
@@ -260,7 +261,7 @@ def _slices(blocks: Sequence[int], max_blocks: int) -> list[range]:
 POOL = "pool"
 
 
-class CacheTiers:
+class CacheAdmin:
     """The cache tiers for the Admin service: the engine's cached pages, and the tiers of `cache`."""
 
     def __init__(self, engine: Engine, cache: PrefixCache) -> None:

@@ -10,8 +10,8 @@ from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine
 from baton.kv.hashing import block_digests, chain_root
 from baton.kv.prefix.contract import Payload
-from baton.worker import cache_tiers
-from baton.worker.cache_tiers import MAX_WRITE_BACKS, BlockCopier
+from baton.worker import prefix_cache
+from baton.worker.prefix_cache import MAX_WRITE_BACKS, BlockCopier
 from tests.engine_calls import prefill_chunk
 from tests.prefix_cache import MemoryPrefixCache
 
@@ -67,7 +67,7 @@ def computed(engine: FakeEngine, owner: str = "a") -> KvHandle:
 
 
 def two_blocks_a_slice(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_tiers, "SLICE_BYTES", 2 * engine.spec.kv_format.block_bytes)
+    monkeypatch.setattr(prefix_cache, "SLICE_BYTES", 2 * engine.spec.kv_format.block_bytes)
 
 
 def kv(engine: FakeEngine, handle: KvHandle, tokens: range) -> list[bytes]:
@@ -88,7 +88,7 @@ async def test_written_back_blocks_are_loaded_into_other_pages(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, blocks_a_copy: int
 ) -> None:
     two_blocks_a_slice(engine, monkeypatch)
-    monkeypatch.setattr(cache_tiers, "COPY_BYTES", blocks_a_copy * engine.spec.kv_format.block_bytes)
+    monkeypatch.setattr(prefix_cache, "COPY_BYTES", blocks_a_copy * engine.spec.kv_format.block_bytes)
     cache = Cache()
     both, source, told = BlockCopier(engine, cache), computed(engine), list[int]()
     digests = await both.hash_blocks(IDS, b"")
@@ -165,7 +165,7 @@ async def test_the_next_slice_is_fetched_while_one_is_copied(monkeypatch: pytest
 @pytest.mark.parametrize("how", ["cancel", "cancel twice", "over", "stop"])
 async def test_a_load_ends_after_the_copy_in_progress_and_not_before(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = SlowEngine()
-    monkeypatch.setattr(cache_tiers, "COPY_BYTES", 2 * engine.spec.kv_format.block_bytes)
+    monkeypatch.setattr(prefix_cache, "COPY_BYTES", 2 * engine.spec.kv_format.block_bytes)
     both, source = BlockCopier(engine, Cache()), computed(engine)
     digests = await both.hash_blocks(IDS, b"")
     await both.write_back(source, digests, 0, lambda: True)
