@@ -20,7 +20,8 @@ class Permit:
 class Breaker:
     """Closed until `threshold` failures in a row; then it allows one call after each pause, which doubles on failure.
 
-    That call is the trial. No other is allowed until the trial has succeeded, failed or been released.
+    That call is the trial. No other is allowed until the trial has succeeded, failed or been released. A success of any
+    call closes the breaker, also of one that began before the failures: the part works now.
 
     Failures within `same_event_s` of each other count once. The pause lasts from `first_s` to `most_s` seconds; it is
     short again only after a success while the breaker is closed.
@@ -68,7 +69,7 @@ class Breaker:
             self._until, self._trial = self._clock(), None
 
     def record_success(self) -> None:
-        """Record that a call succeeded."""
+        """Record that a call succeeded, the trial or another one."""
         if self.closed:
             self._pause_s = 0.0
         self._until, self._trial, self._failures = None, None, 0

@@ -33,7 +33,7 @@ _NEW_MODE = 0o600
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One entry: `sha256` of the key in 32 bytes; `max_streams` is the tenant's, None without a limit."""
+    """One API key: `sha256` is its hash, 32 bytes. `max_streams` is the most open streams of its tenant, or None."""
 
     sha256: bytes
     tenant: str

@@ -6,6 +6,9 @@ import math
 
 DECAY = 0.8
 
+UNKNOWN_PREFILL_RATE = 1000.0
+"""Assumed rate of a prefill worker in tokens/s, before one is measured."""
+
 
 class DecayingRate:
     """Units per second over recent samples; a sample counts DECAY times as much as the sample after it.

@@ -84,7 +84,7 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
         stack.push_async_callback(cache.close)
         await cache.check()
         exports = ExportRegistry(base.engine, base.identity.incarnation, shards=base.identity.shards)
-        fetcher = ExportFetcher(base.engine, base.tls, base.identity.consumer, config.fetch_stall_s)
+        fetcher = ExportFetcher(base.engine, base.tls, base.identity.consumer, config.fetch_silence_s)
         stack.push_async_callback(fetcher.close)
         watchdog = Watchdog(work_counter=base.engine.work_counter)
         prefix_changes = PrefixChangeFeed(base.engine, cache, lambda: status.notify())

@@ -108,7 +108,7 @@ async def run(config: PrefillConfig, *, engine: Engine | None = None) -> AsyncIt
                 clear=backends.cache_admin.clear,
                 fail=worker.fail_engine,
                 watch_failure=base.engine.watch_failure,
-                measure=worker.measure,
+                measure=worker.set_gauges,
             )
         )
         yield PrefillApp(addresses, worker, servicer, cache, status, base.engine, config)

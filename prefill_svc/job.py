@@ -56,7 +56,7 @@ class PrefillRequest:
     """A router's request to prefill a prompt; `deadline` is in seconds on this process's monotonic clock, or None.
 
     `output_ids` are tokens that the client already has, if the request is replayed. `transfer_id` is empty if no decode
-    worker fetches the KV. `source` is a decode worker that has a prefix of the prompt, or None.
+    worker fetches the KV. `peer_prefix` is a prefix of the prompt that a decode worker offers, or None.
     """
 
     request_id: str
@@ -69,7 +69,7 @@ class PrefillRequest:
     tenant: bytes = b""
     cache_salt: bytes = b""
     cache: CachePolicy = CachePolicy.READ_WRITE
-    source: PrefixSource | None = None
+    peer_prefix: PrefixSource | None = None
     report_progress: bool = False
     deadline: float | None = None
 
@@ -109,7 +109,7 @@ class PrefixState:
     looked_up_from  the block at which the look-up in the cache began; the pool had all blocks before it
     hits            blocks that the cache had, from block `looked_up_from` on
     load_plan       the part of `hits` that is loaded
-    sources         (tier, tokens) pairs: the origin of the KV in the pages, in the order of the tokens
+    origins         (tier, tokens) pairs for the KV in the pages, in the order of the tokens
     to_save         for each block, whether the shared store should get it; empty unless the prompt is saved while it
                     is computed
     saved           number of leading blocks that need no more saving
@@ -120,7 +120,7 @@ class PrefixState:
     looked_up_from: int = 0
     hits: Hits = field(default_factory=Hits)
     load_plan: list[TierRun] = field(default_factory=list)
-    sources: list[tuple[str, int]] = field(default_factory=list)
+    origins: list[tuple[str, int]] = field(default_factory=list)
     to_save: Sequence[bool] = ()
     saved: int = 0
     saving: asyncio.Task[None] | None = None
@@ -205,14 +205,14 @@ class PrefillJob:
         self._changed.set()
 
     @property
-    def reserved_handle(self) -> KvHandle:
+    def allocated_handle(self) -> KvHandle:
         """The handle of its pages; raises EngineError before the pages are allocated."""
         if self.handle is None:
             raise EngineError(f"{self.request.name} has no pages")
         return self.handle
 
     @property
-    def readable(self) -> Sequence[bytes]:
+    def readable_digests(self) -> Sequence[bytes]:
         """The digests of the blocks that it may take from a cache; empty if its request does not read caches."""
         return self.prefix.digests if self.request.reads else ()
 
@@ -222,11 +222,11 @@ class PrefillJob:
 
         The last token is always computed, because the next one is sampled from it.
         """
-        return min(sum(tokens for _, tokens in self.prefix.sources), len(self.token_ids) - 1)
+        return min(sum(tokens for _, tokens in self.prefix.origins), len(self.token_ids) - 1)
 
     def cached_by_tier(self) -> CachedTokens:
         """Number of prompt tokens that were not computed, by the tier that they came from."""
-        return CachedTokens(**count_by_tier(self.prefix.sources, min(self.cached_tokens, len(self.request.prompt_ids))))
+        return CachedTokens(**count_by_tier(self.prefix.origins, min(self.cached_tokens, len(self.request.prompt_ids))))
 
     def is_active(self) -> bool:
         """Whether the job is neither aborted nor late; may be called from any thread."""

@@ -4,7 +4,7 @@
     plan_load  ── blocks that came with the pages; hits to load          when its pages are allocated
     load       ── blocks of the cache, or of a decode worker, into the pages
     publish    ── after the load and after each chunk: others may share the blocks that are final
-    save       ── after each chunk of a long prompt: its blocks go to the shared store (`ChunkSaver`)
+    save       ── after each chunk of a long prompt: its blocks go to the shared store (`LongPromptSaver`)
     write_back ── new blocks go to the cache, after the job's caller has its answer
 
 The pool is asked twice: at the look-up, so that the cache is asked only for the other blocks, and when pages are
@@ -92,7 +92,7 @@ class PrefixLoader:
         self._layers = engine.spec.kv_format.layers
         self._fetch_cost = FetchCostModel(self._block_bytes, self._block_size)
         self._blocks = BlockCopier(engine, backends.cache)
-        self._saver = ChunkSaver(backends.cache, self._blocks, self._block_size, long_chunks)
+        self._saver = LongPromptSaver(backends.cache, self._blocks, self._block_size, long_chunks)
 
     def stop(self) -> None:
         """End loads and write-backs soon."""
@@ -119,15 +119,15 @@ class PrefixLoader:
         new_tokens = len(job.token_ids) - job.prefix.looked_up_from * self._block_size
         if self._engine.spec.pages_for(new_tokens) <= SLICE_NODES:
             return False
-        return self._engine.evict_for(len(job.token_ids), job.readable, len(job.token_ids) - 1)
+        return self._engine.evict_for(len(job.token_ids), job.readable_digests, len(job.token_ids) - 1)
 
     def plan_load(self, job: PrefillJob) -> None:
         """Count the blocks that came with the job's pages, and decide which of the hits to load."""
         if not job.request.reads:
             return
-        tokens = job.reserved_handle.cached_tokens
+        tokens = job.allocated_handle.cached_tokens
         if tokens:
-            job.prefix.sources.append((POOL, tokens))
+            job.prefix.origins.append((POOL, tokens))
         blocks = -(-tokens // self._block_size)
         self._cache_admin.record_lookup(blocks, self._useful_blocks(job))
         self._cache.touch(job.prefix.digests[:blocks])
@@ -161,7 +161,7 @@ class PrefixLoader:
                 at = await self._load_from_cache(job, range(at, stop))
             for run in runs:
                 if (got := min(at, run.blocks.stop) - start) > 0:
-                    job.prefix.sources.append((run.tier, got * self._block_size))
+                    job.prefix.origins.append((run.tier, got * self._block_size))
                     start += got
 
     def publish(self, job: PrefillJob) -> None:
@@ -173,7 +173,7 @@ class PrefixLoader:
         """Publish the job's final blocks after a load, in slices between which the event loop runs."""
         if job.request.cache.writes:
             await self._blocks.publish(
-                job.reserved_handle, job.prefix.digests[: job.computed_tokens // self._block_size]
+                job.allocated_handle, job.prefix.digests[: job.computed_tokens // self._block_size]
             )
 
     async def save(self, job: PrefillJob) -> None:
@@ -189,7 +189,7 @@ class PrefixLoader:
         if job.request.cache.writes and job.prefix.saved < len(job.prefix.digests):
             hits = job.cached_tokens // self._block_size
             await self._blocks.write_back(
-                job.reserved_handle, job.prefix.digests, hits, lambda: True, skip_blocks=job.prefix.saved
+                job.allocated_handle, job.prefix.digests, hits, lambda: True, skip_blocks=job.prefix.saved
             )
 
     async def give_up(self, job: PrefillJob) -> None:
@@ -210,12 +210,13 @@ class PrefixLoader:
     def should_defer(self, job: PrefillJob, other: PrefillJob, behind: float) -> bool:
         """Whether `job` should wait for `other`, which will publish at least half of the tokens that `job` still needs.
 
-        `behind` is the number of tokens by which `other` comes after `job` in the scheduler's order. If the wait would
-        save fewer tokens, only the running chunk of `other` counts, so that a short job does not wait for a long one.
+        `behind` is the number of tokens by which `other` comes after `job` in the scheduler's order. If that is more
+        than the wait would save, only tokens of the running chunk of `other` count: a short job does not wait for all
+        of a long one.
         """
         if not (job.request.reads and other.request.cache.writes):
             return False
-        done, unit = job.scheduled.computed_tokens, self._unit_tokens
+        done, unit = job.scheduled.covered_tokens, self._unit_tokens
         blocks = common_blocks(job.prefix.digests, other.prefix.digests)
         common = min(blocks * self._block_size, len(other.token_ids) // unit * unit)
         if behind > common - done:
@@ -240,13 +241,13 @@ class PrefixLoader:
 
         If the cached tokens end within a block, nothing more can be loaded, and all useful blocks count.
         """
-        tokens = sum(tokens for _, tokens in job.prefix.sources)
-        whole = tokens % self._block_size or job.cached_tokens == len(job.token_ids) - 1
-        return self._useful_blocks(job) if whole else tokens // self._block_size
+        tokens = sum(tokens for _, tokens in job.prefix.origins)
+        ends_within_block = tokens % self._block_size or job.cached_tokens == len(job.token_ids) - 1
+        return self._useful_blocks(job) if ends_within_block else tokens // self._block_size
 
     def _runs(self, job: PrefillJob, have: int) -> list[TierRun]:
         runs = cached_runs(job.prefix.hits, job.prefix.looked_up_from, have)
-        source = job.request.source
+        source = job.request.peer_prefix
         if source is None or not job.request.reads:
             return runs
         peer_blocks = min(source.tokens // self._block_size, self._useful_blocks(job))
@@ -270,7 +271,7 @@ class PrefixLoader:
 
     async def _load_from_cache(self, job: PrefillJob, blocks: range) -> int:
         return await self._blocks.load(
-            job.reserved_handle,
+            job.allocated_handle,
             job.prefix.digests,
             blocks,
             job.is_active,
@@ -278,14 +279,14 @@ class PrefixLoader:
         )
 
     async def _load_from_peer(self, job: PrefillJob, blocks: range) -> int:
-        source = job.request.source
+        source = job.request.peer_prefix
         tokens = range(blocks.start * self._block_size, blocks.stop * self._block_size)
         if source is None or not tokens:
             return blocks.start
         # A source that claims to have more than the prompt has no prefix of it.
         last = source.tokens // self._block_size - 1
         digest = job.prefix.digests[last] if last < len(job.prefix.digests) else b"\0"
-        return blocks.stop if await self._peers.fetch(job.reserved_handle, source, tokens, digest) else blocks.start
+        return blocks.stop if await self._peers.fetch(job.allocated_handle, source, tokens, digest) else blocks.start
 
 
 PEER = "peer"
@@ -364,7 +365,7 @@ SAVE_WAIT_S = 2.0
 """Longest wait, in seconds, of a chunk for the save of the chunk before it; a slow store delays a prompt no longer."""
 
 
-class ChunkSaver:
+class LongPromptSaver:
     """Saves blocks of prompts of at least `long_chunks` chunks (0: none) on one worker; on the asyncio loop only."""
 
     def __init__(self, cache: PrefixCache, blocks: BlockCopier, block_size: int, long_chunks: int) -> None:
@@ -400,7 +401,7 @@ class ChunkSaver:
     def _own_blocks(self, job: PrefillJob) -> int:
         """Number of leading blocks that came from this process, so that no shared store was asked for them."""
         own_tiers = {POOL, *self._cache.local_tiers}
-        own = itertools.takewhile(lambda source: source[0] in own_tiers, job.prefix.sources)
+        own = itertools.takewhile(lambda origin: origin[0] in own_tiers, job.prefix.origins)
         return sum(tokens for _, tokens in own) // self._block_size
 
     def _is_long(self, job: PrefillJob) -> bool:
@@ -420,7 +421,7 @@ class ChunkSaver:
                 if not job.prefix.to_save:
                     return
             prefix = job.prefix
-            prefix.saved = await self._blocks.save(job.reserved_handle, prefix.digests, prefix.to_save, blocks)
+            prefix.saved = await self._blocks.save(job.allocated_handle, prefix.digests, prefix.to_save, blocks)
         except Exception:
             _log.exception("%s: blocks could not be saved", job.request.name, extra=about(job.request.name))
 

@@ -17,10 +17,9 @@ A tenant's share is remembered while it has no prompt here. So a tenant that sen
 When no prompt is left, all tenants begin anew.
 
 Of the READY prompts of one tenant, the one with the fewest remaining tokens goes next, so that a short prompt does not
-wait for a long one. To prevent starvation, a prompt that is overtaken earns credit: a tenth of the tokens that the
-worker computes meanwhile for later prompts of the same tenant. So later prompts delay a prompt by at most about ten
-times its own computing time. Waiting for earlier prompts earns no credit; otherwise long prompts in a queue would soon
-go before every short one.
+wait for a long one. Ageing prevents starvation: a prompt that later prompts of its tenant overtake moves forward by a
+tenth of the tokens that are computed for them. So they delay it by at most about ten times its own computing time. Time
+spent behind earlier prompts does not age it; otherwise long prompts in a queue would soon go before every short one.
 
 A prompt whose rest is one chunk does not wait for the end of a longer prompt's chunk, if its turn is before that: it
 preempts the chunk between two layers.
@@ -41,12 +40,15 @@ from dataclasses import dataclass, field
 
 from baton.engine.contract import EngineSpec
 from baton.errors import InvalidRequest, Overloaded
-from baton.rates import DecayingRate
+from baton.rates import UNKNOWN_PREFILL_RATE, DecayingRate
 
 AGEING = 0.1
 """Credit of an overtaken prompt: this part of the tokens that are computed for later prompts."""
 PREPARED_AHEAD = 2
-"""Largest number of prompts with pages that have not started."""
+"""Largest number of prompts that have pages and could start.
+
+Prompts that still load cached blocks count only against prompts that must load too.
+"""
 BURST_S = 2.0
 """Unused share of the engine that a tenant may save, in seconds."""
 PATIENCE_S = 2.0
@@ -56,8 +58,6 @@ CHUNK_S = 0.5
 MIN_CHUNK = 256
 """Smallest number of tokens of a chunk, unless it would take longer than MIN_CHUNK_S seconds."""
 MIN_CHUNK_S = 5.0
-UNKNOWN_RATE = 1000.0
-"""Assumed rate in tokens/s, before one is measured."""
 MIN_RATE_TOKENS = 64
 """Smallest number of tokens of a chunk from which the rate is measured."""
 FAR_TOKENS = 32_000
@@ -71,10 +71,10 @@ def chunk_size(prompt_tokens: int, configured: int, rate: float, min_overlap: in
 
     If `configured` is 0, it depends on the length of the prompt: the whole prompt below 32,000 tokens, then 16,384,
     from 128,000 on 8,192, and from 512,000 on 4,096. It is also at most the number of tokens that take CHUNK_S at the
-    measured rate, or UNKNOWN_RATE, so that a layer ends long before the worker counts as stalled. But it is at least
-    MIN_CHUNK, since smaller chunks use a processor badly, unless that would take longer than MIN_CHUNK_S. It is never
-    below MIN_RATE_TOKENS, or the length of a shorter prompt, so that the rate is measured again when a slow phase is
-    over.
+    measured rate, or UNKNOWN_PREFILL_RATE, so that a layer ends long before the worker counts as stalled. But it is at
+    least MIN_CHUNK, since smaller chunks use a processor badly, unless that would take longer than MIN_CHUNK_S. It is
+    never below MIN_RATE_TOKENS, or the length of a shorter prompt, so that the rate is measured again when a slow phase
+    is over.
 
     `min_overlap` is the smallest number of tokens whose computation takes as long as the copies of KV from host memory,
     or 0 if the prompt has no KV there. Shorter chunks would wait for the copies, and copy the same KV more often. So
@@ -84,7 +84,7 @@ def chunk_size(prompt_tokens: int, configured: int, rate: float, min_overlap: in
         return configured
     sizes = _CHUNK_SIZES[-1:] if min_overlap else _CHUNK_SIZES
     size = next((size for least, size in sizes if prompt_tokens >= least), prompt_tokens)
-    rate = rate or UNKNOWN_RATE
+    rate = rate or UNKNOWN_PREFILL_RATE
     least = max(MIN_RATE_TOKENS, min(MIN_CHUNK, int(rate * MIN_CHUNK_S)))
     return min(prompt_tokens, max(min_overlap, min(size, max(least, int(rate * CHUNK_S)))))
 
@@ -103,7 +103,7 @@ class Stage(enum.Enum):
 class ScheduledJob:
     """The scheduler's record of a job, which computes one prompt. Times are in seconds.
 
-    `computed_tokens` is the number of tokens that are computed, or will be loaded from a cache. `overtaken_s` is the
+    `covered_tokens` is the number of tokens that are computed, or will be loaded from a cache. `overtaken_s` is the
     time for which the engine has computed later prompts of the same tenant. `rate` is the rate of its last chunk in
     tokens/s, or 0. `in_host` is whether some of its pages are in host memory. `needs_load` is whether cached blocks
     must be loaded before it is READY. `order` is the order of admission.
@@ -114,7 +114,7 @@ class ScheduledJob:
     order: int
     tenant: bytes = b""
     stage: Stage = Stage.LOOKUP
-    computed_tokens: int = 0
+    covered_tokens: int = 0
     started: bool = False
     overtaken_s: float = 0.0
     rate: float = 0.0
@@ -125,7 +125,7 @@ class ScheduledJob:
     @property
     def remaining(self) -> int:
         """Number of tokens still to be computed."""
-        return self.tokens - self.computed_tokens
+        return self.tokens - self.covered_tokens
 
 
 @dataclass(slots=True)
@@ -155,8 +155,8 @@ class PrefillScheduler:
 
     @property
     def pending_seconds(self) -> float:
-        """Time in seconds that these tokens take, at the measured rate or UNKNOWN_RATE."""
-        return self.pending_tokens / (self.rate.value or UNKNOWN_RATE)
+        """Time in seconds that these tokens take, at the measured rate or UNKNOWN_PREFILL_RATE."""
+        return self.pending_tokens / (self.rate.value or UNKNOWN_PREFILL_RATE)
 
     def admit(self, tokens: int, tenant: bytes = b"") -> ScheduledJob:
         """Add a prompt of `tenant`.
@@ -189,7 +189,7 @@ class PrefillScheduler:
 
     def finish_lookup(self, job: ScheduledJob, cached: int, *, needs_load: bool = False) -> None:
         """End the look-up: about `cached` leading tokens are cached, and some must be loaded if `needs_load`."""
-        job.computed_tokens, job.stage, job.needs_load = cached, Stage.WAITING, needs_load
+        job.covered_tokens, job.stage, job.needs_load = cached, Stage.WAITING, needs_load
 
     def next_allocation(
         self, now: float, deferred: Collection[ScheduledJob] = (), refused: Collection[ScheduledJob] = ()
@@ -212,7 +212,9 @@ class PrefillScheduler:
         """All WAITING prompts."""
         return [job for job in self._jobs if job.stage is Stage.WAITING]
 
-    def allocate(self, job: ScheduledJob, cached: int, *, in_host: bool = False, needs_load: bool = False) -> None:
+    def record_allocation(
+        self, job: ScheduledJob, cached: int, *, in_host: bool = False, needs_load: bool = False
+    ) -> None:
         """Record that the prompt has its pages, some `in_host` memory, and `cached` tokens in them or to be loaded."""
         job.stage, job.in_host, job.needs_load = Stage.LOADING, in_host, needs_load
         self.set_cached_tokens(job, cached)
@@ -224,11 +226,11 @@ class PrefillScheduler:
 
     def set_cached_tokens(self, job: ScheduledJob, cached: int) -> None:
         """Set how many leading tokens are in the prompt's pages or will be loaded."""
-        job.computed_tokens = cached
+        job.covered_tokens = cached
 
     def make_ready(self, job: ScheduledJob, computed_tokens: int) -> None:
         """Record that the KV of the first `computed_tokens` is in place, so that the next chunk may be computed."""
-        job.computed_tokens, job.stage = computed_tokens, Stage.READY
+        job.covered_tokens, job.stage = computed_tokens, Stage.READY
 
     def next_chunk(self, running: ScheduledJob | None = None) -> tuple[ScheduledJob, int] | None:
         """The prompt to compute next and the end of its chunk; None if no prompt is READY.
@@ -244,10 +246,10 @@ class PrefillScheduler:
             return None
         min_overlap = self.spec.min_overlap_chunk if job.in_host else 0
         size = chunk_size(job.tokens, self.chunk_size, job.rate or self.rate.value, min_overlap)
-        if not job.rate and not self.chunk_size and job.computed_tokens >= FAR_TOKENS:
+        if not job.rate and not self.chunk_size and job.covered_tokens >= FAR_TOKENS:
             # Resumed from cached blocks: nothing is known of its tokens' time.
             size = min(size, MIN_RATE_TOKENS)
-        end = min(job.tokens, job.computed_tokens + size)
+        end = min(job.tokens, job.covered_tokens + size)
         if running is not None and (end < job.tokens or job.remaining >= running.tokens):
             return None
         return job, end
@@ -263,13 +265,13 @@ class PrefillScheduler:
         rate, but it neither lowers nor sets it. Otherwise short prompts and the rests of cached ones would make the
         worker look slow.
         """
-        tokens = end - job.computed_tokens
+        tokens = end - job.covered_tokens
         significant = tokens >= min(self.chunk_size or MIN_RATE_TOKENS, MIN_RATE_TOKENS)
         if significant or 0 < self.rate.value * seconds < tokens:
             self.rate.add(tokens, seconds)
         if significant and seconds > 0:
             job.rate = tokens / seconds
-        job.computed_tokens, job.started = end, True
+        job.covered_tokens, job.started = end, True
 
     def charge(self, job: ScheduledJob, seconds: float) -> None:
         """Charge `seconds` of the engine to the prompt's tenant; the prompts that it has overtaken earn credit."""
@@ -283,7 +285,7 @@ class PrefillScheduler:
 
     def rank(self, job: ScheduledJob) -> float:
         """The prompt's remaining tokens less its credit for being overtaken; the lowest of a tenant goes first."""
-        return job.remaining - AGEING * (self.rate.value or UNKNOWN_RATE) * job.overtaken_s
+        return job.remaining - AGEING * (self.rate.value or UNKNOWN_PREFILL_RATE) * job.overtaken_s
 
     def remove(self, job: ScheduledJob) -> None:
         """Remove a prompt that is finished or given up."""
@@ -312,7 +314,7 @@ class PrefillScheduler:
 
     def _turn_order(self, jobs: Iterable[ScheduledJob]) -> list[ScheduledJob]:
         """Order prompts by what their tenants will have been served when each starts."""
-        start_s, rate = dict(self._served_s), self.rate.value or UNKNOWN_RATE
+        start_s, rate = dict(self._served_s), self.rate.value or UNKNOWN_PREFILL_RATE
         keyed: list[tuple[float, int, ScheduledJob]] = []
         for job in sorted(jobs, key=lambda job: (self.rank(job), job.order)):
             keyed.append((start_s[job.tenant], len(keyed), job))

@@ -39,7 +39,7 @@ from prefill_svc.worker import PrefillWorker
 
 MAX_TENANT_BYTES = 64
 _LARGE_TOKENS = 16_384
-"""Number of token ids from which a request is converted on another thread."""
+"""Number of token ids above which a request is converted on another thread."""
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
@@ -111,7 +111,7 @@ def request_from_proto(request: prefill_pb2.PrefillRequest, spec: EngineSpec, de
         tenant=request.tenant,
         cache_salt=request.cache_salt,
         cache=cache_policy_from_proto(request.cache),
-        source=prefix_source_from_proto(request.prefix_source) if request.HasField("prefix_source") else None,
+        peer_prefix=prefix_source_from_proto(request.prefix_source) if request.HasField("prefix_source") else None,
         report_progress=request.report_progress,
         deadline=deadline,
     )

@@ -143,7 +143,7 @@ class PrefillWorker:
             requests_without_token=len(self._open_jobs),
         )
 
-    def measure(self) -> None:
+    def set_gauges(self) -> None:
         """Set the gauges of the worker."""
         stats, scheduler = self._engine.stats(), self._scheduler
         metrics.set_kv_usage(used=stats.used, free=stats.free, cached=stats.cached)
@@ -230,7 +230,7 @@ class PrefillWorker:
         await job.pages_ready
         if job.request.transfer_id:
             job.export = self._exports.open(
-                job.request.transfer_id, job.reserved_handle, len(job.token_ids), on_closed=job.export_closed.set
+                job.request.transfer_id, job.allocated_handle, len(job.token_ids), on_closed=job.export_closed.set
             )
 
     async def _load(self, job: PrefillJob) -> None:
@@ -240,7 +240,7 @@ class PrefillWorker:
             self._scheduler.set_cached_tokens(job.scheduled, self._prefix.planned_tokens(job))
         await self._prefix.load(job)
         job.computed_tokens = job.cached_tokens
-        for tier, tokens in count_by_tier(job.prefix.sources, job.cached_tokens).items():
+        for tier, tokens in count_by_tier(job.prefix.origins, job.cached_tokens).items():
             metrics.PREFILL_TOKENS.labels(tier).inc(tokens)
         if job.computed_tokens:
             self._prefix.mark_final(job, job.computed_tokens)
@@ -338,21 +338,21 @@ class PrefillWorker:
                 self._next_allocation.cancel()
                 self._next_allocation = self._loop.call_soon(self._allocate_pages)
                 return
-            elif self._reserve(job):
+            elif self._try_allocate(job):
                 self._prefix.plan_load(job)
-                in_host, planned = job.reserved_handle.in_host, self._prefix.planned_tokens(job)
+                in_host, planned = job.allocated_handle.in_host, self._prefix.planned_tokens(job)
                 needs_load = bool(job.prefix.load_plan) or self._prefix.has_lost_blocks(job)
-                self._scheduler.allocate(scheduled, planned, in_host=in_host, needs_load=needs_load)
+                self._scheduler.record_allocation(scheduled, planned, in_host=in_host, needs_load=needs_load)
                 job.pages_ready.set_result(None)
             else:
                 refused.add(scheduled)
                 self._scheduler.mark_refused(scheduled, now)
 
-    def _reserve(self, job: PrefillJob) -> bool:
-        """Reserve all pages of a job; False if they are not free."""
+    def _try_allocate(self, job: PrefillJob) -> bool:
+        """Allocate all pages of a job; False if they are not free."""
         try:
             job.handle = self._engine.reserve(
-                job.request.name, len(job.token_ids), job.readable, len(job.token_ids) - 1
+                job.request.name, len(job.token_ids), job.readable_digests, len(job.token_ids) - 1
             )
         except OutOfPages:
             return False
@@ -526,7 +526,7 @@ class ChunkRunner:
 
         self._watchdog.record()
         job.check()
-        request, handle, ids = job.request, job.reserved_handle, job.token_ids
+        request, handle, ids = job.request, job.allocated_handle, job.token_ids
         states = request.states() if chunk.end == len(ids) else ()
         prompt_chunk = PromptChunk(
             handle, ids, chunk.start, chunk.end, on_layer, states, request.params.prompt_logprobs

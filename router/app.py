@@ -28,7 +28,7 @@ from baton.tokenizer import Tokenizer
 from baton.transfer.tickets import TicketSigner
 from baton.worker.status import WorkerRole
 from router.dispatcher import Dispatcher
-from router.load import RouterGauges
+from router.gauges import RouterGauges
 from router.request_runner import RequestRunner
 from router.serving.front_door import FrontDoor, StallGuard, Tenants
 from router.serving.servicer import SERVICE, ApiKeyGuard, InferenceServicer
@@ -117,7 +117,7 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
         metrics = Exposition(
             "router",
             config.model_name,
-            measure=RouterGauges(pool, parts.dispatcher.scheduler, parts.request_runner).measure,
+            measure=RouterGauges(pool, parts.dispatcher.scheduler, parts.request_runner).set_gauges,
             model=lambda: {"fingerprint": door.model().fingerprint, "max_model_len": door.model().max_model_len},
         )
         ops = await stack.enter_async_context(

@@ -38,7 +38,8 @@ from router.placement.scheduler import PlacementScheduler, selection_criteria
 from router.placement.waiter import PlacementRequest, Refusal, Waiter
 from router.workers.decode_session import DecodeCall
 from router.workers.failures import AttemptBreakers, Breakers, Deliver, Suspicion
-from router.workers.pool import WorkerLink, WorkerPool
+from router.workers.link import WorkerLink
+from router.workers.pool import WorkerPool
 from router.workers.prefill_call import PrefillAssignment
 
 _logger = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ class Dispatcher:
     def close(self) -> None:
         """Fail all requests in the queue with Unavailable."""
         for waiter in self.scheduler:
-            self._dismiss(waiter, Unavailable("the router is stopping"))
+            self._fail_waiter(waiter, Unavailable("the router is stopping"))
         self._arm_overdue_timer()
 
     @contextlib.asynccontextmanager
@@ -112,7 +113,7 @@ class Dispatcher:
             if placement is None:
                 placement = await self._wait_in_queue(request, deliver)
         finally:
-            self._reserver.withdraw(request)
+            self._reserver.cancel_claims(request)
         try:
             yield placement
         finally:
@@ -178,7 +179,7 @@ class Dispatcher:
             # A waiter in the queue must have a future for its turn, also after an error.
             self.scheduler.leave_queue(waiter)
             del self._turns[waiter]
-            self.scheduler.forget(waiter)
+            self.scheduler.drop(waiter)
 
     async def _wait_for_turn(self, waiter: Waiter) -> tuple[PrefillAssignment, WorkerSelection]:
         """Wait for a turn. Raises _TooLarge if no decode worker can ever hold the request."""
@@ -208,7 +209,7 @@ class Dispatcher:
             self.scheduler.refuse(waiter, answer, self._loop.time())
             if self.scheduler.is_too_large(waiter, self._pool.fleet):
                 # Its next turn may come only after a change of a worker.
-                self._dismiss(waiter, _TooLarge())
+                self._fail_waiter(waiter, _TooLarge())
             return None
         finally:
             self._end_turn(waiter, None if isinstance(answer, Placement) else assignment)
@@ -274,7 +275,7 @@ class Dispatcher:
             # The waiter was cancelled, but its task has not run since.
             self.scheduler.leave_queue(waiter)
         elif turn.selection is None:
-            self._dismiss(waiter, _TooLarge())
+            self._fail_waiter(waiter, _TooLarge())
         else:
             assignment = self._assign(turn.selection, turn.criteria)
             self.scheduler.begin_turn(waiter)
@@ -298,11 +299,11 @@ class Dispatcher:
         self.scheduler.record_fleet(self._pool.fleet, self._loop.time())
         late, next_at = self.scheduler.overdue(self._pool.fleet, self._loop.time(), wait_s)
         for waiter in late:
-            self._dismiss(waiter, Unavailable(self._pool.describe_missing(wait_s)))
+            self._fail_waiter(waiter, Unavailable(self._pool.describe_missing(wait_s)))
         if math.isfinite(next_at):
             self._overdue_timer = self._loop.call_at(next_at, self._fail_overdue)
 
-    def _dismiss(self, waiter: Waiter, error: Exception) -> None:
+    def _fail_waiter(self, waiter: Waiter, error: Exception) -> None:
         self.scheduler.leave_queue(waiter)
         if not (future := self._turns[waiter]).done():
             future.set_exception(error)
@@ -404,10 +405,10 @@ class Reserver:
         request.lifecycle.enter(State.QUEUED, self._loop.time())
         return self._refusal(request, selection, answers, too_small_reasons)
 
-    def withdraw(self, request: PlacementRequest) -> None:
-        """Tell decode workers that refused the request not to set pages aside: it will not ask again."""
+    def cancel_claims(self, request: PlacementRequest) -> None:
+        """End the claims of the request at decode workers that have refused it."""
         for call in self._refused.pop((request.request_id, request.attempt_number), {}).values():
-            call.withdraw()
+            call.cancel_claim()
 
     def _refusal(
         self,
@@ -428,7 +429,7 @@ class Reserver:
             too_small_reasons,
             min((each.retry_after_s for each in answers.values() if each.retry_after_s), default=math.inf),
             room,
-            unasked_workers=frozenset(address for address in excluded if address in self._pool.fleet.decode),
+            excluded_workers=frozenset(address for address in excluded if address in self._pool.fleet.decode),
             lacks_room_for_choices=len(request.choices) > 1 and room >= request.context_tokens,
         )
 

@@ -121,12 +121,12 @@ class Isolation:
             elif self._is_first(request.request_id):
                 no_workers_since = None
                 criteria = selection_criteria(request, too_small_reasons, self._pool.fleet, self._pool.prefixes)
-                of_pair = suspected is Suspicion.PAIR
-                found = self._select(criteria, of_pair=of_pair)
+                isolates_decode = suspected is Suspicion.PAIR
+                found = self._select(criteria, isolates_decode=isolates_decode)
                 if found is None:
                     return None
                 selection, empty = found
-                own = frozenset((selection.prefill, *(selection.decode if of_pair else ())))
+                own = frozenset((selection.prefill, *(selection.decode if isolates_decode else ())))
                 self._pool.isolate(self._own.union(own, selection.decode if refused else ()))
                 until = self._empty_by = self._empty_by or now + self._wait_s
                 if empty and refused != (selection, self._fleet_epoch()):
@@ -137,7 +137,9 @@ class Isolation:
                         self._pool.isolate(self._own)
                         # Other choices of the request may be placed now.
                         self._changed.set()
-                        return answer, IsolationGrant(partial(self._leave, request.request_id), of_pair=of_pair)
+                        return answer, IsolationGrant(
+                            partial(self._leave, request.request_id), isolates_decode=isolates_decode
+                        )
                     too_small_reasons = answer.too_small_reasons
                     continue
                 if now >= until:
@@ -149,21 +151,24 @@ class Isolation:
                     await self._changed.wait()
         return None
 
-    def _select(self, criteria: SelectionCriteria, *, of_pair: bool) -> tuple[WorkerSelection, bool] | None:
+    def _select(self, criteria: SelectionCriteria, *, isolates_decode: bool) -> tuple[WorkerSelection, bool] | None:
         """The pair to use, and whether its isolated workers serve no other request; None if there is no pair."""
         fleet, pair = self._pool.fleet, self._pair
-        has_own = not of_pair or (pair is not None and self._own.issuperset(pair.decode))
+        has_own = not isolates_decode or (pair is not None and self._own.issuperset(pair.decode))
         if pair is not None and has_own and all(address in fleet for address in (pair.prefill, *pair.decode)):
             return pair, True
-        return least_loaded_pair(fleet, criteria, self._breakers.open_breakers(), of_pair=of_pair)
+        return least_loaded_pair(fleet, criteria, self._breakers.open_breakers(), isolates_decode=isolates_decode)
 
 
 class IsolationGrant:
-    """The right of an attempt to a prefill worker without other requests; if `of_pair`, also to a decode worker."""
+    """The right of an attempt to a prefill worker without other requests.
 
-    def __init__(self, on_release: Callable[[], None], *, of_pair: bool) -> None:
+    If `isolates_decode`, also to a decode worker.
+    """
+
+    def __init__(self, on_release: Callable[[], None], *, isolates_decode: bool) -> None:
         self._on_release = on_release
-        self.of_pair = of_pair
+        self.isolates_decode = isolates_decode
         self.released = False
 
     def release(self) -> None:

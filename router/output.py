@@ -118,7 +118,7 @@ class _Choice:
         self._params = request.params
         self._queue = queue
         self._out_of_order: dict[int, tuple[TokenInfo, FinishReason | None]] = {}
-        self._detokenizer = request.detokenizer()
+        self._detokenizer = request.make_detokenizer()
         self._matcher = StopMatcher(stops, include_stop=request.params.include_stop_in_output)
 
     def drop_out_of_order(self) -> None:
@@ -147,7 +147,7 @@ class _Choice:
         if finish is not None:
             piece += self._detokenizer.flush()
         # As in vLLM, a stop string within the first min_tokens tokens does not end the choice.
-        text = self._matcher.push(piece, counts=len(self.output_ids) > self._params.min_tokens)
+        text = self._matcher.push(piece, may_stop=len(self.output_ids) > self._params.min_tokens)
         if self._matcher.found is not None:
             finish, by_token = FinishReason.STOP, False
         elif finish is not None:
@@ -188,7 +188,7 @@ class OutputProcessor:
         return self._choices[choice].output_ids
 
     @property
-    def begun(self) -> bool:
+    def has_output(self) -> bool:
         """Whether there is output for the client."""
         return self.queue.logprobs_added > 0 or any(choice.output_ids for choice in self._choices)
 
@@ -196,8 +196,8 @@ class OutputProcessor:
         """Number of emitted tokens of these choices together."""
         return sum(len(self._choices[index].output_ids) for index in choices)
 
-    def begin(self, choices: Iterable[int]) -> None:
-        """Prepare for a new attempt at these choices."""
+    def drop_out_of_order(self, choices: Iterable[int]) -> None:
+        """Drop tokens of these choices that wait for earlier ones: a new attempt sends them again."""
         for index in choices:
             self._choices[index].drop_out_of_order()
 
@@ -520,10 +520,10 @@ class StopMatcher:
         self.found: str | None = None
         """The stop string that ended the text."""
 
-    def push(self, piece: str, *, counts: bool = True) -> str:
+    def push(self, piece: str, *, may_stop: bool = True) -> str:
         """Add text and return the text that may be shown now; it is empty after `found` was set.
 
-        Without `counts`, matches that end within `piece` are ignored; a match that begins there may still end later.
+        Without `may_stop`, matches that end within `piece` are ignored; a match that begins there may still end later.
         """
         if self.found is not None:
             return ""
@@ -533,7 +533,7 @@ class StopMatcher:
         text = self._pending + piece
         for end, char in enumerate(piece, start=len(self._pending) + 1):
             self._node = self._stops.advance(self._node, char)
-            if counts and (length := self._stops.match[self._node]):
+            if may_stop and (length := self._stops.match[self._node]):
                 self.found = text[end - length : end]
                 self._pending = ""
                 return text[: end if self._include_stop else end - length]

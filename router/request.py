@@ -83,7 +83,7 @@ class Request:
     cache: CachePolicy = CachePolicy.READ_WRITE
     salt: bytes = b""
     report_progress: bool = False
-    detokenizer: Callable[[], Detokenizer] = field(default=lambda: NoText())
+    make_detokenizer: Callable[[], Detokenizer] = field(default=lambda: NoText())
 
     @property
     def reads_cache(self) -> bool:

@@ -17,7 +17,7 @@ attempt's task, which waits only for the end. However an attempt ends, each hold
     `Dispatcher.place`        the assignment, and the decode worker's pages
     `Attempt.run`             the attempt's state
 
-The rules for retries are in `workers/failures.py`.
+The rules for retries are in `retries.py`.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ from router.output import OutputProcessor
 from router.placement.prefix_directory import BlockHasher
 from router.placement.waiter import PlacementRequest
 from router.request import Request
+from router.retries import RetryBudget, RetryHistory
 from router.serving.threads import TenantThreads
 from router.workers.failures import (
     AvoidedWorker,
@@ -64,8 +65,6 @@ from router.workers.failures import (
     DecodeEnded,
     Event,
     FailureEvent,
-    RetryBudget,
-    RetryHistory,
 )
 from router.workers.pool import WorkerPool
 from router.workers.prefill_call import (
@@ -125,7 +124,7 @@ class RequestRunner:
         """Mean time in decode of requests that have ended, in seconds."""
 
     @property
-    def count_placed(self) -> int:
+    def placed_attempts(self) -> int:
         """Number of attempts that workers serve."""
         return sum(attempt.is_placed for attempt in self._attempts)
 
@@ -186,7 +185,7 @@ class RequestRunner:
                 if (tokens := output.count_emitted(choices) - before) > 0:
                     history.record_progress(tokens // len(choices))
                 await self._check_worker_deaths(state.request, history, failure)
-                delay_s = self._retry(state.request, history, failure)
+                delay_s = self._retry_delay_s(state.request, history, failure)
 
     async def _run_attempt(self, attempt: Attempt, delay_s: float) -> None:
         self._attempts[attempt] = None
@@ -197,10 +196,10 @@ class RequestRunner:
 
     async def _check_worker_deaths(self, request: Request, history: RetryHistory, failure: AttemptFailed) -> None:
         """Raise EngineError if the request has killed workers; waits up to DEATH_WAIT_S to know whether they died."""
-        loss, losses = failure.failed.loss, self._deps.pool.losses
+        loss, losses = failure.event.loss, self._deps.pool.losses
         if loss is None:
             return
-        history.record_loss(loss, at_decode=failure.failed.blame is Blame.DECODE, isolated=failure.isolated)
+        history.record_loss(loss, at_decode=failure.event.blame is Blame.DECODE, isolated=failure.isolated)
         if not history.has_killed_workers(losses.count_others(history.losses)):
             return
         settled, until = asyncio.Event(), min(self._loop.time() + DEATH_WAIT_S, request.deadline)
@@ -212,40 +211,40 @@ class RequestRunner:
             deaths = sum(loss.death for loss in history.losses)
             message = f"the request was present at {deaths} worker deaths, at the last one alone"
             _logger.warning(
-                "request %s ends: %s: %s", request.id, message, failure.failed.error, extra=about(request.id)
+                "request %s ends: %s: %s", request.id, message, failure.event.error, extra=about(request.id)
             )
-            raise EngineError(f"{message}: {failure.failed.error}")
+            raise EngineError(f"{message}: {failure.event.error}")
 
-    def _retry(self, request: Request, history: RetryHistory, failure: AttemptFailed) -> float:
+    def _retry_delay_s(self, request: Request, history: RetryHistory, failure: AttemptFailed) -> float:
         """Seconds until the next attempt; raises the failure if no other attempt is allowed."""
-        failed, now = failure.failed, self._loop.time()
-        ATTEMPTS_FAILED.labels(type(failed.error).__name__).inc()
+        event, now = failure.event, self._loop.time()
+        ATTEMPTS_FAILED.labels(type(event.error).__name__).inc()
         if now >= request.deadline:
-            raise _deadline_exceeded(request, now, f"; the last attempt failed: {failed.error}")
+            raise _deadline_exceeded(request, now, f"; the last attempt failed: {event.error}")
 
         def charge() -> bool:
             granted = self._budget.charge(now, blamed=failure.blamed, first=history.faults == 1)
             RETRIES_REFUSED.inc(not granted)
             return granted
 
-        level = logging.WARNING if failed.cause in (Cause.FAULT, Cause.LOST) else logging.INFO
-        described, extra = describe_failure(failed, failure.blamed), about(request.id)
+        level = logging.WARNING if event.cause in (Cause.FAULT, Cause.LOST) else logging.INFO
+        described, extra = describe_failure(event, failure.blamed), about(request.id)
         try:
-            delay_s = history.retry(failed, max_attempts=self._config.max_attempts, charge=charge)
+            delay_s = history.next_delay_s(event, max_attempts=self._config.max_attempts, charge=charge)
         except BatonError:
             _logger.warning("request %s ends: %s", request.id, described, extra=extra)
             raise
         _logger.log(level, "request %s is tried again: %s", request.id, described, extra=extra)
-        REPLAYS.labels(failed.cause.value).inc()
+        REPLAYS.labels(event.cause.value).inc()
         return delay_s
 
 
-def describe_failure(failed: FailureEvent, blamed: str) -> str:
+def describe_failure(event: FailureEvent, blamed: str) -> str:
     """The failure of an attempt for the log, with the worker or pair at fault."""
-    error = str(failed.error)
+    error = str(event.error)
     # The error of a broken call does not name the worker; other errors do.
     where = error if blamed in error else f"worker {blamed}: {error}"
-    return f"{_CAUSE_TEXTS[failed.cause]} {where}"
+    return f"{_CAUSE_TEXTS[event.cause]} {where}"
 
 
 def _this_task() -> asyncio.Task[Any]:
@@ -276,9 +275,9 @@ class AttemptFailed(Exception):
     `isolated` tells whether no other request ran at the worker.
     """
 
-    def __init__(self, failed: FailureEvent, blamed: str, *, isolated: bool) -> None:
-        super().__init__(str(failed.error))
-        self.failed = failed
+    def __init__(self, event: FailureEvent, blamed: str, *, isolated: bool) -> None:
+        super().__init__(str(event.error))
+        self.event = event
         self.blamed = blamed
         self.isolated = isolated
 
@@ -307,7 +306,7 @@ class RequestState:
 
     def keep_fingerprint(self, fingerprint: str) -> None:
         """Raise Unavailable if workers with this fingerprint would continue the output of others."""
-        if not self.output.begun:
+        if not self.output.has_output:
             self.fingerprint = fingerprint
         elif self.fingerprint != fingerprint:
             # The rest would be the output of another model.
@@ -339,10 +338,12 @@ class Attempt:
         self._finished: set[int] = set()
         """Choices for which the workers will send nothing more."""
         self._prefilled = self._fetched = self._prefill_failed = False
+        self._computed_tokens = 0
+        """Tokens that prefill has computed, without cached ones."""
 
     async def run(self, delay_s: float) -> None:
         """Serve the choices after a pause of `delay_s` seconds; raises AttemptFailed if another attempt may succeed."""
-        self._output.begin(self._choices)
+        self._output.drop_out_of_order(self._choices)
         try:
             async with self._place(delay_s) as (placement, message):
                 await self._serve_placed(placement, message)
@@ -435,22 +436,22 @@ class Attempt:
         self._output.account.on_placed(self._loop.time())
         self._lifecycle.enter(State.PREFILLING, self._loop.time())
         transfer_id = secrets.token_hex(16) if placement.decode else ""
-        source = self._source(placement)
-        placement.prefill.mark_present(self._request.id, self._deliver)
+        source = self._prefix_source(placement)
+        placement.prefill.add_suspect(self._request.id, self._deliver)
         prefilling = asyncio.create_task(self._prefill(placement, message, transfer_id, source))
         try:
             self._start_decode(placement, transfer_id, source)
             await self._wait_for_end(placement)
         finally:
             self._end(None)
-            placement.prefill.mark_absent()
+            placement.prefill.remove_suspect()
             prefilling.cancel()
             # After the cancellation: an export that it came too late for must be abandoned.
             if transfer_id and not self._fetched and not self._prefill_failed:
                 self._deps.abandon_calls.abandon(placement.prefill, transfer_id, self._request.id)
             await asyncio.gather(prefilling, return_exceptions=True)
 
-    def _source(self, placement: Placement) -> PrefixSource | None:
+    def _prefix_source(self, placement: Placement) -> PrefixSource | None:
         """The decode worker's cached prefix for prefill to fetch; None unless it has a block more than prefill has."""
         peer = placement.peer
         namespace = placement.prefill.link.namespace if peer else None
@@ -511,8 +512,8 @@ class Attempt:
         if not self._ended.done():
             raise _deadline_exceeded(self._request, self._loop.time())
         match self._ended.result():
-            case FailureEvent() as failed:
-                raise await self._classify_failure(placement, failed)
+            case FailureEvent() as event:
+                raise await self._classify_failure(placement, event)
             case Exception() as error:
                 raise error
         if self._fetched:
@@ -550,6 +551,7 @@ class Attempt:
 
     def _on_prefilled(self, placement: Placement, event: Prefilled) -> None:
         self._prefilled = True
+        self._computed_tokens = len(self._request.prompt_ids) + len(self._output_ids) - event.cached_tokens
         placement.breakers.record_success(placement.breakers.prefill)
         self._deps.dispatcher.release(placement.prefill)
         if placement.decode is not None and self._lifecycle.state is State.PREFILLING:
@@ -574,7 +576,7 @@ class Attempt:
     def _on_first_output(self, placement: Placement) -> None:
         self._fetched = True
         self._history.clear_losses()
-        placement.prefill.mark_absent()
+        placement.prefill.remove_suspect()
         if placement.isolation is not None:
             placement.isolation.release()
         placement.breakers.record_success(placement.breakers.pair)
@@ -597,36 +599,36 @@ class Attempt:
             for choice in set(changed).difference(unfinished):
                 placement.decode.cancel_choice(choice)
 
-    async def _classify_failure(self, placement: Placement, failed: FailureEvent) -> Exception:
+    async def _classify_failure(self, placement: Placement, event: FailureEvent) -> Exception:
         """The exception for a failure, after the worker at fault was recorded."""
-        if isinstance(failed.error, _FINAL) and failed.cause is not Cause.REFUSED:
-            return failed.error
+        if isinstance(event.error, _FINAL) and event.cause is not Cause.REFUSED:
+            return event.error
         # The prefill worker may be lost, and decode may notice this before the watch does.
-        grace_s = LOSS_GRACE_S if isinstance(failed.error, SourceUnreachable) else 0.0
-        if failed.blame is Blame.PAIR and await placement.prefill.wait_for_loss(grace_s):
-            failed = replace(failed, blame=Blame.PREFILL, cause=Cause.LOST, loss=placement.prefill.loss)
-        self._prefill_failed = failed.blame is Blame.PREFILL and not self._prefilled
-        if self._prefilled and not self._fetched and placement.decode is not None:
-            WASTED_PREFILL_TOKENS.inc(len(self._request.prompt_ids) + len(self._output_ids))
+        grace_s = LOSS_GRACE_S if isinstance(event.error, SourceUnreachable) else 0.0
+        if event.blame is Blame.PAIR and await placement.prefill.wait_for_loss(grace_s):
+            event = replace(event, blame=Blame.PREFILL, cause=Cause.LOST, loss=placement.prefill.loss)
+        self._prefill_failed = event.blame is Blame.PREFILL and not self._prefilled
+        if not self._fetched and placement.decode is not None:
+            WASTED_PREFILL_TOKENS.inc(self._computed_tokens)
         grant = placement.isolation
-        isolated = grant is not None and not grant.released and (failed.blame is Blame.PREFILL or grant.of_pair)
-        return AttemptFailed(failed, self._record_blame(placement, failed), isolated=isolated)
+        isolated = grant is not None and not grant.released and (event.blame is Blame.PREFILL or grant.isolates_decode)
+        return AttemptFailed(event, self._record_blame(placement, event), isolated=isolated)
 
-    def _record_blame(self, placement: Placement, failed: FailureEvent) -> str:
+    def _record_blame(self, placement: Placement, event: FailureEvent) -> str:
         """Let the next attempts avoid the worker or pair at fault. Returns its address, or both addresses."""
         breakers, history, decode = placement.breakers, self._history, placement.decode_address
         prefill = placement.prefill.link.address
-        if failed.blame is Blame.PAIR and decode is not None:
+        if event.blame is Blame.PAIR and decode is not None:
             key, name = breakers.pair, f"{prefill} {decode}"
             history.avoided_pairs |= {(prefill, decode)}
         else:
-            of_decode = failed.blame is Blame.DECODE and decode is not None
+            of_decode = event.blame is Blame.DECODE and decode is not None
             key, name = (breakers.decode, decode or "") if of_decode else (breakers.prefill, prefill)
-            if failed.cause is not Cause.PREEMPTED:
+            if event.cause is not Cause.PREEMPTED:
                 incarnation = placement.decode_incarnation if of_decode else placement.prefill.incarnation
-                loss = self._deps.pool.losses.latest(incarnation) if failed.cause is Cause.LOST else None
+                loss = self._deps.pool.losses.latest(incarnation) if event.cause is Cause.LOST else None
                 history.avoided_workers |= {AvoidedWorker(name, incarnation, loss)}
-        if failed.cause is Cause.FAULT:
+        if event.cause is Cause.FAULT:
             breakers.record_fault(key)
         return name
 

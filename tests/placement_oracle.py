@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 
 from router.placement.policy import (
-    ASKED_OF_MORE,
-    MAX_ALL_ASKED,
+    ASK_ALL_UP_TO,
+    ASKED_IF_MORE,
     NO_OPEN_BREAKERS,
+    AvoidancePenalty,
     DecodeView,
     OpenBreakers,
-    Penalty,
     PrefillView,
     SelectionCriteria,
     WorkerSelection,
@@ -30,7 +30,7 @@ def select(
     matched = pairs(prefills, decodes, criteria, isolated | criteria.too_small_workers)
     if not matched:
         return None
-    penalty = Penalty(criteria, open_breakers)
+    penalty = AvoidancePenalty(criteria, open_breakers)
     faults = {prefill.address: _fault(prefill, follow, penalty) for prefill, follow in matched}
     least = min(faults.values())
     free = [
@@ -43,7 +43,7 @@ def select(
     prefill, follow = min(free, key=lambda pair: _prefill_rank(pair[0], criteria, mean_rate))
     best = [decode for decode in follow if penalty.of_pair(prefill.address, decode.address) == least]
     best.sort(key=lambda decode: _decode_rank(decode, criteria))
-    most = MAX_ALL_ASKED if len(best) <= MAX_ALL_ASKED else ASKED_OF_MORE
+    most = ASK_ALL_UP_TO if len(best) <= ASK_ALL_UP_TO else ASKED_IF_MORE
     return WorkerSelection(prefill.address, tuple(decode.address for decode in best[:most]))
 
 
@@ -65,7 +65,7 @@ def pairs(
     return [(prefill, follow) for prefill, follow in matched if follow]
 
 
-def _fault(prefill: PrefillView, follow: list[DecodeView], penalty: Penalty) -> tuple[int, int]:
+def _fault(prefill: PrefillView, follow: list[DecodeView], penalty: AvoidancePenalty) -> tuple[int, int]:
     if not follow:
         return penalty.of_worker(prefill.address), 0
     return min(penalty.of_pair(prefill.address, decode.address) for decode in follow)

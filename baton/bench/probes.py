@@ -83,11 +83,11 @@ class Probes:
         return max(self._rate(each) for rows, each in self._products if rows == GEMM_ROWS[0])
 
     def step_rates(self, rows: int) -> tuple[float, float]:
-        """Rates of the model's matrices as the engine multiplies them: operations/s with `rows`, bytes/s with one.
+        """Measured rates of the model's own matrices: operations/s of products with `rows` rows, bytes/s with one row.
 
-        The matrices of several layers are multiplied in turn, so that they come from memory, as in a step. More rows
-        than a step has are multiplied with one layer, without the output projection, as in a prompt; and no more than
-        2,048, from where the rate is the same. Keeps the matrices from the first call on.
+        The matrices of several layers are multiplied in turn, so that they come from memory, as in a step. For more
+        rows than a step has, one layer is measured, without the output projection, as in a prompt; with at most 2,048
+        rows, because above that the rate does not change. Keeps the matrices from the first call on.
         """
         if self._matrices is None:
             self._matrices = _Matrices(self._shape, self._dtype, self._device, self._library, self._buffer_bytes)

@@ -52,9 +52,9 @@ class WorkerConfig(Settings):
     )
     host_memory: int = option(
         0,
-        help="Host memory in addition to --kv-memory. With --kv-home auto it holds KV pages; else it holds cached "
-        "prefixes (prefill only). 0: none, except on CUDA with --kv-home auto if the device is too small for one "
-        "sequence of --max-model-len: then pages for one.",
+        help="Host memory in addition to --kv-memory: for KV pages with --kv-home auto, otherwise for cached prefixes "
+        "(prefill only). 0: none. But with --kv-home auto on CUDA, if the device is too small for one sequence of "
+        "--max-model-len, host memory holds its pages.",
         unit="bytes",
     )
     segment_tokens: int = option(
@@ -223,7 +223,7 @@ class DecodeConfig(WorkerConfig):
         minimum=0.01,
         hidden=True,
     )
-    fetch_stall_s: float = option(
+    fetch_silence_s: float = option(
         30.0,
         help="Seconds without a frame after which a KV transfer fails; prefill workers send a frame each second.",
         minimum=0.01,

@@ -123,7 +123,7 @@ def mlp_token_bytes(shape: ModelShape, element_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """Pages of KV: their number, tokens and bytes of each."""
+    """A KV pool: number of pages, tokens in a page, bytes of a page."""
 
     pages: int
     page_size: int

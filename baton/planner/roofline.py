@@ -139,10 +139,10 @@ def prefill_time(
 
 
 def critical_batch(flops_per_s: float, bytes_per_s: float, weight_bits: float, sparsity: float = 1) -> float:
-    """The batch from which multiplying with weights takes longer than reading them: C / W * weight bytes / 2 * E/k.
+    """The number of tokens in a step from which a matrix product is limited by arithmetic and not by memory.
 
-    From 2 B P / C > P bits / 8 / W. `sparsity` is E/k, experts over those that a token uses: a mixture reads E/k as
-    many weights as it computes with (chapter Inference, questions 4 and 5).
+    It is C / W * weight bytes / 2 * sparsity. `sparsity` is the number of experts over those that a token uses, 1 for a
+    dense model (chapter Inference, questions 4 and 5).
     """
     return flops_per_s / bytes_per_s * weight_bits / 16 * sparsity
 

@@ -100,7 +100,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 _logger.error("a handler has not ended %s s after its server: %r", timeout, task)
 
 
-async def write(context: Any, response: Any) -> None:
+async def send(context: Any, response: Any) -> None:
     """Send a response from a handler; raises CancelledError when the client has gone."""
     try:
         await context.write(response)
@@ -109,7 +109,7 @@ async def write(context: Any, response: Any) -> None:
         raise asyncio.CancelledError from error
 
 
-async def begin(context: Any) -> None:
+async def send_initial_metadata(context: Any) -> None:
     """Send the initial metadata before the first response; raises CancelledError when the client has gone.
 
     Otherwise gRPC sends both together, and can't end the call with a status while the client does not read them.
@@ -193,7 +193,7 @@ def _guard(
                 return await behaviour(request, context)
             async with aclosing(behaviour(request, context)) as responses:
                 async for response in responses:
-                    await write(context, response)
+                    await send(context, response)
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception as error:

@@ -4,8 +4,9 @@ The prefill worker is the one with the least (waiting tokens + a fraction of the
 tokens of the prompt) / measured rate: it will finish the prompt first. Decode workers are ordered by room: a free slot
 first, then free pages and cached tokens of the prompt. Draining workers, and pairs whose KV formats do not match, are
 left out. A worker or pair that failed the request before, or has an open breaker, gets a penalty, and only those with
-the least penalty are used. A request that must run isolated gets the pair with the fewest requests of this router;
-while it waits for that pair and runs there, no other request is placed there.
+the least penalty are used. A request that must run isolated gets the pair with the fewest requests of this router. No
+other request is placed on the isolated workers (`FleetView.isolated`): the prefill worker, and in the cases that
+`router/isolation.py` names, the decode worker.
 
 A view is the state of one worker as the router knows it, and each new view replaces the last one. Workers with the same
 KV format form a group, so that formats are compared for each pair of groups, and not for each pair of workers. Draining
@@ -23,9 +24,10 @@ from itertools import chain
 from typing import TypeVar
 
 from baton.kv.format import KvFormat
+from baton.rates import UNKNOWN_PREFILL_RATE
 from router.placement.prefix_directory import NO_MATCH, PrefixMatch
 
-MAX_ALL_ASKED, ASKED_OF_MORE = 32, 6
+ASK_ALL_UP_TO, ASKED_IF_MORE = 32, 6
 """Number of decode workers up to which all are asked for a reservation, and the number asked if there are more."""
 
 RECENT_FRACTION = 1 / 10
@@ -102,7 +104,7 @@ class FleetView:
         self.prefill: dict[str, PrefillView] = {}
         self.decode: dict[str, DecodeView] = {}
         self.isolated: frozenset[str] = frozenset()
-        """Addresses of the workers of a request that runs isolated; no other request is placed there."""
+        """Addresses of the workers that a suspected request has for itself; no other request is placed there."""
         self._prefill_groups: dict[KvFormat, Group[PrefillView]] = {}
         self._decode_groups: dict[tuple[KvFormat, bool], Group[DecodeView]] = {}
         self._compatible_groups: list[tuple[Collection[PrefillView], list[Collection[DecodeView]]]] | None = None
@@ -116,9 +118,9 @@ class FleetView:
 
     @property
     def mean_rate(self) -> float:
-        """Mean of the known rates of prefill workers, in tokens per second; 1 while there is none."""
+        """Mean of the known rates of prefill workers, in tokens/s; UNKNOWN_PREFILL_RATE while there is none."""
         rates = [view.rate for view in self.prefill.values() if view.rate > 0]
-        return sum(rates) / len(rates) if rates else 1.0
+        return sum(rates) / len(rates) if rates else UNKNOWN_PREFILL_RATE
 
     @property
     def compatible_groups(self) -> list[tuple[Collection[PrefillView], list[Collection[DecodeView]]]]:
@@ -240,7 +242,7 @@ class WorkerSelection:
     decode: tuple[str, ...] = ()
 
 
-class Penalty:
+class AvoidancePenalty:
     """Penalties of workers and pairs, from earlier attempts of the request and from breakers."""
 
     def __init__(self, criteria: SelectionCriteria, open_breakers: OpenBreakers) -> None:
@@ -271,7 +273,7 @@ def can_serve(fleet: FleetView, *, needs_decode: bool) -> bool:
     return any(decode_groups or not needs_decode for _, decode_groups in fleet.compatible_groups)
 
 
-def matching_decodes(fleet: FleetView) -> frozenset[str]:
+def compatible_decode_addresses(fleet: FleetView) -> frozenset[str]:
     """Addresses of the decode workers that some prefill worker can hand KV to."""
     return frozenset(decode.address for _, decode_groups in fleet.compatible_groups for decode in chain(*decode_groups))
 
@@ -284,7 +286,7 @@ def select_workers(
     None if no prefill worker of the least penalty has fewer than `prefill_limit` requests of this router: a request
     waits rather than use a worker with a higher penalty.
     """
-    penalty = Penalty(criteria, open_breakers)
+    penalty = AvoidancePenalty(criteria, open_breakers)
     found = [
         (view, decodes)
         for prefills, decodes in _usable_groups(fleet, criteria, fleet.isolated | criteria.too_small_workers)
@@ -312,27 +314,27 @@ def least_loaded_pair(
     criteria: SelectionCriteria,
     open_breakers: OpenBreakers = NO_OPEN_BREAKERS,
     *,
-    of_pair: bool = True,
+    isolates_decode: bool = True,
 ) -> tuple[WorkerSelection, bool] | None:
     """The pair for a request that runs isolated, and whether it serves no request of this router now.
 
-    Without `of_pair`, only the prefill worker must be empty. None if there is no pair.
+    Without `isolates_decode`, only the prefill worker must be empty. None if there is no pair.
     """
-    penalty = Penalty(criteria, open_breakers)
+    penalty = AvoidancePenalty(criteria, open_breakers)
 
     def busy(view: PrefillView | DecodeView) -> tuple[int, int, str]:
         return penalty.of_worker(view.address), view.open_requests, view.address
 
     groups = list(_usable_groups(fleet, criteria, criteria.too_small_workers))
-    prefills = heapq.nsmallest(MAX_ALL_ASKED, (view for group, _ in groups for view in group), key=busy)
+    prefills = heapq.nsmallest(ASK_ALL_UP_TO, (view for group, _ in groups for view in group), key=busy)
     if not criteria.needs_decode:
         return (WorkerSelection(prefills[0].address), prefills[0].open_requests == 0) if prefills else None
     decodes = {view.address: view for _, group in groups for view in group}
-    best_decodes = heapq.nsmallest(MAX_ALL_ASKED, decodes.values(), key=busy)
+    best_decodes = heapq.nsmallest(ASK_ALL_UP_TO, decodes.values(), key=busy)
     pairs = [
         (
             penalty.of_pair(prefill.address, decode.address),
-            prefill.open_requests + decode.open_requests * of_pair,
+            prefill.open_requests + decode.open_requests * isolates_decode,
             decode.open_requests,
             prefill.address,
             decode.address,
@@ -360,7 +362,7 @@ def _usable_groups(
 
 
 def _least_penalty(
-    found: list[tuple[PrefillView, list[DecodeView]]], penalty: Penalty
+    found: list[tuple[PrefillView, list[DecodeView]]], penalty: AvoidancePenalty
 ) -> list[tuple[PrefillView, list[DecodeView]]]:
     """The prefill workers whose best pair has the least penalty of all."""
     least_decode_of = {
@@ -395,5 +397,5 @@ def _best_decodes(views: list[DecodeView], criteria: SelectionCriteria) -> tuple
         )
         for view in views
     ]
-    most = MAX_ALL_ASKED if len(ranks) <= MAX_ALL_ASKED else ASKED_OF_MORE
+    most = ASK_ALL_UP_TO if len(ranks) <= ASK_ALL_UP_TO else ASKED_IF_MORE
     return tuple(rank[-1] for rank in heapq.nsmallest(most, ranks))

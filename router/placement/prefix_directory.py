@@ -121,7 +121,7 @@ _MAX_MASK_BITS = 8
 _MAX_LEVELS = 8
 """Most lengths of prefixes in a match; workers that hold less than the shortest of them are left out."""
 
-Level = tuple[int, Collection[str]]
+HolderLevel = tuple[int, Collection[str]]
 """A number of leading tokens, and the workers that hold at least as many."""
 
 
@@ -129,8 +129,11 @@ Level = tuple[int, Collection[str]]
 class PrefixMatch:
     """The workers that hold leading tokens of a prompt; valid until the index changes."""
 
-    levels: Sequence[Level]
-    """Levels with the most tokens first; a worker in one level is in all later levels too."""
+    levels: Sequence[HolderLevel]
+    """Levels with the most tokens first; a worker in one level is in all later levels too.
+
+    So each later level has fewer tokens and at least as many workers.
+    """
 
     @cached_property
     def by_worker(self) -> dict[str, int]:
@@ -218,7 +221,7 @@ class PrefixIndex:
         if self._mask:
             positions = [at for at in positions if not digests[at][0] & self._mask]
             digests = [digests[at] for at in positions]
-        levels: list[Level] = []
+        levels: list[HolderLevel] = []
         reach, known = self._reach(digests, len(digests), 0), 0
         while reach and len(levels) < _MAX_LEVELS:
             name = digests[reach - 1][:NAME_BYTES]

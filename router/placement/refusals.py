@@ -1,7 +1,7 @@
 """The rule for which waiters may ask decode workers for pages after a refusal. Pure.
 
 A waiter is a request in the queue. The *head of line* is the waiter that all decode workers have refused: it goes
-before the whole queue, and workers set pages aside for it as long as it asks again. A *partial* waiter can ask only
+before the whole queue, and workers set pages aside for it as long as it asks again. A *restricted* waiter can ask only
 some of the decode workers: the others are too small, have failed it, or are isolated. The *room* is the largest context
 that workers can still reserve, in tokens. An *epoch* of the fleet ends when a worker sends a status or a placement
 ends, since there may be more room then.
@@ -17,13 +17,13 @@ ends, since there may be more room then.
     the head of line gets pages              the state is "no refusal" again
     a waiter that overtook it gets pages     the room is smaller by its context
     a waiter that overtook it is refused     the room is at most half of its context
-    a partial waiter is refused              it may not ask until the next epoch. The same holds for every waiter that
+    a restricted waiter is refused           it may not ask until the next epoch. The same holds for every waiter that
                                              can only use the same workers and needs more than the room there
     refused for its number of choices        no waiter with several choices may ask until the next epoch
 
-A full fleet is thus asked about once in each epoch. The partial waiter that was refused before the other partial ones
-also asks again in a new epoch. Of this one and the head of line, the one that has waited longer asks before the other,
-so that neither takes all the free pages.
+A full fleet is thus asked about once in each epoch. In a new epoch two waiters ask first: the head of line, and the
+restricted waiter that was refused first. Of these two, the one that has waited longer goes first, so that neither takes
+all the free pages.
 """
 
 from __future__ import annotations
@@ -37,27 +37,29 @@ class RefusalGate:
     def __init__(self) -> None:
         self.fleet_epoch = 0
         """Number of the current epoch. Statuses of workers and ends of placements begin a new one."""
-        self.partial_waiter: Waiter | None = None
-        """The partial waiter that was refused before the other partial ones."""
+        self.restricted_waiter: Waiter | None = None
+        """The restricted waiter that was refused before the other restricted ones."""
+        self._head_of_line: Waiter | None = None
+        """The latest head of line, also while it asks; None once it will not ask again."""
         self._refused_in_epoch: int | None = None
         """The epoch in which all workers refused the head of line; None in the state "no refusal"."""
         self._reservable_tokens = 0
         """The largest context, in tokens, that can be reserved since that refusal."""
-        self._reserving: Waiter | None = None
+        self._asking: Waiter | None = None
         """The only waiter that asks since that refusal."""
         self._blocked: set[Waiter] = set()
-        """Waiters that may not ask until the next epoch, because they are partial or have several choices."""
+        """Waiters that may not ask until the next epoch, because they are restricted or have several choices."""
         self._choices_blocked = False
-        self._partial_reserves = False
-        self._partial_refusal: tuple[int, frozenset[str], int] = -1, frozenset(), 0
-        """The latest refusal of a partial waiter: the epoch, addresses that it could not ask, room in tokens."""
+        self._restricted_asks = False
+        self._restricted_refusal: tuple[int, frozenset[str], int] = -1, frozenset(), 0
+        """The latest refusal of a restricted waiter: the epoch, addresses that it could not ask, room in tokens."""
         self._first_since: dict[Waiter, float] = {}
-        """Times at which waiters became the head of line, or `partial_waiter`."""
+        """Times at which waiters became the head of line, or `restricted_waiter`."""
 
     @property
-    def refused(self) -> bool:
-        """Whether all decode workers have refused a waiter, and it has not got pages since."""
-        return self._refused_in_epoch is not None
+    def has_refused_head(self) -> bool:
+        """Whether a waiter that all decode workers have refused still waits for pages."""
+        return self._refused_in_epoch is not None and self._head_of_line is not None
 
     def begin_epoch(self) -> None:
         """Let refused waiters ask again: a worker may have changed."""
@@ -67,45 +69,48 @@ class RefusalGate:
 
     def record_head_of_line(self, waiter: Waiter, now: float) -> None:
         """Record that the waiter is the head of line since `now`, unless it was before."""
+        self._head_of_line = waiter
         self._first_since.setdefault(waiter, now)
 
-    def may_reserve(self, waiter: Waiter, head_of_line: Waiter | None, isolated: frozenset[str]) -> bool:
+    def may_ask(self, waiter: Waiter, head_of_line: Waiter | None, isolated: frozenset[str]) -> bool:
         """Whether a waiter may ask now; `isolated` are the addresses of workers that it can't ask."""
         several = len(waiter.request.choices) > 1
         if waiter in self._blocked or (several and self._choices_blocked) or self._would_be_refused(waiter, isolated):
             return False
         return self._finds_room(waiter, head_of_line)
 
-    def partial_may_reserve(self, head_of_line: Waiter | None) -> bool:
-        """Whether `partial_waiter` may ask before the head of line.
+    def restricted_may_ask(self, head_of_line: Waiter | None) -> bool:
+        """Whether `restricted_waiter` may ask before the head of line.
 
-        The latter can use all workers, and would take the pages of the few that the partial waiter can use.
+        The latter can use all workers, and would take the pages of the few that the restricted waiter can use.
         """
-        waiter = self.partial_waiter
+        waiter = self.restricted_waiter
         if waiter is None or waiter in self._blocked:
             return False
         if head_of_line is not None and self._first_since[head_of_line] < self._first_since[waiter]:
             return False
         return self._finds_room(waiter, None)
 
-    def begin_reserving(self, waiter: Waiter) -> None:
-        """Record that the waiter asks decode workers now; the caller must call `end_reserving`."""
+    def begin_asking(self, waiter: Waiter) -> None:
+        """Record that the waiter asks decode workers now; the caller must call `end_asking`."""
         if self._refused_in_epoch is not None:
-            self._reserving = waiter
-        self._partial_reserves = self._partial_reserves or waiter is self.partial_waiter
+            self._asking = waiter
+        self._restricted_asks = self._restricted_asks or waiter is self.restricted_waiter
         waiter.asked_in_epoch = self.fleet_epoch
         waiter.overtook_head_of_line = self._refused_in_epoch == self.fleet_epoch
 
-    def end_reserving(self, waiter: Waiter) -> None:
+    def end_asking(self, waiter: Waiter) -> None:
         """Record that the waiter has its answer, or has given up."""
-        if self._reserving is waiter:
-            self._reserving = None
-        if self.partial_waiter is waiter:
-            self._partial_reserves = False
+        if self._asking is waiter:
+            self._asking = None
+        if self.restricted_waiter is waiter:
+            self._restricted_asks = False
 
     def drop(self, waiter: Waiter) -> None:
         """Delete all that is known of a waiter that will not ask again."""
-        self._drop_partial(waiter)
+        self._drop_restricted(waiter)
+        if self._head_of_line is waiter:
+            self._head_of_line = None
         self._first_since.pop(waiter, None)
         self._blocked.discard(waiter)
 
@@ -119,38 +124,38 @@ class RefusalGate:
     def record_refusal(self, waiter: Waiter, now: float) -> None:
         """Record that all workers that could be asked have refused the waiter, for the reasons in `waiter.refusal`."""
         refusal, room = waiter.refusal, waiter.refusal.reservable_tokens
-        if refusal.lacks_room_for_choices or refusal.unasked_workers:
+        if refusal.lacks_room_for_choices or refusal.excluded_workers:
             if waiter.asked_in_epoch == self.fleet_epoch:
                 self._blocked.add(waiter)
                 self._choices_blocked = self._choices_blocked or refusal.lacks_room_for_choices
             if not refusal.lacks_room_for_choices:
-                self._partial_refusal = waiter.asked_in_epoch, refusal.unasked_workers, room
-                if self.partial_waiter is None:
-                    self.partial_waiter = waiter
+                self._restricted_refusal = waiter.asked_in_epoch, refusal.excluded_workers, room
+                if self.restricted_waiter is None:
+                    self.restricted_waiter = waiter
                     self._first_since.setdefault(waiter, now)
             return
-        self._drop_partial(waiter)
+        self._drop_restricted(waiter)
         if waiter.overtook_head_of_line:
             self._reservable_tokens = min(room, waiter.request.context_tokens // 2)
         else:
             self._refused_in_epoch, self._reservable_tokens = waiter.asked_in_epoch, room
 
-    def _drop_partial(self, waiter: Waiter) -> None:
-        if self.partial_waiter is waiter:
-            self.partial_waiter, self._partial_reserves = None, False
+    def _drop_restricted(self, waiter: Waiter) -> None:
+        if self.restricted_waiter is waiter:
+            self.restricted_waiter, self._restricted_asks = None, False
 
     def _finds_room(self, waiter: Waiter, head_of_line: Waiter | None) -> bool:
         if self._refused_in_epoch is None:
             return True
-        if self._reserving is not None:
+        if self._asking is not None:
             return False
         if head_of_line in (None, waiter) and self._refused_in_epoch != self.fleet_epoch:
             return True
         return waiter is not head_of_line and waiter.request.context_tokens <= self._reservable_tokens
 
     def _would_be_refused(self, waiter: Waiter, isolated: frozenset[str]) -> bool:
-        """Whether the latest refusal of a partial waiter shows that no worker that this waiter can ask has room."""
-        refused_in_epoch, unasked_workers, room = self._partial_refusal
-        holds = self._partial_reserves or refused_in_epoch == self.fleet_epoch
+        """Whether the latest refusal of a restricted waiter shows that no worker that this waiter can ask has room."""
+        refused_in_epoch, excluded_workers, room = self._restricted_refusal
+        holds = self._restricted_asks or refused_in_epoch == self.fleet_epoch
         too_large = waiter.request.context_tokens > room
-        return holds and too_large and unasked_workers <= isolated.union(waiter.refusal.too_small_reasons)
+        return holds and too_large and excluded_workers <= isolated.union(waiter.refusal.too_small_reasons)

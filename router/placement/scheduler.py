@@ -20,20 +20,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from baton.errors import DeadlineExceeded, Overloaded
 from baton.rates import DecayingSum
+from router.fair_queue import FairQueue
 from router.placement.policy import (
     FleetView,
     OpenBreakers,
     SelectionCriteria,
     WorkerSelection,
     can_serve,
-    matching_decodes,
+    compatible_decode_addresses,
     select_workers,
 )
 from router.placement.prefix_directory import PrefixDirectory
@@ -66,12 +67,12 @@ def selection_criteria(
     `too_small_reasons` has the reason of each decode worker that can never hold the request, by address.
     """
     views = (
-        (each, fleet.prefill.get(each.worker) or fleet.decode.get(each.worker)) for each in request.avoided_workers
+        (each, fleet.prefill.get(each.address) or fleet.decode.get(each.address)) for each in request.avoided_workers
     )
     return SelectionCriteria(
         request.context_tokens,
         request.needs_decode,
-        avoided_workers=frozenset(each.worker for each, view in views if view is not None and each.applies(view)),
+        avoided_workers=frozenset(each.address for each, view in views if view is not None and each.applies(view)),
         avoided_pairs=request.avoided_pairs,
         too_small_workers=frozenset(too_small_reasons),
         prefill_match=prefixes.match_prefill(request.digests),
@@ -82,8 +83,9 @@ def selection_criteria(
 class PlacementScheduler:
     """The queue of requests and the rules for their turns; times are seconds on the caller's clock.
 
-    `capacity` is the most requests in the queue of a single tenant, `prefill_limit` the most requests of this router at
-    a prefill worker. If the expected wait exceeds `max_wait_s`, new requests are refused; 0 means no limit.
+    `capacity` is the most requests in the queue of a single tenant. A prefill worker with `prefill_limit` requests of
+    this router gets no more; the limit is doubled for a tenant with less than its share. If the expected wait exceeds
+    `max_wait_s`, new requests are refused; 0 means no limit.
     """
 
     def __init__(self, prefixes: PrefixDirectory, *, capacity: int, prefill_limit: int, max_wait_s: float) -> None:
@@ -104,7 +106,7 @@ class PlacementScheduler:
     @property
     def waits_for_decode(self) -> bool:
         """Whether the queue waits for decode workers, which have refused its first request, and not for prefill."""
-        return self._gate.refused
+        return self._gate.has_refused_head
 
     def __len__(self) -> int:
         """Number of requests in the queue."""
@@ -145,7 +147,7 @@ class PlacementScheduler:
             self.forget_departed(waiter, fleet)
             if self.is_too_large(waiter, fleet):
                 return Turn(waiter, self._criteria(waiter, fleet))
-            if fleet.has_capacity(limit := self._limit(waiter.request.tenant, tenants, fleet)):
+            if fleet.has_capacity(limit := self._tenant_prefill_limit(waiter.request.tenant, tenants, fleet)):
                 criteria = self._criteria(waiter, fleet)
                 selection = select_workers(fleet, criteria, prefill_limit=limit, open_breakers=breakers)
                 if selection is not None:
@@ -161,11 +163,11 @@ class PlacementScheduler:
         self._queue.pop(waiter)
         self._in_flight[waiter.request.tenant] += 1
         if waiter.request.needs_decode:
-            self._gate.begin_reserving(waiter)
+            self._gate.begin_asking(waiter)
 
     def end_turn(self, waiter: Waiter) -> None:
         """End the waiter's turn, whether it got a placement or not."""
-        self._gate.end_reserving(waiter)
+        self._gate.end_asking(waiter)
 
     def release_prefill(self, tenant: str) -> None:
         """Count one request fewer of the tenant at prefill workers."""
@@ -183,8 +185,8 @@ class PlacementScheduler:
     def refuse(self, waiter: Waiter, refusal: Refusal, now: float) -> None:
         """Return a refused waiter to the queue. It asks again in a later epoch: each status of a worker begins one."""
         waiter.refusal = refusal
-        # Others may have more workers to ask than a partial waiter, or only one choice.
-        all_refuse = not (refusal.lacks_room_for_choices or refusal.unasked_workers)
+        # Others may have more workers to ask than a restricted waiter, or only one choice.
+        all_refuse = not (refusal.lacks_room_for_choices or refusal.excluded_workers)
         self.push_again(waiter, now, first=all_refuse)
         self._gate.record_refusal(waiter, now)
         if all_refuse:
@@ -201,7 +203,7 @@ class PlacementScheduler:
         """Remove the waiter from the queue; False if it was not in it."""
         return self._queue.remove(waiter)
 
-    def forget(self, waiter: Waiter) -> None:
+    def drop(self, waiter: Waiter) -> None:
         """Delete all that is known of a waiter that will not return to the queue."""
         self._gate.drop(waiter)
 
@@ -214,14 +216,14 @@ class PlacementScheduler:
         too_small_reasons = waiter.refusal.too_small_reasons
         return (
             bool(too_small_reasons)
-            and bool(matching := matching_decodes(fleet))
+            and bool(matching := compatible_decode_addresses(fleet))
             and too_small_reasons.keys() >= matching
         )
 
     def forget_departed(self, waiter: Waiter, fleet: FleetView) -> None:
         """Delete the answers of decode workers that have left: a larger one may come at the address."""
         if waiter.refusal.too_small_reasons:
-            matching = matching_decodes(fleet)
+            matching = compatible_decode_addresses(fleet)
             too_small_reasons = {
                 name: reason for name, reason in waiter.refusal.too_small_reasons.items() if name in matching
             }
@@ -265,30 +267,28 @@ class PlacementScheduler:
 
     def _candidates(self, fleet: FleetView, now: float, most: int) -> Iterator[Waiter]:
         """Waiters among the first `most` that may have a turn now, in order."""
-        partial = self._gate.partial_waiter
+        restricted = self._gate.restricted_waiter
         if (
-            partial is not None
-            and partial in self._queue
-            and partial.request.deadline > now
-            and self._gate.partial_may_reserve(self._queue.head_of_line)
+            restricted is not None
+            and restricted in self._queue
+            and restricted.request.deadline > now
+            and self._gate.restricted_may_ask(self._queue.head_of_line)
         ):
-            yield partial
+            yield restricted
         # Waiters that need decode workers must not hide waiters that need none.
         can_decode = can_serve(fleet, needs_decode=True)
         waiting = self._queue.candidates(now)
         if not can_decode:
             waiting = (waiter for waiter in waiting if not waiter.request.needs_decode)
         for waiter in itertools.islice(waiting, most):
-            if not waiter.request.needs_decode or self._gate.may_reserve(
-                waiter, self._queue.head_of_line, fleet.isolated
-            ):
+            if not waiter.request.needs_decode or self._gate.may_ask(waiter, self._queue.head_of_line, fleet.isolated):
                 yield waiter
 
     def _criteria(self, waiter: Waiter, fleet: FleetView) -> SelectionCriteria:
         return selection_criteria(waiter.request, waiter.refusal.too_small_reasons, fleet, self._prefixes)
 
-    def _limit(self, tenant: str, tenants: int, fleet: FleetView) -> int:
-        """The limit of requests at a prefill worker for the tenant: one that has so many gets no more of its requests.
+    def _tenant_prefill_limit(self, tenant: str, tenants: int, fleet: FleetView) -> int:
+        """Number of requests of this router at which a prefill worker gets no more requests of this tenant.
 
         The number is doubled for a tenant with less than its share of the places at prefill workers. So it need not
         wait until long prompts of another tenant have ended, and a worker computes its shortest prompt first.
@@ -447,8 +447,8 @@ class RequestQueue(Generic[T]):
     def expected_wait_s(self, tenant: str, now: float) -> float:
         """Expected wait in seconds of a tenant's next waiter, from recent departures; 0 if unknown.
 
-        Requests with a shorter deadline are refused, and no request must be refused that could be served. So the result
-        is 0 until enough departures were measured, and leaves out the request's own time: its prompt may be cached.
+        A request whose deadline is sooner is refused, so the estimate must never be too long. Therefore it is 0 until
+        enough departures were measured, and leaves out the request's own time: its prompt may be cached.
         """
         own = self._queue.count(tenant)
         # Until the new waiter is reached, no other tenant is served more often than this one.
@@ -465,72 +465,3 @@ class RequestQueue(Generic[T]):
         while late := [waiter for waiter in self._queue.heads() if self._deadlines[waiter] <= now]:
             for waiter in late:
                 self.remove(waiter)
-
-
-class FairQueue(Generic[T]):
-    """Distinct items of several tenants, in order for each tenant; tenants are served round-robin."""
-
-    def __init__(self) -> None:
-        self._queues: OrderedDict[str, OrderedDict[T, None]] = OrderedDict()
-        self._tenants: dict[T, str] = {}
-
-    @property
-    def tenants(self) -> Collection[str]:
-        """Tenants that have items."""
-        return self._queues.keys()
-
-    def count(self, tenant: str) -> int:
-        """Number of items of a tenant."""
-        return len(self._queues.get(tenant, ()))
-
-    def append(self, item: T, tenant: str) -> None:
-        """Add to the end of the tenant's queue."""
-        self._queues.setdefault(tenant, OrderedDict())[item] = None
-        self._tenants[item] = tenant
-
-    def prepend(self, item: T, tenant: str) -> None:
-        """Add to the front of the tenant's queue; the order of the tenants stays."""
-        self.append(item, tenant)
-        self._queues[tenant].move_to_end(item, last=False)
-
-    def advance(self, tenant: str) -> None:
-        """Put the tenant before the others."""
-        self._queues.move_to_end(tenant, last=False)
-
-    def pop(self, item: T) -> str:
-        """Remove an item, and put its tenant behind the others. Returns the tenant."""
-        tenant = self._tenants[item]
-        self.remove(item)
-        if tenant in self._queues:
-            self._queues.move_to_end(tenant)
-        return tenant
-
-    def remove(self, item: T) -> bool:
-        """Remove an item; False if it was not in the queue."""
-        tenant = self._tenants.pop(item, None)
-        if tenant is None:
-            return False
-        del self._queues[tenant][item]
-        if not self._queues[tenant]:
-            del self._queues[tenant]
-        return True
-
-    def heads(self) -> list[T]:
-        """The first item of each tenant, in the order of the tenants."""
-        return [next(iter(queue)) for queue in self._queues.values()]
-
-    def round_robin(self, rank: Callable[[str], float], fits: Callable[[T], bool]) -> Iterator[T]:
-        """The first item of each tenant, then the second of each, and so on; the queue must not change meanwhile.
-
-        Tenants with a lower `rank` come first; tenants of equal rank stay in order. Items that don't pass `fits` are
-        left out. The tenants are sorted once; an item costs the same however many there are.
-        """
-        queues = [iter(self._queues[tenant]) for tenant in sorted(self._queues, key=rank)]
-        while queues:
-            longer = []
-            for queue in queues:
-                item = next(filter(fits, queue), None)
-                if item is not None:
-                    yield item
-                    longer.append(queue)
-            queues = longer

@@ -17,8 +17,9 @@ class PlacementRequest:
     """The request of one attempt for workers.
 
     `is_retry` is set for an attempt that goes before new requests, because its request was accepted before;
-    `needs_decode` if the attempt needs a decode worker; `isolated` if no other request may run at its workers. The
-    state of `lifecycle` changes from QUEUED to RESERVING when decode workers are asked, and back when all refuse.
+    `needs_decode` if the attempt needs a decode worker; `isolated` if it gets workers for itself (`router/isolation.py`
+    says which). The state of `lifecycle` changes from QUEUED to RESERVING when decode workers are asked, and back when
+    all refuse.
     `digests` are the hashes of the context's blocks, and are empty for a request that must not read the prefix cache.
     """
 
@@ -57,7 +58,7 @@ class Refusal:
     retry_after_s: float = math.inf
     reservable_tokens: int = 0
     """The largest context, in tokens, for which another request could get pages now."""
-    unasked_workers: frozenset[str] = frozenset()
+    excluded_workers: frozenset[str] = frozenset()
     """Addresses of decode workers that are in the fleet, but that the request could not ask."""
     lacks_room_for_choices: bool = False
     """Whether workers have room for the context, but not for all choices."""

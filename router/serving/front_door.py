@@ -9,8 +9,8 @@ and its own number of open streams. Calls of Tokenize and Detokenize count as st
 because they are as cheap as a refusal.
 
 A front end only translates: it reads a key and a request, iterates over the updates, and sends each of them. When it
-asks for the next update, the client has taken the last one. This module handles all else: limits of streams and of the
-queue, deadlines, clients that do not read, and the drain.
+asks for the next update, the client has taken the one before. This module handles all else: limits of streams and of
+the queue, deadlines, clients that do not read, and the drain.
 
 A front end writes until the client's flow-control window is full; then the write waits until the client reads. A client
 that does not read still answers keepalive pings. So there is a time limit for each item, from when the front end gets
@@ -141,7 +141,7 @@ def _key(authorization: Sequence[str]) -> str:
 
 
 class ClientStream(Generic[T]):
-    """The items for one client, as an iterator. A request for the next item means that the client has taken the last.
+    """The items for one client, as an iterator. When the next item is asked for, the client has taken the one before.
 
     `take` returns the next item and raises StopAsyncIteration after the last one. `is_finished` tells whether the
     request has ended, so that all items wait only for the client. `names` has the request's id, if there is one, for
@@ -381,8 +381,8 @@ class FrontDoor:
         await self._idle.wait()
 
     @contextlib.contextmanager
-    def receive(self, caller: Caller) -> Iterator[None]:
-        """Count a call as a stream while its message is received; a drain does not wait for it.
+    def count_receiving(self, caller: Caller) -> Iterator[None]:
+        """Count a call of `caller` against its tenant's limit while its message arrives; a drain does not wait for it.
 
         Raises Unavailable while the router drains, Overloaded beyond the tenant's limit of streams.
         """
@@ -399,7 +399,7 @@ class FrontDoor:
     @contextlib.contextmanager
     def _admit(self, caller: Caller) -> Iterator[None]:
         """Count a call as a stream while it is served; a drain waits for it."""
-        with self.receive(caller):
+        with self.count_receiving(caller):
             self.running += 1
             self._idle.clear()
             try:

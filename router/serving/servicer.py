@@ -33,7 +33,7 @@ from baton.rpc.convert import (
     timings_to_proto,
     usage_to_proto,
 )
-from baton.rpc.errors import begin, utf8_pieces, write
+from baton.rpc.errors import send, send_initial_metadata, utf8_pieces
 from baton.telemetry.metrics import REFUSED
 from router.output import ChoiceUpdate, Update
 from router.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt, UncheckedRequest
@@ -81,7 +81,7 @@ class InferenceServicer:
 
         async def receive(messages: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
             caller = self._door.authenticate(_authorization(context.invocation_metadata() or ()))
-            with self._door.receive(caller):
+            with self._door.count_receiving(caller):
                 received = await anext(messages, None)
             if received is None:
                 raise InvalidRequest("message", "is missing")
@@ -103,9 +103,9 @@ class InferenceServicer:
             begun = False
             async for update in updates:
                 if not begun:
-                    await begin(context)
+                    await send_initial_metadata(context)
                     begun = True
-                await write(context, _response(request_id, update))
+                await send(context, _response(request_id, update))
 
     async def Tokenize(
         self,
@@ -117,14 +117,14 @@ class InferenceServicer:
         prompt = tokenize_prompt(received)
         async with self._door.tokenize(prompt, received.size, caller, model=received.message.model) as answers:
             async for token_ids in answers:
-                await begin(context)
+                await send_initial_metadata(context)
                 parts = []
                 for piece in pieces(token_ids):
                     parts.append(inference_pb2.TokenizeResponse(token_ids=piece).SerializeToString())
                     # All of a million would hold the event loop for 35 ms.
                     await asyncio.sleep(0)
                 # Protobuf merges concatenated messages: the repeated field gets the elements of all of them.
-                await write(context, b"".join(parts))
+                await send(context, b"".join(parts))
 
     async def Detokenize(
         self, message: inference_pb2.DetokenizeRequest, caller: Caller, context: grpc.aio.ServicerContext
@@ -135,8 +135,8 @@ class InferenceServicer:
             message.token_ids, caller, skip_special_tokens=skip, model=message.model
         ) as answers:
             async for text in answers:
-                await begin(context)
-                await write(context, inference_pb2.DetokenizeResponse(text=text))
+                await send_initial_metadata(context)
+                await send(context, inference_pb2.DetokenizeResponse(text=text))
 
     async def GetModel(
         self, message: inference_pb2.GetModelRequest, context: grpc.aio.ServicerContext

@@ -116,7 +116,8 @@ class RequestValidator:
         fits = min(limit, self._decode_capacity() or limit)
         if request.max_tokens is None and fits <= count < limit:
             raise InvalidRequest(
-                field, f"{count} prompt tokens leave no room in the {fits} that the workers' KV memory holds"
+                field,
+                f"{count} prompt tokens leave no room for output: the KV memory of a decode worker holds {fits} tokens",
             )
         if request.max_tokens is None:
             # A default of the model is the most, and needs not fit.
@@ -146,7 +147,7 @@ class RequestValidator:
             cache=request.cache,
             salt=self._salt(tenant, request.cache_salt),
             report_progress=request.report_progress,
-            detokenizer=lambda: (
+            make_detokenizer=lambda: (
                 self._model.tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
                 if self._model.tokenizer
                 else NoText()

@@ -3,10 +3,9 @@
     up    Hello, then Reserve, Start and Cancel for single attempts, and a Heartbeat every second
     down  parts for several attempts: answers, outputs of one step or several, ends and failures; and Heartbeats
 
-A Heartbeat lists the attempts that its sender believes to be alive. If two Heartbeats in a row lack an attempt that was
-granted, the worker has lost it, and it fails: a lost message costs two seconds, and never a hang. One Heartbeat is not
-enough, because decode no longer lists an attempt that has ended with prefill's first token, and this router may get
-that token later. Silence for `SILENCE_S` seconds ends the session.
+A Heartbeat lists the attempts that its sender believes to be alive. Decode reports the end of an attempt before a list
+without it. So an attempt that was granted, has not ended, and is not on the list is lost, and it fails: an error of the
+worker costs a second, and never a hang. Silence for `SILENCE_S` seconds ends the session.
 
 Messages from decode are delivered at once, and never wait for a client. When the stream ends, the worker has freed all
 that belonged to it. Every attempt of the session then fails, and a new session starts without attempts.
@@ -154,8 +153,8 @@ class DecodeCall:
             self._live.discard(choice)
             self._session.send(decode_pb2.SessionUp(cancel=decode_pb2.Cancel(key=self._key, choice_index=choice)))
 
-    def withdraw(self) -> None:
-        """Tell a worker that refused the attempt not to set pages aside: the attempt will not ask again."""
+    def cancel_claim(self) -> None:
+        """End the attempt's claim at a worker that has refused it: the worker sets no more pages aside for it."""
         self._session.send(decode_pb2.SessionUp(cancel=decode_pb2.Cancel(key=self._key)))
 
     def close(self) -> None:
@@ -198,6 +197,9 @@ class DecodeCall:
 
     def on_ended(self) -> None:
         """Handle the end of the attempt without a fault: all of its choices have ended at the worker."""
+        if self._unanswered:
+            # The end of an earlier call with this key, which had given up.
+            return
         self._reserved = False
         self._deliver(DecodeEnded())
 
@@ -221,12 +223,12 @@ class DecodeSession:
     """A stream between this router and a decode worker; it lasts as long as `run`."""
 
     def __init__(
-        self, channel: grpc.aio.Channel, worker: str, router_id: str, on_change: Callable[[], None] = lambda: None
+        self, channel: grpc.aio.Channel, name: str, router_id: str, on_change: Callable[[], None] = lambda: None
     ) -> None:
-        """`worker` is the name for logs; `on_change` is called when the number of open calls changes."""
+        """`name` is the worker's name in logs; `on_change` is called when the number of open calls changes."""
         self._on_change = on_change
         self._stub = decode_pb2_grpc.DecodeStub(channel)
-        self._worker = worker
+        self._name = name
         # The queue needs no limit: it has a few messages for each attempt, and assignments and pages limit attempts.
         # A worker that reads no messages also falls silent, which ends the session.
         self._up: asyncio.Queue[decode_pb2.SessionUp] = asyncio.Queue()
@@ -234,7 +236,6 @@ class DecodeSession:
         self._up.put_nowait(decode_pb2.SessionUp(hello=hello))
         self._calls: dict[tuple[str, int], DecodeCall] = {}
         self._skipped: Counter[tuple[str, int]] = Counter()
-        self._missed: set[tuple[str, int]] = set()
         self.open = True
         """Whether new calls can begin."""
 
@@ -251,7 +252,7 @@ class DecodeSession:
     def begin_call(self, request_id: str, attempt_number: int, deliver: Deliver) -> DecodeCall:
         """Begin the call of an attempt, whose events go to `deliver`. Raises Unavailable if the session has ended."""
         if not self.open:
-            raise Unavailable(f"decode worker {self._worker} is lost")
+            raise Unavailable(f"decode worker {self._name} is lost")
         call = DecodeCall(self, request_id, attempt_number, deliver)
         self._calls[request_id, attempt_number] = call
         self._on_change()
@@ -264,7 +265,7 @@ class DecodeSession:
         attempts why the session ended.
         """
         stream = self._stub.Session()
-        writing = asyncio.create_task(self._write(stream), name=f"session up {self._worker}")
+        writing = asyncio.create_task(self._write(stream), name=f"session up {self._name}")
         reason = "ended the session"
         silence = SilenceTimer(SILENCE_S, stream.cancel)
         try:
@@ -279,7 +280,7 @@ class DecodeSession:
                 raise
         except Exception as error:
             # A new session must start after any error, or the worker would stay unused.
-            _logger.exception("a message of decode worker %s can't be handled", self._worker)
+            _logger.exception("a message of decode worker %s can't be handled", self._name)
             reason = f"sent what can't be handled: {type(error).__name__}: {error}"
         finally:
             if silence.expired:
@@ -310,48 +311,50 @@ class DecodeSession:
         granted = [call for call in self._calls.values() if call.granted]
         suspects = [call for call in granted if not call.has_output] or granted
         ending = ended(len({call.key.request_id for call in suspects}))
-        error = Unavailable(f"decode worker {self._worker}: {ending.reason or reason}")
+        error = Unavailable(f"decode worker {self._name}: {ending.reason or reason}")
         for call in list(self._calls.values()):
             call.on_failure(error, Blame.DECODE, ending.cause, ending.loss if call in suspects else None)
 
     async def _write(self, stream: grpc.aio.StreamStreamCall) -> None:
         now = asyncio.get_running_loop().time
-        beat = now() + HEARTBEAT_S
+        beat_at = now() + HEARTBEAT_S
         while True:
+            if now() >= beat_at:
+                # At the end of the queue: decode must first read of the attempts that the list lacks.
+                live = [call.key for call in self._calls.values() if call.may_hold_pages]
+                self._up.put_nowait(decode_pb2.SessionUp(heartbeat=decode_pb2.Heartbeat(live=live)))
+                beat_at = now() + HEARTBEAT_S
             try:
-                async with asyncio.timeout_at(beat):
+                async with asyncio.timeout_at(beat_at):
                     message = await self._up.get()
             except TimeoutError:
-                live = [call.key for call in self._calls.values() if call.may_hold_pages]
-                message = decode_pb2.SessionUp(heartbeat=decode_pb2.Heartbeat(live=live))
-                beat = now() + HEARTBEAT_S
+                continue
             await stream.write(message)
 
     def _deliver_messages(self, down: decode_pb2.SessionDown) -> None:
+        for output in down.outputs:
+            if call := self._calls.get((output.key.request_id, output.key.attempt)):
+                call.on_output(output)
+        # Before the answers: a call that gave up may end in the same message in which the next one with its key begins.
+        for key in down.ended:
+            if call := self._calls.get((key.request_id, key.attempt)):
+                call.on_ended()
         for reserved in down.reserved:
             name = reserved.key.request_id, reserved.key.attempt
             if name in self._skipped:
                 self._skipped -= Counter((name,))
             elif call := self._calls.get(name):
                 call.on_reserved(reserved)
-        for output in down.outputs:
-            if call := self._calls.get((output.key.request_id, output.key.attempt)):
-                call.on_output(output)
-        for key in down.ended:
-            if call := self._calls.get((key.request_id, key.attempt)):
-                call.on_ended()
         for failure in down.failures:
             if call := self._calls.get((failure.key.request_id, failure.key.attempt)):
                 make, blame, cause = _FAULTS[failure.kind]
-                call.on_failure(make(f"decode worker {self._worker}: {failure.message}"), blame, cause)
+                call.on_failure(make(f"decode worker {self._name}: {failure.message}"), blame, cause)
         if down.HasField("heartbeat"):
             self._compare(down.heartbeat.live)
 
     def _compare(self, live: Iterable[decode_pb2.AttemptKey]) -> None:
-        """Fail attempts that two Heartbeats in a row lack although they were granted."""
+        """Fail attempts that a Heartbeat lacks although they were granted and have not ended."""
         known = {(key.request_id, key.attempt) for key in live}
-        missed = {key for key, call in self._calls.items() if call.granted and key not in known}
-        for key in missed & self._missed:
-            error = EngineError(f"decode worker {self._worker} knows nothing of attempt {key[0]}/{key[1]}")
+        for key in [key for key, call in self._calls.items() if call.granted and key not in known]:
+            error = EngineError(f"decode worker {self._name} knows nothing of attempt {key[0]}/{key[1]}")
             self._calls[key].on_failure(error, Blame.DECODE)
-        self._missed = missed

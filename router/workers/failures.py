@@ -1,4 +1,4 @@
-"""Events and failures of attempts: their kinds, the workers to avoid, and the rules for retries. Pure.
+"""Events and failures of attempts: their kinds, breakers, and the losses of workers. Pure.
 
 There is a breaker (`baton.breaker`) for each worker and each (prefill, decode) pair, shared by all requests of a
 router. A request avoids workers that failed it before. An open breaker makes all requests avoid a worker that has
@@ -12,31 +12,17 @@ drains and refusals do not count in breakers.
 The *suspects* of a loss are the requests that had no token from the worker yet, because a replayed request that kills
 workers does so before its next token. If all requests had a token, all are suspects. A request counts once, with all
 its choices. Each suspect has an equal share of the loss, so one death among a hundred requests is weak evidence.
-
-Failures and the attempts that follow them:
-
-    fault       an error of a worker or a pair: at most `max_attempts` attempts, and each retry is charged to the
-                budget; faults before an attempt that brought FORGIVEN_TOKENS tokens do not count
-    loss        a lost connection with a worker: not charged; after enough deaths the request runs isolated, and it ends
-                if it kills a worker there
-    drain, preemption, refusal by a full worker: not charged
-
-A request ends after MAX_IN_A_ROW attempts in a row without a token, and after as many deaths of workers without a token
-from decode. All requests of a router share the budget: it allows retries for a fixed fraction of the accepted requests,
-and some more each second, so that retries do not overload a fleet in which everything fails.
 """
 
 from __future__ import annotations
 
 import enum
-import itertools
-import random
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Container
+from dataclasses import dataclass, field
 
 from baton.breaker import Breaker, Permit
-from baton.errors import BatonError, Overloaded
+from baton.errors import BatonError
 from baton.request import Output, Prefilled, PrefillProgress, PromptLogprobs
 from router.placement.policy import DecodeView, OpenBreakers, PrefillView
 
@@ -204,7 +190,7 @@ class Breakers:
 
 
 SAME_LOSS_S = 2.0
-"""Most seconds between the ends of the session and of the watch of a worker that dies."""
+"""When a worker dies, its session and its watch end at most this many seconds apart; both ends are one loss."""
 
 _KEPT = 256
 """Number of losses that are kept."""
@@ -214,7 +200,8 @@ _KEPT = 256
 class WorkerLoss:
     """One lost connection with one incarnation of a worker; `at` is in seconds on the caller's clock."""
 
-    worker: str
+    label: str
+    """The role and address of the worker."""
     incarnation: str
     at: float
     suspect_share: float = 0.0
@@ -246,7 +233,7 @@ class WorkerLoss:
 class AvoidedWorker:
     """An incarnation of the worker at an address that failed a request; `loss` is set if its connection was lost."""
 
-    worker: str
+    address: str
     incarnation: str
     loss: WorkerLoss | None = None
 
@@ -263,7 +250,7 @@ class WorkerLosses:
         self._unsettled: list[WorkerLoss] = []
 
     def record_loss(
-        self, worker: str, incarnation: str, suspects: int, now: float, *, has_foreign_suspects: bool
+        self, label: str, incarnation: str, suspects: int, now: float, *, has_foreign_suspects: bool
     ) -> WorkerLoss:
         """Record a lost connection with a worker; losses of one incarnation within SAME_LOSS_S seconds are one.
 
@@ -276,7 +263,7 @@ class WorkerLosses:
             # A status from before the death may have been read after the first loss, and have settled it.
             loss.death, loss.settled = True, False
         else:
-            loss = WorkerLoss(worker, incarnation, now)
+            loss = WorkerLoss(label, incarnation, now)
             self._losses.append(loss)
         if loss not in self._unsettled:
             self._unsettled = [*self._unsettled, loss][-_KEPT:]
@@ -285,12 +272,12 @@ class WorkerLosses:
             loss.suspect_share = 1 / suspects
         return loss
 
-    def record_status(self, worker: str, incarnation: str) -> None:
+    def record_status(self, label: str, incarnation: str) -> None:
         """Record a status of a worker, which settles its losses."""
         if not self._unsettled:
             return
         same = [loss for loss in self._unsettled if loss.incarnation == incarnation]
-        other = [loss for loss in self._unsettled if loss.worker == worker and loss.incarnation != incarnation]
+        other = [loss for loss in self._unsettled if loss.label == label and loss.incarnation != incarnation]
         self._unsettled = [loss for loss in self._unsettled if loss not in (*same, *other)]
         for loss in same:
             loss.settle(death=False)
@@ -302,160 +289,6 @@ class WorkerLosses:
         return next((loss for loss in reversed(self._losses) if loss.incarnation == incarnation), None)
 
     def count_others(self, own: Collection[WorkerLoss]) -> int:
-        """Number of deaths at which a request was no suspect, since the first of its `own` losses."""
+        """Number of worker deaths, since the first loss in `own`, of which the request was not a suspect."""
         begin = min((loss.at for loss in own), default=0.0)
         return sum(loss.death and loss.at >= begin and loss not in own for loss in self._losses)
-
-
-MAX_IN_A_ROW = 16
-DEATHS_UNTIL_ISOLATION = 2
-FORGIVEN_TOKENS = 64
-"""Tokens of one attempt after which earlier faults no longer count against the request."""
-MAX_EXCUSED_DEATHS = 4
-"""Most deaths of workers that served only this request for which it is excused, because other workers die too."""
-
-_ROUNDING = 1e-9
-
-_MIN_PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0
-
-
-class RetryBudget:
-    """A token bucket for retries of faults; times are seconds on the caller's clock.
-
-    Each request adds `share` of a retry, each second `per_second` retries, up to `most`.
-    """
-
-    def __init__(
-        self, now: float, *, share: float = 0.2, per_second: float = 10.0, most: float = 100.0, tokens: float = 100.0
-    ) -> None:
-        self._share, self._per_second, self._most = share, per_second, most
-        self._tokens = min(tokens, most)
-        self._filled = now
-        self._last: dict[str, float] = {}
-
-    def record_request(self) -> None:
-        """Add `share` of a retry for an accepted request."""
-        self._tokens = min(self._tokens + self._share, self._most)
-
-    def charge(self, now: float, *, blamed: str = "", first: bool = False) -> bool:
-        """Charge a retry after a fault; False if the budget is empty.
-
-        One event may fail all requests at a worker. So of several faults of the same `blamed` address within
-        SAME_EVENT_S seconds, only one is charged, if each is the `first` fault of its request.
-        """
-        self._tokens = min(self._tokens + (now - self._filled) * self._per_second, self._most)
-        self._filled = now
-        self._last = {name: at for name, at in self._last.items() if now - at < SAME_EVENT_S}
-        if first and blamed in self._last:
-            return True
-        if self._tokens < 1:
-            return False
-        self._tokens -= 1
-        if blamed:
-            self._last[blamed] = now
-        return True
-
-
-@dataclass(slots=True)
-class RetryHistory:
-    """The attempts at some choices of a request; `attempt_numbers` counts the attempts of all choices."""
-
-    attempt_numbers: Iterator[int] = field(default_factory=itertools.count)
-    attempts: int = 0
-    faults: int = 0
-    refusals: int = 0
-    avoided_workers: frozenset[AvoidedWorker] = frozenset()
-    avoided_pairs: frozenset[tuple[str, str]] = frozenset()
-    losses: list[WorkerLoss] = field(default_factory=list)
-    """Losses of which the request is a suspect."""
-    losses_at_decode: list[WorkerLoss] = field(default_factory=list)
-    """Losses of decode workers among `losses`."""
-    isolated_losses: list[WorkerLoss] = field(default_factory=list)
-    """Losses among `losses` at which no other request was at the worker."""
-
-    @property
-    def suspicion(self) -> Suspicion:
-        """The workers that the next attempt must have for itself, from the losses so far."""
-        if _are_suspicious(self.losses_at_decode):
-            return Suspicion.PAIR
-        return Suspicion.PREFILL if _are_suspicious(self.losses) else Suspicion.NONE
-
-    def record_loss(self, loss: WorkerLoss, *, at_decode: bool, isolated: bool) -> None:
-        """Record a loss of which the request is a suspect; `isolated` if no other request of this router was there."""
-        if loss not in self.losses:
-            self.losses.append(loss)
-            if at_decode:
-                self.losses_at_decode.append(loss)
-            if isolated and not loss.has_foreign_suspects:
-                self.isolated_losses.append(loss)
-
-    def clear_losses(self) -> None:
-        """Clear the losses, because decode has sent a token of the latest attempt.
-
-        A request that kills workers does so before that token, since a new attempt begins where the last one ended.
-        """
-        self.losses.clear()
-        self.losses_at_decode.clear()
-        self.isolated_losses.clear()
-
-    def has_killed_workers(self, others: int) -> bool:
-        """Whether the request has killed workers that it had for itself; `others` workers died without it meanwhile."""
-        return sum(loss.death for loss in self.isolated_losses) > min(others, MAX_EXCUSED_DEATHS)
-
-    def fork(self) -> RetryHistory:
-        """A copy for one of the choices; `attempt_numbers` is shared, because it makes the keys of attempts."""
-        return replace(
-            self,
-            losses=self.losses.copy(),
-            losses_at_decode=self.losses_at_decode.copy(),
-            isolated_losses=self.isolated_losses.copy(),
-        )
-
-    def record_progress(self, tokens: int) -> None:
-        """Record that the latest attempt brought `tokens` tokens of each choice.
-
-        Faults are forgiven only after FORGIVEN_TOKENS tokens: a request whose attempts all fail early must end.
-        """
-        self.attempts = 0
-        if tokens >= FORGIVEN_TOKENS:
-            self.faults = self.refusals = 0
-
-    def retry(
-        self,
-        failure: FailureEvent,
-        *,
-        max_attempts: int,
-        charge: Callable[[], bool],
-        jitter: Callable[[float, float], float] = random.uniform,
-    ) -> float:
-        """Seconds to wait before the next attempt; raises the error of `failure` if no other attempt is allowed."""
-        self.attempts += 1
-        error = failure.error
-        match failure.cause:
-            case Cause.FAULT:
-                self.faults += 1
-                if self.faults >= max_attempts or not charge():
-                    raise error
-            case Cause.REFUSED:
-                self.refusals += 1
-                hinted = isinstance(error, Overloaded) and error.retry_after is not None
-                if self.refusals >= max_attempts and not hinted:
-                    raise error
-        # A token from prefill resets `attempts`, but a request that kills decode workers still gets one each time.
-        if max(self.attempts, sum(loss.death for loss in self.losses)) >= MAX_IN_A_ROW:
-            raise error
-        if failure.cause is Cause.FAULT and self.faults > 1:
-            return _pause(self.faults - 2, jitter)
-        if failure.cause is Cause.REFUSED:
-            hint = error.retry_after if isinstance(error, Overloaded) else None
-            return max(_pause(self.refusals - 1, jitter), min(hint or 0.0, _MAX_PAUSE_S))
-        return 0.0
-
-
-def _are_suspicious(losses: Iterable[WorkerLoss]) -> bool:
-    shares = [loss.suspect_share for loss in losses if loss.death]
-    return len(shares) >= DEATHS_UNTIL_ISOLATION and sum(shares) >= 1 - _ROUNDING
-
-
-def _pause(doublings: int, jitter: Callable[[float, float], float]) -> float:
-    return min(_MIN_PAUSE_S * 2.0**doublings, _MAX_PAUSE_S) * jitter(0.5, 1.0)

@@ -1,14 +1,6 @@
-"""All workers of a router: discovery, watches, checks that workers match, and the view of the fleet for placement.
+"""All workers of a router: checks that workers match, and the view of the fleet for placement.
 
-Each address that `router.workers.discovery` finds has a `WorkerLink`: its channel, its watch, and the requests of this
-router there.
-
-    run:  dial ── Watch ── status … status ── silence, end or error ── lost ── wait, longer each time ── dial …
-
-A worker sends its status on the watch at least every second. If the watch is silent for `SILENCE_S` seconds, the worker
-is stopped or cut off: it is lost, and all attempts there fail at once. A worker that reports that it makes no progress
-is lost too, until it reports progress. A draining worker leaves when its watch ends, without a warning in the log. A
-new worker is listed before it listens, since it loads its model first; the log warns if it does not listen for long.
+Each address that discovery finds has a `WorkerLink`.
 
 A worker is accepted if it matches the router (role, model name, tokenizer) and the workers accepted before it
 (fingerprint; KV format between the two roles). If not, it is refused: the log names it once, with both values. It is
@@ -31,21 +23,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
-import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection
-from dataclasses import replace
 from functools import partial
 
-import grpc
-
 from baton.config.router import RouterConfig
-from baton.errors import BatonError, Unavailable
 from baton.kv.format import KvFormat
-from baton.pb import worker_pb2, worker_pb2_grpc
-from baton.rates import DecayingSum
-from baton.rpc.channel import SILENCE_S, SilenceTimer, control_channel
 from baton.rpc.tls import Tls
 from baton.transfer.tickets import TicketSigner
 from baton.worker.status import (
@@ -54,15 +37,12 @@ from baton.worker.status import (
     WorkerIdentity,
     WorkerLoad,
     WorkerRole,
-    WorkerStatus,
-    status_from_proto,
 )
-from router.placement.policy import RECENT_S, DecodeView, FleetView, PrefillView, can_pair, can_serve
+from router.placement.policy import FleetView, can_pair, can_serve
 from router.placement.prefix_directory import BlockNamespace, PrefixDirectory
-from router.workers.decode_session import DecodeSession, SessionEnd
 from router.workers.discovery import Discovery
-from router.workers.failures import Cause, WorkerLoss, WorkerLosses
-from router.workers.prefill_call import PrefillAssignment
+from router.workers.failures import WorkerLosses
+from router.workers.link import WorkerLink
 
 _AGAIN_S = 5.0
 """Seconds until a worker is dialled again if its watch failed because of a bug in this router."""
@@ -234,11 +214,11 @@ class WorkerPool:
 
     def update_worker(self, link: WorkerLink) -> None:
         """Handle a new status or session of a worker: it may join or leave the fleet, and its view is updated."""
-        key, accepted = _link_key(link), _link_key(link) in self._accepted
-        dismissed = accepted and (link.status is None or self._ticket_problem(link.status.identity) is not None)
-        if dismissed:
-            self._dismiss(key)
-        if self._choose_fingerprint(link, joins=not accepted) or dismissed:
+        key, accepted = link.label, link.label in self._accepted
+        removed = accepted and (link.status is None or self._ticket_problem(link.status.identity) is not None)
+        if removed:
+            self._remove_accepted(key)
+        if self._choose_fingerprint(link, joins=not accepted) or removed:
             # Workers that did not match before may join now.
             for other, _ in list(self._links.values()):
                 self._accept_or_refuse(other)
@@ -250,7 +230,7 @@ class WorkerPool:
 
     def update_view(self, link: WorkerLink) -> None:
         """Update the worker's view in the fleet."""
-        accepted = _link_key(link) in self._accepted
+        accepted = link.label in self._accepted
         retired = link.fingerprint != self._fingerprint
         if link.role is WorkerRole.PREFILL:
             prefill = link.prefill_view(retired=retired) if accepted else None
@@ -274,7 +254,7 @@ class WorkerPool:
         for listener in self._listeners:
             listener()
 
-    def _dismiss(self, key: str) -> None:
+    def _remove_accepted(self, key: str) -> None:
         link = self._accepted.pop(key)
         if link.namespace is not None:
             self._namespaces -= Counter((link.namespace,))
@@ -304,7 +284,7 @@ class WorkerPool:
 
     def _accept_or_refuse(self, link: WorkerLink) -> None:
         """Accept a worker, or refuse it and log the reason once."""
-        key = _link_key(link)
+        key = link.label
         if key in self._accepted:
             return
         if link.status is None:
@@ -375,10 +355,6 @@ class WorkerPool:
         return f"it takes tickets of the keys {', '.join(k.hex() for k in taken)}, this router signs with {signs.hex()}"
 
 
-def _link_key(link: WorkerLink) -> str:
-    return f"{link.role.value} {link.address}"
-
-
 def _short(fingerprint: str) -> str:
     return fingerprint[:_SHORT]
 
@@ -405,346 +381,3 @@ async def _cancel_all(tasks: list[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 2.0
-_SOON_S, _SOON_BACKOFF_S = 20.0, 0.2
-"""Seconds after a loss in which the worker is expected back, and most seconds between two dials meanwhile."""
-
-
-_LOAD_S = 600.0
-"""Seconds that a new worker may load its model before the log warns that it does not listen."""
-
-
-_UNWANTED = "it is no longer wanted"
-_STALLED = "it answers, but makes no progress"
-_SILENT = "was silent for"
-
-
-class WorkerLink:
-    """The router's link to one worker: channel, watch, session, and the requests there.
-
-    `listed` tells whether discovery still finds the address. A link that is no longer listed is kept until its watch
-    ends, because name servers drop a worker when it begins to drain, while its streams go on.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        role: WorkerRole,
-        router_id: str,
-        pool: WorkerPool,
-        losses: WorkerLosses,
-        tls: Tls | None = None,
-    ) -> None:
-        self.address = address
-        self.role = role
-        self._tls = tls
-        self._generation = tls.generation if tls else 0
-        self.channel = control_channel(address, tls, role.value)
-        self.listed = True
-        self.status: WorkerStatus | None = None
-        """The latest status; None while the worker is lost."""
-        self.namespace: BlockNamespace | None = None
-        """The namespace of its blocks; None before its first status."""
-        self.session: DecodeSession | None = None
-        """The session with an accepted decode worker, while it is open."""
-        self._router_id = router_id
-        self._pool = pool
-        self._sessions: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._losses = losses
-        self._incarnation = ""
-        self._assignments: set[PrefillAssignment] = set()
-        self._present: dict[PrefillAssignment, str] = {}
-        """Request ids of the assignments whose prompt is computed here, or whose KV is fetched from here."""
-        self._has_foreign_suspects = False
-        """Whether the latest status counts requests of other routers that have no token yet."""
-        self._lost = asyncio.Event()
-        self._ending: tuple[str, Cause] | None = None
-        self._assigned = 0
-        self._recent = DecayingSum(RECENT_S)
-        self._granted_tokens = self._granted_slots = 0
-        self.problem = ""
-        """The reason why the worker is lost; empty if it is not lost, or was not dialled yet."""
-        self._has_drained = False
-        """Whether the worker drained before it was lost, and has not come back yet."""
-        self._expected_by: float | None = None
-        """Time until which a new worker may load its model without a warning; None if it has been seen."""
-
-    @property
-    def _label(self) -> str:
-        return f"{self.role.value} {self.address}"
-
-    @property
-    def name(self) -> str:
-        """The worker's name in logs and errors: id and address."""
-        return _name(self.status, self.address)
-
-    async def run(self) -> None:
-        """Watch the worker until it is lost and no longer listed, or until cancelled."""
-        loop = asyncio.get_running_loop()
-        backoff, lost_at = _FIRST_BACKOFF_S, -_SOON_S
-        self._expected_by = loop.time() + _LOAD_S
-        try:
-            while True:
-                await self._redial()
-                reason = await self._watch()
-                if self.status is not None:
-                    backoff, lost_at = _FIRST_BACKOFF_S, loop.time()
-                self._lose(reason)
-                await self._pool.forget_prefixes(self)
-                if not self.listed:
-                    return
-                await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
-                soon = loop.time() - lost_at < _SOON_S
-                backoff = min(2 * backoff, _SOON_BACKOFF_S if soon else _MAX_BACKOFF_S)
-        finally:
-            self.problem = _UNWANTED
-            self._lose(_UNWANTED)
-            await self._pool.forget_prefixes(self)
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-            await self.channel.close()
-
-    def accept(self) -> None:
-        """Take the worker into service. A decode worker gets a session, and a new one whenever that ends."""
-        self._ending = None
-        if self.role is WorkerRole.DECODE and self._sessions is None:
-            self._sessions = asyncio.create_task(self._keep_session(), name=f"sessions {self.address}")
-            self._tasks.add(self._sessions)
-            self._sessions.add_done_callback(self._tasks.discard)
-
-    def dismiss(self) -> None:
-        """Take the worker out of service; attempts in its session fail."""
-        if self._sessions is not None:
-            self._sessions.cancel()
-            self._sessions = None
-
-    def assign(self, tokens: int, cached_tokens: int = 0) -> PrefillAssignment:
-        """Count a prompt of `tokens` tokens here until the assignment is released.
-
-        The worker is thought to hold the first `cached_tokens` of them. Raises Unavailable if the worker is lost.
-        """
-        if self.status is None:
-            raise Unavailable(f"prefill worker {self.address} is lost")
-        self._assigned += 1
-        self._recent.add(tokens - cached_tokens, asyncio.get_running_loop().time())
-        assignment = PrefillAssignment(self, self.status.identity, tokens, cached_tokens, self._lost)
-        self._assignments.add(assignment)
-        self._pool.update_view(self)
-        return assignment
-
-    def release(self, assignment: PrefillAssignment) -> bool:
-        """Stop counting the prompt of an assignment; False if it did not count."""
-        if assignment not in self._assignments:
-            return False
-        self._assignments.discard(assignment)
-        self._pool.update_view(self)
-        return True
-
-    def mark_present(self, assignment: PrefillAssignment, request_id: str) -> None:
-        """Record that the request is at the worker now: it is a suspect if the worker dies."""
-        self._present[assignment] = request_id
-
-    def mark_absent(self, assignment: PrefillAssignment) -> None:
-        """Record that the request needs nothing more from the worker."""
-        self._present.pop(assignment, None)
-
-    def subtract_free(self, tokens: int, slots: int) -> None:
-        """Subtract pages of `tokens` tokens and some slots from the free ones until the next status counts them."""
-        self._granted_tokens += tokens
-        self._granted_slots += slots
-        self._pool.update_view(self)
-
-    @property
-    def consumer(self) -> str:
-        """The audience of KV tickets for this worker; empty while it is lost."""
-        return "" if self.status is None else self.status.identity.consumer
-
-    @property
-    def fingerprint(self) -> str:
-        """The worker's fingerprint; empty while it is lost."""
-        return "" if self.status is None else self.status.identity.fingerprint
-
-    @property
-    def draining(self) -> bool:
-        """Whether the worker reports that it takes no new work."""
-        return self.status is not None and self.status.draining
-
-    def prefill_view(self, *, retired: bool) -> PrefillView | None:
-        """The view of a prefill worker for placement; None while it is lost.
-
-        A `retired` worker takes no new requests, because the fleet has moved to another fingerprint.
-        """
-        if self.status is None:
-            return None
-        return PrefillView(
-            address=self.address,
-            kv_format=self.status.identity.kv_format,
-            draining=self.status.draining or retired,
-            pending_tokens=self.status.load.pending_tokens,
-            rate=self.status.load.tokens_per_second,
-            open_requests=len(self._assignments),
-            open_tokens=sum(assignment.tokens - assignment.cached_tokens for assignment in self._assignments),
-            assigned_total=self._assigned,
-            recent_tokens=self._recent.value(asyncio.get_running_loop().time()),
-            incarnation=self._incarnation,
-        )
-
-    def decode_view(self, *, retired: bool) -> DecodeView | None:
-        """The view of a decode worker for placement; None while there is no session with it."""
-        if self.status is None or self.session is None or not self.session.open:
-            return None
-        load = self.status.load
-        return DecodeView(
-            address=self.address,
-            kv_format=self.status.identity.kv_format,
-            converts_kv=self.status.identity.converts_kv,
-            draining=self.status.draining or retired,
-            free_tokens=max((load.pages_total - load.pages_used) * load.page_size - self._granted_tokens, 0),
-            free_slots=max(load.slots_total - load.slots_used - self._granted_slots, 0),
-            open_requests=self.session.open_calls,
-            incarnation=self._incarnation,
-        )
-
-    async def _redial(self) -> None:
-        """Make a new channel if the TLS files have changed since the last one was made."""
-        if self._tls is None or self._tls.generation == self._generation:
-            return
-        self._generation = self._tls.generation
-        old, self.channel = self.channel, control_channel(self.address, self._tls, self.role.value)
-        await old.close()
-
-    async def _watch(self) -> str:
-        """Read one watch to its end; returns the reason of the end."""
-        call = worker_pb2_grpc.WorkerStub(self.channel).Watch(worker_pb2.WatchRequest())
-        silence = SilenceTimer(SILENCE_S, call.cancel)
-        try:
-            with silence:
-                while True:
-                    message = await call.read()
-                    silence.reset()
-                    if message is grpc.aio.EOF:
-                        return "ended its watch"
-                    status = status_from_proto(message)
-                    if self.status and self.status.identity.incarnation != status.identity.incarnation:
-                        return "was restarted"
-                    if status.prefixes is not None:
-                        self._pool.update_prefixes(self, status.prefixes)
-                    if status.stalled:
-                        self._lose(_STALLED)
-                        continue
-                    if status.draining and not self.draining:
-                        _logger.info("%s worker %s drains", self.role.value, _name(status, self.address))
-                    self._update_status(status)
-        except grpc.aio.AioRpcError as error:
-            return str(error.details() or error.code().name)
-        except BatonError as error:
-            return f"sent a status that can't be read: {error}"
-        except asyncio.CancelledError:
-            if not silence.ended_call():
-                raise
-            return f"{_SILENT} {SILENCE_S:g} s"
-        except Exception as error:
-            # The worker must be dialled again after any error, or it would stay unused.
-            _logger.exception("a status of %s worker %s can't be handled", self.role.value, self.name)
-            return f"sent a status that can't be handled: {type(error).__name__}: {error}"
-        finally:
-            call.cancel()
-
-    def _update_status(self, status: WorkerStatus) -> None:
-        known = self.status.identity if self.status else None
-        if known is None or known != status.identity:
-            self.namespace = BlockNamespace.of(status.identity)
-        else:
-            # The same object makes later comparisons cheap.
-            status = replace(status, identity=known)
-        self.status, self._incarnation = status, status.identity.incarnation
-        self._losses.record_status(self._label, self._incarnation)
-        self._granted_tokens = self._granted_slots = 0
-        self._has_foreign_suspects = status.load.requests_without_token > self._requests_without_token()
-        self.problem, self._has_drained, self._expected_by = "", False, None
-        self._pool.update_worker(self)
-
-    def _lose(self, reason: str) -> None:
-        self._has_drained = self._has_drained or self.draining
-        if self._expected_by is not None and _is_unreachable(reason):
-            self._log_absence(reason)
-        elif reason != self.problem:
-            if self._has_drained:
-                _logger.info("%s worker %s has left: %s", self.role.value, self.name, reason)
-            else:
-                _logger.warning("can't watch %s worker %s: %s", self.role.value, self.name, reason)
-        self.problem = reason
-        if self.status is None:
-            return
-        cause = Cause.DRAIN if self.status.draining else Cause.LOST
-        self._ending = reason, cause
-        loss = self._loss(cause, len(set(self._present.values())))
-        for assignment in self._present:
-            assignment.loss = loss
-        self._present.clear()
-        error = Unavailable(f"{self.role.value} worker {self.name}: {reason}")
-        self.status = None
-        self._lost.set()
-        self._lost = asyncio.Event()
-        self.dismiss()
-        for assignment in list(self._assignments):
-            assignment.fail(error, cause)
-        self._pool.update_worker(self)
-
-    def _log_absence(self, reason: str) -> None:
-        """Log once that a new worker does not listen, and warn once if that takes long."""
-        if not self.problem:
-            _logger.info("%s worker %s does not listen yet: %s", self.role.value, self.name, reason)
-        elif self._expected_by is not None and asyncio.get_running_loop().time() > self._expected_by:
-            self._expected_by = math.inf
-            words = "%s worker %s has not listened for %g s: %s"
-            _logger.warning(words, self.role.value, self.name, _LOAD_S, reason)
-
-    def _loss(self, cause: Cause, suspects: int) -> WorkerLoss | None:
-        if cause is not Cause.LOST:
-            return None
-        now = asyncio.get_running_loop().time()
-        return self._losses.record_loss(
-            self._label, self._incarnation, suspects, now, has_foreign_suspects=self._has_foreign_suspects
-        )
-
-    def _requests_without_token(self) -> int:
-        """Number of this router's requests here that have no token from the worker yet."""
-        if self.role is WorkerRole.DECODE:
-            return self.session.requests_without_token if self.session else 0
-        # An assignment is released at the first token, but its request stays until the KV was fetched.
-        return len(self._assignments & self._present.keys())
-
-    def _on_session_end(self, suspects: int) -> SessionEnd:
-        reason, cause = self._ending or ("", Cause.DRAIN if self.draining else Cause.LOST)
-        return SessionEnd(reason, cause, self._loss(cause, suspects))
-
-    async def _keep_session(self) -> None:
-        backoff = _FIRST_BACKOFF_S
-        while True:
-            session = self.session = DecodeSession(
-                self.channel, self.name, self._router_id, lambda: self._pool.update_view(self)
-            )
-            self._pool.update_worker(self)
-            began = asyncio.get_running_loop().time()
-            try:
-                await session.run(self._on_session_end)
-            finally:
-                if self.session is session:
-                    self.session = None
-                    self._pool.update_worker(self)
-            if asyncio.get_running_loop().time() - began > _MAX_BACKOFF_S:
-                backoff = _FIRST_BACKOFF_S
-            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
-            backoff = min(2 * backoff, _MAX_BACKOFF_S)
-
-
-def _is_unreachable(reason: str) -> bool:
-    """Whether no process answers at the address; gRPC says so in words only."""
-    return "Failed to connect to remote host" in reason or reason.startswith(_SILENT)
-
-
-def _name(status: WorkerStatus | None, address: str) -> str:
-    return f"{status.identity.worker_id} at {address}" if status else address

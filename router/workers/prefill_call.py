@@ -82,11 +82,11 @@ class PrefillLink(Protocol):
     def draining(self) -> bool:
         """Whether the worker says that it takes no new work."""
 
-    def mark_present(self, assignment: PrefillAssignment, request_id: str) -> None:
-        """Record that the request is at the worker."""
+    def add_suspect(self, assignment: PrefillAssignment, request_id: str) -> None:
+        """Make the request a suspect if the worker dies."""
 
-    def mark_absent(self, assignment: PrefillAssignment) -> None:
-        """Record that the request needs nothing more from the worker."""
+    def remove_suspect(self, assignment: PrefillAssignment) -> None:
+        """Make the request no suspect any more: it needs nothing more from the worker."""
 
     def release(self, assignment: PrefillAssignment) -> bool:
         """Stop counting the prompt at the worker; False if it did not count."""
@@ -115,8 +115,8 @@ class PrefillAssignment:
         self._deliver: Deliver | None = None
         self._failure: FailureEvent | None = None
 
-    def mark_present(self, request_id: str, deliver: Deliver) -> None:
-        """Record that the request goes to the worker.
+    def add_suspect(self, request_id: str, deliver: Deliver) -> None:
+        """Make the request a suspect if the worker dies, because it goes there now.
 
         If the worker is lost before `release`, FailureEvent is delivered.
         """
@@ -124,11 +124,11 @@ class PrefillAssignment:
         if self._failure is not None:
             deliver(self._failure)
         else:
-            self.link.mark_present(self, request_id)
+            self.link.add_suspect(self, request_id)
 
-    def mark_absent(self) -> None:
-        """Record that the request needs this worker no more: its KV was fetched. Idempotent."""
-        self.link.mark_absent(self)
+    def remove_suspect(self) -> None:
+        """Make the request no suspect any more, because its KV was fetched. Idempotent."""
+        self.link.remove_suspect(self)
 
     def fail(self, error: BatonError, cause: Cause) -> None:
         """Deliver the failure, because the worker is lost."""

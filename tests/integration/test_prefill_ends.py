@@ -559,17 +559,7 @@ async def test_a_prefill_that_crawls_is_given_up(monkeypatch: pytest.MonkeyPatch
         await client.pages_back()
 
 
-async def test_a_wedged_engine_is_told_to_watchers_and_so_is_its_recovery() -> None:
-    async with gated(stall_s=0.2) as (client, gate):
-        running = asyncio.create_task(read(client.call()))
-        await gate.reached()
-        await client.status(lambda status: status.stalled)
-        gate.open()
-        await running
-        await client.status(lambda status: not status.stalled)
-
-
-async def test_an_engine_that_counts_work_is_wedged_when_its_count_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_is_reported_as_stalled_while_its_count_of_work_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, looks = Gate(), itertools.count(1)
     engine, stuck, looked = FakeEngine(chunk_time=1.0, delay=gate), asyncio.Event(), asyncio.Event()
 
@@ -592,6 +582,7 @@ async def test_an_engine_that_counts_work_is_wedged_when_its_count_stands(monkey
         await client.status(lambda status: status.stalled)
         gate.open()
         await running
+        await client.status(lambda status: not status.stalled)
 
 
 async def test_an_idle_worker_audits_itself_and_ends_for_a_forgotten_owner(caplog: pytest.LogCaptureFixture) -> None:

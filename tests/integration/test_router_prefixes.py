@@ -152,7 +152,7 @@ def pins(tokens: int) -> Any:
     return answer
 
 
-async def test_decode_is_told_what_it_may_hold_and_prefill_where_to_fetch_it(tmp_path: Path) -> None:
+async def test_decode_gets_digests_to_pin_and_prefill_the_peer_to_fetch_from(tmp_path: Path) -> None:
     async with router_rig(tmp_path, decode=2, change=longer) as b:
         held = BLOCKS * KV.block_size
         b.decode[1].answer = pins(held)

@@ -175,7 +175,9 @@ async def test_a_router_that_signs_no_tickets_refuses_a_worker_that_wants_some(t
         assert "this router has no --ticket-key" in (await refused(b.call(max_tokens=2))).details()
 
 
-async def test_clients_are_told_of_one_worker_in_place_of_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_error_for_clients_names_one_worker_and_not_all(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def change(stub: StubPrefill | StubDecode) -> None:
         if isinstance(stub, StubPrefill):
             stub.identify(model="x" * 1000)
@@ -306,7 +308,7 @@ async def test_without_max_tokens_the_output_may_fill_the_workers_memory(caplog:
         assert len(done.token_ids) == 4 * 16 - 2
         with pytest.raises(InvalidRequest, match=r"max_tokens: .* any decode worker can hold .*5 pages, there are 4"):
             await client.complete([5, 7], max_tokens=63, timeout=60)
-        with pytest.raises(InvalidRequest, match="token_ids: 64 prompt tokens leave no room in the 64"):
+        with pytest.raises(InvalidRequest, match="token_ids: 64 prompt tokens leave no room for output"):
             await client.complete([5] * 64, timeout=60)
 
 

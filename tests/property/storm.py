@@ -25,7 +25,7 @@ from router.output import OutputProcessor
 from router.request import Request
 from router.request_runner import RequestRunner
 from router.serving.threads import TenantThreads
-from router.workers import pool as worker_module
+from router.workers import link as link_module
 from router.workers.pool import WorkerPool
 from tests.property.fleet import SimulatedFleet, Worker
 from tests.property.virtual import VirtualLoop
@@ -191,7 +191,7 @@ def simulated(**settings: Any) -> Iterator[Storm]:
     loop = VirtualLoop()
     storm = Storm(loop, **settings)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker_module, "control_channel", storm.fleet.channel)
+        patch.setattr(link_module, "control_channel", storm.fleet.channel)
         try:
             yield storm
         finally:

@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 
 from baton.kv.format import KvFormat, KvPart
 from router.placement.policy import (
-    MAX_ALL_ASKED,
+    ASK_ALL_UP_TO,
     DecodeView,
     FleetView,
     OpenBreakers,
     PrefillView,
     SelectionCriteria,
     can_serve,
+    compatible_decode_addresses,
     least_loaded_pair,
-    matching_decodes,
     select_workers,
 )
 from router.placement.prefix_directory import PrefixMatch
@@ -85,7 +85,7 @@ def criteria_of(draw: random.Random, count: int) -> tuple[SelectionCriteria, Ope
     return criteria, OpenBreakers(some(*prefills, *decodes), pairs()), some(*prefills, *decodes)
 
 
-@given(st.integers(0, 2**32), st.one_of(st.integers(0, 6), st.just(MAX_ALL_ASKED + 10)))
+@given(st.integers(0, 2**32), st.one_of(st.integers(0, 6), st.just(ASK_ALL_UP_TO + 10)))
 @effort(1000)
 def test_the_best_of_all_pairs_is_selected(seed: int, most: int) -> None:
     draw = random.Random(seed)
@@ -105,10 +105,10 @@ def test_the_best_of_all_pairs_is_selected(seed: int, most: int) -> None:
     pairs = placement_oracle.pairs(*workers, SelectionCriteria(1), frozenset())
     assert can_serve(fleet, needs_decode=False) is any(not view.draining for view in workers[0])
     assert can_serve(fleet, needs_decode=True) is bool(pairs)
-    assert matching_decodes(fleet) == {decode.address for _, follow in pairs for decode in follow}
+    assert compatible_decode_addresses(fleet) == {decode.address for _, follow in pairs for decode in follow}
     found = least_loaded_pair(fleet, criteria, open_breakers)
     pairs = placement_oracle.pairs(*workers, criteria, criteria.too_small_workers)
-    if most <= MAX_ALL_ASKED:
+    if most <= ASK_ALL_UP_TO:
         assert (found is not None) is bool(pairs)
     if found is not None:
         assert found[0].prefill in {prefill.address for prefill, _ in pairs}

@@ -127,7 +127,7 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
                 self.free -= work.pages
                 self.prompts[work].pages += work.pages
                 assert work in starved or len(self.prepared_before(work)) < PREPARED_AHEAD
-                self.scheduler.allocate(work, int(work.tokens * found), needs_load=work.needs_load)
+                self.scheduler.record_allocation(work, int(work.tokens * found), needs_load=work.needs_load)
         assert len(set(offered)) == len(offered)
         if starved:
             assert offered[0] is min(starved, key=lambda each: each.order), "another was offered pages before it"
@@ -137,7 +137,7 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 99), worth=st.floats(0, 1))
     def load(self, index: int, worth: float) -> None:
         if prompt := self.picked(index, Stage.LOADING):
-            done = int(prompt.work.computed_tokens * worth)
+            done = int(prompt.work.covered_tokens * worth)
             prompt.computed, prompt.to_compute = done, prompt.work.tokens - done
             self.scheduler.make_ready(prompt.work, done)
 
@@ -152,12 +152,12 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
         prompt = self.prompts[work]
         assert work.stage is Stage.READY
         assert prompt.pages == work.pages
-        assert prompt.computed == work.computed_tokens < end <= work.tokens
+        assert prompt.computed == work.covered_tokens < end <= work.tokens
         for other in ready:
             if other.work in prompt.found:
                 bound = other.to_compute / RATE / AGEING
                 assert prompt.found[other.work] <= bound + SLACK_S, "later prompts were preferred too long"
-        seconds = (end - work.computed_tokens) / RATE
+        seconds = (end - work.covered_tokens) / RATE
         self.scheduler.charge(work, seconds)
         for each in prompt.found.keys() & self.prompts.keys():
             self.prompts[each].overtaken_s += seconds
@@ -195,7 +195,7 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
         assert self.free >= 0
         assert self.free + sum(prompt.pages for prompt in self.prompts.values()) == PAGES
         assert self.scheduler.waiting == sum(not work.started for work in works) <= WAITING
-        assert self.scheduler.pending_tokens == sum(work.tokens - work.computed_tokens for work in works)
+        assert self.scheduler.pending_tokens == sum(work.tokens - work.covered_tokens for work in works)
 
     def teardown(self) -> None:
         for _ in range(10 * (len(self.prompts) + 1) + LONGEST * len(self.prompts) // 50):

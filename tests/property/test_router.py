@@ -24,7 +24,7 @@ from router.output import OutputProcessor
 from router.request import Request
 from router.request_runner import RequestRunner
 from router.serving.threads import TenantThreads
-from router.workers import pool as worker_module
+from router.workers import link as link_module
 from router.workers.pool import WorkerPool
 from tests.effort import machine_test
 from tests.property.fleet import Held, Job, SimulatedFleet, Worker
@@ -63,7 +63,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.fleet = SimulatedFleet(PREFILLS, DECODES)
         self.clients: list[Client] = []
         self.numbers = itertools.count()
-        self._channel, worker_module.control_channel = worker_module.control_channel, self.fleet.channel
+        self._channel, link_module.control_channel = link_module.control_channel, self.fleet.channel
         self.running = contextlib.AsyncExitStack()
         self.loop.run_until_complete(self._made())
         self.loop.advance(1.0)
@@ -207,7 +207,7 @@ class RouterMachine(RuleBasedStateMachine):
         try:
             self._finish()
         finally:
-            worker_module.control_channel = self._channel
+            link_module.control_channel = self._channel
             self.loop.close()
 
     def _finish(self) -> None:

@@ -64,5 +64,7 @@ def test_failures_of_calls_already_under_way_do_not_count() -> None:
 
 def test_a_trial_that_found_out_nothing_is_followed_by_another_at_once() -> None:
     breaker = opened(Clock())
-    breaker.release(trial(breaker))
+    permit = trial(breaker)
+    assert breaker.request() is None
+    breaker.release(permit)
     trial(breaker)

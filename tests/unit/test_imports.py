@@ -45,11 +45,13 @@ PURE = (
     "decode_svc.reservation",
     "decode_svc.scheduler",
     "prefill_svc.scheduler",
+    "router.fair_queue",
     "router.placement.prefix_directory",
     "router.placement.policy",
     "router.placement.refusals",
     "router.placement.scheduler",
     "router.placement.waiter",
+    "router.retries",
     "router.workers.failures",
 )
 IMPURE = ("torch", "grpc", "asyncio", "transformers", "redis", "google.protobuf", "baton.pb")
@@ -70,7 +72,7 @@ EDGES = (
     "router.serving.large_messages",
     "router.serving.servicer",
     "router.workers.decode_session",
-    "router.workers.pool",
+    "router.workers.link",
     "router.workers.prefill_call",
 )
 """Modules that may use generated stubs: servicers and their registration, conversion, and callers of a stub."""

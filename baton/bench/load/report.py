@@ -54,7 +54,7 @@ class Objectives:
 
 
 def report(run: LoadRun, target: str, workload: Mapping[str, Any], objectives: Objectives) -> dict[str, Any]:
-    """A run as JSON; `workload` describes what was sent."""
+    """A run as JSON; `workload` describes what was sent, `objectives` the limits within which a request is good."""
     outcomes = run.outcomes
     seconds = max(run.ended - run.began, 1e-9)
     finished = [each for each in outcomes if each.ending is Ending.FINISHED]

@@ -114,7 +114,7 @@ def poisson(rate: float, draw: random.Random) -> Iterator[float]:
 def random_jobs(
     prompts: Prompts, seed: str, inputs: Lengths, outputs: Lengths, due: Iterable[float] | None = None
 ) -> Iterator[Job]:
-    """Requests of random lengths at the times in `due`; without end if `due` has no end."""
+    """Endless requests of random lengths without times; with `due`, one request at each of its times."""
     draw = random.Random(f"{seed}/lengths")
     for at_s in itertools.repeat(None) if due is None else due:
         own, output = inputs.draw(draw), outputs.draw(draw)

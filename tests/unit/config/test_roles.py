@@ -148,7 +148,7 @@ def test_the_engine_gets_its_share_of_the_settings() -> None:
     assert (engine.page_size, engine.threads, engine.slots) == (32, 2, 0)
 
 
-def test_the_model_is_named_after_its_directory_unless_told_otherwise() -> None:
+def test_the_model_is_named_after_its_directory_unless_a_name_is_set() -> None:
     assert WorkerConfig(model="/models/llama/").model_name == "llama"
     assert WorkerConfig(model="/models/llama", served_model_name="x").model_name == "x"
     assert Path(WorkerConfig().checkpoint).name == "bundled"

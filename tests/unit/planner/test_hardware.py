@@ -40,6 +40,6 @@ def test_bits_without_instructions_take_the_next_wider_ones() -> None:
     assert HARDWARE["b200"].flops_per_s(32) == 2.25e15
 
 
-def test_an_unknown_name_is_told_the_known_ones() -> None:
+def test_the_error_for_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="hardware: unknown 'h300'; known: v5e, a100, h100"):
         hardware_named("h300")

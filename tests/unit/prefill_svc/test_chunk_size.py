@@ -44,7 +44,7 @@ def compute(s: PrefillScheduler, tokens: int, done: int = 0, overhead: float = 0
     prompt, sizes = admit_ready(s, tokens, done=done), []
     while prompt.remaining:
         prompt, end = s.next_chunk() or (prompt, 0)
-        sizes.append(end - prompt.computed_tokens)
+        sizes.append(end - prompt.covered_tokens)
         s.finish_chunk(prompt, end, overhead + sizes[-1] / 1_000)
     s.remove(prompt)
     return sizes
@@ -99,7 +99,7 @@ def test_chunks_hide_copies_for_a_prompt_that_has_pages_in_host_memory() -> None
     for tokens, in_host, end in ((1_500, False, 500), (1_500, True, 900), (3_000, True, 900), (800, True, 800)):
         prompt = s.admit(tokens)
         s.finish_lookup(prompt, 0)
-        s.allocate(prompt, 0, in_host=in_host)
+        s.record_allocation(prompt, 0, in_host=in_host)
         s.make_ready(prompt, 0)
         assert s.next_chunk() == (prompt, end)
         s.remove(prompt)

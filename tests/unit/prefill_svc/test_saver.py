@@ -11,7 +11,7 @@ from baton.kv.prefix.contract import Payload
 from baton.request import CachePolicy, SamplingParams
 from baton.worker.prefix_cache import BlockCopier
 from prefill_svc.job import PrefillJob, PrefillRequest
-from prefill_svc.prefix import ChunkSaver
+from prefill_svc.prefix import LongPromptSaver
 from prefill_svc.scheduler import PrefillScheduler
 from tests.engine_calls import prefill_chunk
 from tests.prefix_cache import MemoryPrefixCache
@@ -43,7 +43,7 @@ class Rig:
         self.block = self.engine.spec.kv_format.block_size
         blocks = BlockCopier(self.engine, self.store)
         with mock.patch("prefill_svc.prefix.SAVE_WAIT_S", wait_s):
-            self.saver = ChunkSaver(self.store, blocks, self.block, long_chunks)
+            self.saver = LongPromptSaver(self.store, blocks, self.block, long_chunks)
         params = SamplingParams(max_tokens=1, temperature=0.0)
         request = PrefillRequest("r", 0, "", IDS, (), (0,), params, cache=cache or CachePolicy.READ_WRITE)
         self.job = PrefillJob.create(request, PrefillScheduler(self.engine.spec, CHUNK, 8).admit(len(IDS)), 0.0)
@@ -52,7 +52,7 @@ class Rig:
 
     def compute(self) -> None:
         job, end = self.job, self.job.computed_tokens + CHUNK
-        prefill_chunk(self.engine, job.reserved_handle, IDS, job.computed_tokens, end, on_layer=lambda _: None)
+        prefill_chunk(self.engine, job.allocated_handle, IDS, job.computed_tokens, end, on_layer=lambda _: None)
         job.computed_tokens = end
 
     async def chunk(self) -> None:
@@ -70,7 +70,7 @@ class Rig:
 
     def right(self, blocks: int) -> bool:
         """Whether the store has just these leading blocks, with the KV of the job's pages."""
-        payloads = self.engine.read_blocks(self.job.reserved_handle, 0, blocks)
+        payloads = self.engine.read_blocks(self.job.allocated_handle, 0, blocks)
         return dict(self.store.blocks) == dict(zip(self.job.prefix.digests[:blocks], payloads, strict=True))
 
 
@@ -105,7 +105,7 @@ async def test_only_long_prompts_that_may_write_are_saved(long_chunks: int, cach
 
 async def test_tokens_that_were_cached_make_no_prompt_long() -> None:
     rig = Rig(long_chunks=CHUNKS)
-    rig.job.prefix.sources.append(("pool", CHUNK))
+    rig.job.prefix.origins.append(("pool", CHUNK))
     rig.job.computed_tokens = CHUNK
     await rig.chunk()
     assert rig.job.prefix.saving is None

@@ -20,7 +20,7 @@ def allocate(
     allocated, refused = [], set()
     while (prompt := s.next_allocation(now, deferred, refused)) is not None:
         if fits(prompt):
-            s.allocate(prompt, prompt.computed_tokens, needs_load=loads)
+            s.record_allocation(prompt, prompt.covered_tokens, needs_load=loads)
             allocated.append(prompt)
         else:
             s.mark_refused(prompt, now)
@@ -100,7 +100,7 @@ def test_a_long_prompt_is_held_up_by_at_most_about_ten_times_its_time(s: Prefill
         assert now < 13 * 1_000 / rate, "starved"
         fresh = admit_ready(s, 10)
         prompt, end = s.next_chunk() or (fresh, 0)
-        seconds = (end - prompt.computed_tokens) / rate
+        seconds = (end - prompt.covered_tokens) / rate
         s.charge(prompt, seconds)
         if prompt is long or not aborted:
             s.finish_chunk(prompt, end, seconds)
@@ -127,7 +127,7 @@ def test_waiting_for_earlier_prompts_earns_nothing() -> None:
 def run(s: PrefillScheduler) -> ScheduledJob:
     """Compute the next chunk on a machine that computes 1,000 tokens/s; its prompt."""
     prompt, end = s.next_chunk() or pytest.fail("no prompt is ready")
-    took = (end - prompt.computed_tokens) / 1_000
+    took = (end - prompt.covered_tokens) / 1_000
     s.charge(prompt, took)
     s.finish_chunk(prompt, end, took)
     if not prompt.remaining:
@@ -262,7 +262,7 @@ def test_blocks_in_pages_count_more_than_expected_ones(s: PrefillScheduler) -> N
 
     for prompt in (shrunk, grown):
         assert s.next_allocation(0.0) is prompt
-        s.allocate(prompt, found[prompt])
+        s.record_allocation(prompt, found[prompt])
     assert s.pending_tokens == 1_200
     for prompt, cached in found.items():
         s.make_ready(prompt, cached)

@@ -16,31 +16,37 @@ from router.dispatcher import Dispatcher, Placement
 from router.placement.policy import DecodeView, FleetView, PrefillView
 from router.placement.prefix_directory import PrefixDirectory
 from router.placement.waiter import PlacementRequest
-from router.workers.failures import AvoidedWorker, Suspicion
+from router.workers.failures import AvoidedWorker, Suspicion, WorkerLosses
 from router.workers.pool import WorkerPool
 
 KV = KvFormat((KvPart("k", "float32", (2, 4)),), layers=2, block_size=16)
 GRANTED, FULL = ReserveResult(True, "", False), ReserveResult(False, "full", False)
-NEVER = ReserveResult(False, "needs 9 pages, there are 4", True)
+TOO_LARGE = ReserveResult(False, "needs 9 pages, there are 4", True)
 
 
 class FakeAssignment:
     cached_tokens = 0
     fingerprint = "f"
+    incarnation = "incarnation-p"
+    shards = ()
+    consumer = ""
 
     def __init__(self, pool: FakePool, worker: str) -> None:
         self.link, self._worker, self._open = pool, worker, True
-        pool.seats[worker] += 1
+        self.lost = asyncio.Event()
+        # A lost worker is not asked to abandon an export.
+        self.lost.set()
+        pool.open_requests[worker] += 1
 
-    def mark_present(self, request_id: str, deliver: object) -> None:
+    def add_suspect(self, request_id: str, deliver: object) -> None:
         return
 
-    def mark_absent(self) -> None:
+    def remove_suspect(self) -> None:
         return
 
     def release(self) -> bool:
         was_open, self._open = self._open, False
-        self.link.seats[self._worker] -= was_open
+        self.link.open_requests[self._worker] -= was_open
         return was_open
 
 
@@ -56,8 +62,11 @@ class FakeAttempt:
         self._pool.asked += 1
         return await self._pool.reserve(self, **asked)
 
-    def withdraw(self) -> None:
-        self._pool.withdraw(self)
+    def start(self, **started: Any) -> None:
+        return
+
+    def cancel_claim(self) -> None:
+        self._pool.cancel_claim(self)
 
     def close(self) -> None:
         self._pool.running[self.worker] -= 1
@@ -68,18 +77,19 @@ class FakeAttempt:
 class FakePool:
     """Workers that answer as a test says; stands for pool, link and session at once.
 
-    `seats` are the requests of prefill workers by name, `by_name` the answers of decode workers. `order` tells who
-    asked, and whom it asked where decode workers are named.
+    `open_requests` has the number of requests at each prefill worker, `by_name` the answers of decode workers. `order`
+    tells who asked, and whom it asked where decode workers are named.
     """
 
     open = True
     name = "d at d:1"
+    address = "p:1"
     consumer = "incarnation-d"
     fingerprint = "f"
     namespace = status = None
 
     def __init__(self, prefill: tuple[str, ...] = ("p",), **answers: ReserveResult) -> None:
-        self.seats = dict.fromkeys(prefill, 0)
+        self.open_requests = dict.fromkeys(prefill, 0)
         self.by_name = answers or {"d": GRANTED}
         self._names = bool(answers)
         self.running: Counter[str] = Counter()
@@ -88,18 +98,21 @@ class FakePool:
         self.notify: Callable[[], None] = lambda: None
         self.session = self
         self.order: list[str] = []
-        self.withdrawn: list[str] = []
+        self.cancelled_claims: list[str] = []
         self.prefixes = PrefixDirectory()
+        self.losses = WorkerLosses()
+        self.namespaces = frozenset[Any]()
+        self.serving = True
         self.isolated: frozenset[str] = frozenset()
         self._worker = ""
 
     @property
     def assignments(self) -> int:
-        return sum(self.seats.values())
+        return sum(self.open_requests.values())
 
     @property
     def fleet(self) -> FleetView:
-        prefill = [PrefillView(name, KV, open_requests=own) for name, own in self.seats.items()]
+        prefill = [PrefillView(name, KV, open_requests=own) for name, own in self.open_requests.items()]
         decode = [DecodeView(name, KV, free_slots=1, open_requests=self.running[name]) for name in self.by_name]
         fleet = FleetView(prefill, decode if self.there else [])
         fleet.isolated = self.isolated
@@ -120,8 +133,8 @@ class FakePool:
     def close(self, attempt: FakeAttempt) -> None:
         return
 
-    def withdraw(self, attempt: FakeAttempt) -> None:
-        self.withdrawn.append(f"{attempt.request_id} {attempt.worker}")
+    def cancel_claim(self, attempt: FakeAttempt) -> None:
+        self.cancelled_claims.append(f"{attempt.request_id} {attempt.worker}")
 
     def isolate(self, addresses: frozenset[str]) -> None:
         if addresses != self.isolated:
@@ -225,7 +238,7 @@ async def settle() -> None:
 
 
 async def ask(dispatcher: Dispatcher, name: str, **asked: Any) -> Held:
-    """A request that has asked all workers that it can: without a place, it waits for news."""
+    """A request that has asked all workers that it can: if all refuse, it waits for an epoch."""
     held = Held(dispatcher, name, **asked)
     await settle()
     return held

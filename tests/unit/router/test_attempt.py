@@ -14,8 +14,9 @@ from baton.request import FinishReason, FirstToken, Prefilled, SamplingParams, T
 from router.output import OutputProcessor
 from router.request import Request
 from router.request_runner import Attempt, AttemptDeps, RequestState
+from router.retries import RetryHistory
 from router.serving.threads import TenantThreads
-from router.workers.failures import Deliver, RetryHistory
+from router.workers.failures import Deliver
 from router.workers.pool import WorkerPool
 from router.workers.prefill_call import AbandonCalls
 from tests.unit.router.dispatching import FakePool, dispatcher, settle

@@ -11,7 +11,7 @@ from baton.request import ReserveResult
 from tests.unit.router.dispatching import (
     FULL,
     GRANTED,
-    NEVER,
+    TOO_LARGE,
     FakeAttempt,
     FakePool,
     Held,
@@ -22,7 +22,7 @@ from tests.unit.router.dispatching import (
 )
 
 
-async def test_a_full_fleet_is_asked_once_per_news_and_by_the_waiter_refused_first() -> None:
+async def test_a_full_fleet_is_asked_once_in_an_epoch_and_by_the_waiter_refused_first() -> None:
     d = dispatcher(pool := FakePool())
     pool.answer_all(FULL)
     first = await ask(d, "first")
@@ -47,7 +47,7 @@ async def test_requests_with_a_context_that_finds_room_go_on_behind_one_that_lac
     pool.answer_all(GRANTED)
     small = [Held(d, f"small{number}", tokens=10) for number in range(4)]
     other = await ask(d, "other", tokens=50)
-    # The room is for three of them; the others wait for news, and are asked for after the large one.
+    # The room is for three of them; the others wait for the next epoch, and ask after the large one.
     assert pool.order == ["large", "small0", "small1", "small2"]
     pool.notify()
     await asyncio.wait_for(asyncio.gather(large.placed.wait(), other.placed.wait()), 5)
@@ -57,7 +57,7 @@ async def test_requests_with_a_context_that_finds_room_go_on_behind_one_that_lac
     assert pool.assignments == 0
 
 
-async def test_after_a_mistaken_try_only_half_as_large_ones_try_before_the_next_news() -> None:
+async def test_after_a_refused_overtaker_only_half_as_large_ones_ask_before_the_next_epoch() -> None:
     d = dispatcher(pool := FakePool(), prefill_limit=9)
     pool.answer_all(ReserveResult(False, "needs pages", False, reservable_tokens=64))
     waiting = [Held(d, "100", tokens=100)]
@@ -74,22 +74,22 @@ async def test_after_a_mistaken_try_only_half_as_large_ones_try_before_the_next_
 
 
 @pytest.mark.parametrize("placed", [True, False])
-async def test_workers_that_refused_a_request_hear_when_it_is_placed_elsewhere_or_cancelled(placed: bool) -> None:
+async def test_claims_end_when_a_request_is_placed_elsewhere_or_cancelled(placed: bool) -> None:
     d = dispatcher(pool := FakePool(d=FULL, e=FULL))
     held = await ask(d, "r")
-    assert (pool.asked, pool.withdrawn) == (2, [])
+    assert (pool.asked, pool.cancelled_claims) == (2, [])
     if placed:
         pool.answer(e=GRANTED)
         await held.until_placed()
-        assert pool.withdrawn == ["r d"]
+        assert pool.cancelled_claims == ["r d"]
     else:
         await held.cancel()
-        assert sorted(pool.withdrawn) == ["r d", "r e"]
+        assert sorted(pool.cancelled_claims) == ["r d", "r e"]
     held.go.set()
     await asyncio.gather(held.task, return_exceptions=True)
 
 
-async def test_a_place_that_ends_is_news() -> None:
+async def test_a_placement_that_ends_begins_an_epoch() -> None:
     d = dispatcher(pool := FakePool())
     running = await place(d, "running")
     pool.answer_all(FULL)
@@ -99,7 +99,7 @@ async def test_a_place_that_ends_is_news() -> None:
     await waiting.finish()
 
 
-async def test_news_that_comes_while_decode_is_asked_is_not_lost() -> None:
+async def test_an_epoch_that_begins_while_decode_is_asked_is_not_lost() -> None:
     class Changing(FakePool):
         async def reserve(self, attempt: FakeAttempt, **asked: Any) -> ReserveResult:
             answer = await super().reserve(attempt)
@@ -141,7 +141,7 @@ async def test_cancelling_at_any_point_gives_all_back() -> None:
 
 
 @pytest.mark.parametrize("had_its_turn", [True, False])
-async def test_a_head_that_is_cancelled_and_has_yet_to_wake_gives_its_turn_to_the_next(had_its_turn: bool) -> None:
+async def test_a_waiter_that_is_cancelled_before_it_wakes_gives_its_turn_to_the_next(had_its_turn: bool) -> None:
     d = dispatcher(pool := FakePool(), prefill_limit=1)
     running = await place(d, "running")
     waiting, other = Held(d, "waiting"), Held(d, "other")
@@ -156,7 +156,7 @@ async def test_a_head_that_is_cancelled_and_has_yet_to_wake_gives_its_turn_to_th
     assert pool.assignments == 0
 
 
-async def test_a_cancelled_probe_leaves_the_queue_able_to_move() -> None:
+async def test_a_cancelled_head_of_line_does_not_stop_the_queue() -> None:
     d = dispatcher(pool := FakePool(d=FULL))
     first, second = Held(d, "first"), Held(d, "second")
     await settle()
@@ -221,7 +221,7 @@ async def test_a_decode_worker_that_does_not_answer_is_a_refusal() -> None:
     await held.finish()
 
 
-async def test_never_is_told_at_once_and_moves_the_queue() -> None:
+async def test_a_request_that_is_too_large_is_refused_at_once_and_does_not_stop_the_queue() -> None:
     d = dispatcher(pool := FakePool())
     pool.answer_all(ReserveResult(False, "needs 9 pages, there are 4", True))
     with pytest.raises(InvalidRequest, match=r"max_tokens: 8 .* 4 of output need .*, --max-model-len\): .* 9 pages"):
@@ -239,18 +239,18 @@ async def test_closing_ends_all_that_wait() -> None:
         await held.task
 
 
-async def test_never_ends_a_request_only_when_every_decode_worker_says_so() -> None:
-    d = dispatcher(pool := FakePool(small=NEVER, large=FULL))
+async def test_a_request_is_too_large_only_if_every_decode_worker_says_so() -> None:
+    d = dispatcher(pool := FakePool(small=TOO_LARGE, large=FULL))
     held = await ask(d, "r")
     assert pool.order == ["r large", "r small"] or pool.order == ["r small", "r large"]
     pool.answer(large=GRANTED)
     await held.until_placed()
-    assert pool.order[2:] == ["r large"], "who can never hold it is not asked again"
+    assert pool.order[2:] == ["r large"], "a worker that is too small is not asked again"
     await held.end()
 
 
 async def test_a_replay_that_only_a_lost_worker_could_hold_waits_for_one_like_it() -> None:
-    d = dispatcher(pool := FakePool(small=NEVER), worker_wait_s=5)
+    d = dispatcher(pool := FakePool(small=TOO_LARGE), worker_wait_s=5)
     held = await ask(d, "r", again=True)
     assert not held.task.done()
     pool.answer(large=GRANTED)
@@ -263,7 +263,7 @@ async def test_a_replay_that_only_a_lost_worker_could_hold_waits_for_one_like_it
     assert pool.assignments == 0
 
 
-async def test_the_life_goes_with_the_request() -> None:
+async def test_the_lifecycle_of_a_request_follows_its_placement() -> None:
     d = dispatcher(pool := FakePool(d=FULL), reserve_timeout_s=2)
     held = await ask(d, "r")
     assert held.lifecycle.state is State.QUEUED
@@ -274,7 +274,7 @@ async def test_the_life_goes_with_the_request() -> None:
     await held.end()
 
 
-async def test_a_tenant_below_its_share_is_not_kept_waiting_by_one_that_has_all_seats() -> None:
+async def test_a_tenant_below_its_share_does_not_wait_for_one_that_fills_the_prefill_workers() -> None:
     d = dispatcher(pool := FakePool(), prefill_limit=2)
     flood = [Held(d, f"flood {i}", tenant="flood") for i in range(4)]
     await settle()
@@ -282,7 +282,7 @@ async def test_a_tenant_below_its_share_is_not_kept_waiting_by_one_that_has_all_
     other = [Held(d, f"other {i}", tenant="other") for i in range(3)]
     await other[0].until_placed()
     await settle()
-    # Its share of two seats is one.
+    # Its share of two requests at the prefill worker is one.
     assert pool.order == ["flood 0", "flood 1", "other 0"]
     await flood[0].end()
     await flood[1].end()

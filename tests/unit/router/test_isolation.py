@@ -1,6 +1,7 @@
 """Requests that run isolated: what is kept for them, for how long, and what others get meanwhile."""
 
 import asyncio
+import contextlib
 from typing import cast
 
 import pytest
@@ -13,10 +14,11 @@ from router.placement.waiter import PlacementRequest
 from router.workers.failures import Breakers, Suspicion
 from router.workers.pool import WorkerPool
 from router.workers.prefill_call import PrefillAssignment
-from tests.unit.router.dispatching import FULL, GRANTED, NEVER, FakePool, Held, ask, dispatcher, place, settle
+from tests.property.virtual import VirtualLoop
+from tests.unit.router.dispatching import FULL, GRANTED, TOO_LARGE, FakePool, Held, ask, dispatcher, place, settle
 
 
-async def test_alone_waits_for_an_empty_pair_and_keeps_it_until_its_end() -> None:
+async def test_an_isolated_request_waits_for_an_empty_pair_and_keeps_it_until_its_end() -> None:
     d = dispatcher(pool := FakePool(d=GRANTED, e=GRANTED))
     before = [Held(d, "one"), Held(d, "two")]
     await asyncio.gather(*(held.placed.wait() for held in before))
@@ -40,7 +42,7 @@ async def test_alone_waits_for_an_empty_pair_and_keeps_it_until_its_end() -> Non
     assert pool.assignments == 0
 
 
-async def test_alone_runs_among_others_when_no_worker_empties_in_time_and_others_go_on() -> None:
+async def test_an_isolated_request_runs_among_others_if_no_worker_becomes_empty_in_time() -> None:
     d = dispatcher(pool := FakePool(d=GRANTED), isolation_wait_s=0.05)
     running = await place(d, "running")
     isolated, other = Held(d, "isolated", again=True, isolated=Suspicion.PAIR), Held(d, "other")
@@ -63,21 +65,25 @@ async def test_a_request_no_longer_suspected_stops_waiting_to_run_alone() -> Non
     await asyncio.gather(running.end(), isolated.end())
 
 
-async def test_the_wait_for_a_turn_ends_with_the_callers_patience_alone() -> None:
-    d = dispatcher(FakePool(d=GRANTED), isolation_wait_s=0.01)
-    first, second = (Held(d, name, again=True, isolated=Suspicion.PAIR) for name in ("first", "second"))
-    await first.until_placed()
-    await asyncio.sleep(0.1)
-    assert not second.task.done()
-    assert not second.placed.is_set()
-    await second.cancel()
-    await first.end()
-    other = await place(d, "other")
-    await other.end()
+def test_the_second_isolated_request_waits_until_its_caller_cancels_it() -> None:
+    async def run() -> None:
+        d = dispatcher(FakePool(d=GRANTED), isolation_wait_s=0.01)
+        first, second = (Held(d, name, again=True, isolated=Suspicion.PAIR) for name in ("first", "second"))
+        await first.until_placed()
+        await asyncio.sleep(3600)
+        assert not second.task.done()
+        assert not second.placed.is_set()
+        await second.cancel()
+        await first.end()
+        other = await place(d, "other")
+        await other.end()
+
+    with contextlib.closing(VirtualLoop()) as loop:
+        loop.run_until_complete(run())
 
 
-async def test_alone_tries_the_next_worker_where_one_can_never_hold_it_and_fails_typed_without_any() -> None:
-    d = dispatcher(pool := FakePool(a=NEVER, b=GRANTED), worker_wait_s=0.05)
+async def test_an_isolated_request_asks_the_next_worker_if_one_is_too_small_and_fails_without_any() -> None:
+    d = dispatcher(pool := FakePool(a=TOO_LARGE, b=GRANTED), worker_wait_s=0.05)
     held = await place(d, "big", again=True, isolated=Suspicion.PAIR)
     assert pool.order == ["big a", "big b"]
     await held.end()
@@ -87,7 +93,7 @@ async def test_alone_tries_the_next_worker_where_one_can_never_hold_it_and_fails
     assert pool.assignments == 0
 
 
-async def test_one_request_at_a_time_runs_alone_and_a_refusal_is_no_storm() -> None:
+async def test_one_request_at_a_time_is_isolated_and_asks_once_in_an_epoch() -> None:
     d = dispatcher(pool := FakePool(d=FULL))
     first, second = (Held(d, name, again=True, isolated=Suspicion.PAIR) for name in ("first", "second"))
     await settle()
@@ -102,7 +108,7 @@ async def test_one_request_at_a_time_runs_alone_and_a_refusal_is_no_storm() -> N
 
 
 @pytest.mark.parametrize("isolated", [False, True])
-async def test_a_worker_that_was_meanwhile_kept_for_another_is_not_asked(isolated: bool) -> None:
+async def test_a_worker_that_was_meanwhile_isolated_is_not_asked(isolated: bool) -> None:
     pool = FakePool(d=FULL, e=GRANTED)
     reserver = Reserver(cast(WorkerPool, pool), Breakers(asyncio.get_running_loop().time), 1.0)
     pool.isolated = frozenset({"e"})
@@ -114,7 +120,7 @@ async def test_a_worker_that_was_meanwhile_kept_for_another_is_not_asked(isolate
     assert pool.order == ["r d", "r e"][: 1 + isolated]
 
 
-async def test_alone_does_not_fall_back_on_a_worker_where_others_run() -> None:
+async def test_an_isolated_request_does_not_fall_back_on_a_worker_where_others_run() -> None:
     d = dispatcher(pool := FakePool(d=FULL, e=GRANTED))
     other = await place(d, "other")
     d.release(other.place.prefill)
@@ -133,9 +139,9 @@ async def test_others_decode_beside_one_that_has_only_its_prefill_worker_for_its
     isolated, other = Held(d, "isolated", again=True, isolated=Suspicion.PREFILL), Held(d, "other")
     await asyncio.wait_for(asyncio.gather(isolated.placed.wait(), other.placed.wait()), 60)
     assert pool.isolated == {"q"}
-    assert not isolated.place.isolation.of_pair
+    assert not isolated.place.isolation.isolates_decode
     waiting = await place(d, "waiting", needs_decode=False)
-    assert pool.seats == {"p": 3, "q": 1}
+    assert pool.open_requests == {"p": 3, "q": 1}
     await isolated.end()
     assert pool.isolated == frozenset()
     await asyncio.gather(before.end(), other.end(), waiting.end())

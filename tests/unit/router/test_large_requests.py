@@ -76,7 +76,7 @@ class RouterPool(FakePool):
         if attempt.held is not None:
             self.worker.end(attempt.held)
 
-    def withdraw(self, attempt: FakeAttempt) -> None:
+    def cancel_claim(self, attempt: FakeAttempt) -> None:
         assert self.worker.admission.cancel_claim((self.number, AttemptKey(attempt.request_id, 0)))
 
 

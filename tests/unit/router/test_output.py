@@ -35,7 +35,7 @@ class Letters:
 
 def output(**sampling: object) -> OutputProcessor:
     params = SamplingParams(**sampling)  # type: ignore[arg-type]
-    request = Request("r", (1, 2), params, 99, arrived=0.0, deadline=1e9, detokenizer=Letters)
+    request = Request("r", (1, 2), params, 99, arrived=0.0, deadline=1e9, make_detokenizer=Letters)
     ticks = itertools.count(1)
     return OutputProcessor(request, lambda: float(next(ticks)))
 
@@ -97,7 +97,7 @@ async def test_nothing_is_emitted_beyond_a_stop_string() -> None:
     assert len(delta.tokens) == 3
 
 
-async def test_held_text_is_told_at_the_end() -> None:
+async def test_held_text_is_emitted_at_the_end() -> None:
     e = output(stop=("bX",))
     e.add(Output(0, 0, infos("ab")))
     assert (await only(e)).text == "a"
@@ -112,14 +112,14 @@ async def test_a_stop_string_counts_where_it_ends(min_tokens: int, text: str) ->
     e = output(stop=("\n\nUser",), min_tokens=min_tokens, n=2)
     e.add(Output(0, 0, infos("ab\n\nU")))
     e.add(Output(1, 0, infos("\n\n"), FinishReason.LENGTH))
-    e.begin([0])
+    e.drop_out_of_order([0])
     e.add(Output(0, 5, infos("ser: x"), FinishReason.LENGTH))
     deltas = (await taken(e)).deltas
     assert [delta.text for delta in deltas.values()] == [text, "\n\n"]
     assert deltas[0].stop_string == ("\n\nUser" if text == "ab" else None)
 
 
-async def test_a_stop_token_is_told_but_not_its_text() -> None:
+async def test_a_stop_token_is_emitted_but_not_its_text() -> None:
     e = output()
     e.add(Output(0, 0, infos("ab"), FinishReason.STOP))
     delta = await only(e)

@@ -1,31 +1,100 @@
-"""The end of a RequestRunner: it begins nothing after it."""
+"""A RequestRunner from request to end, with workers that answer as the test says; no network."""
 
 import asyncio
-from typing import cast
+import contextlib
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 
+import router.request_runner
 from baton.config.router import RouterConfig
-from baton.errors import Unavailable
-from baton.request import SamplingParams
+from baton.errors import DeadlineExceeded, EngineError, Overloaded, Unavailable
+from baton.pb import prefill_pb2
+from baton.request import FinishReason, FirstToken, Prefilled, SamplingParams, TokenInfo
 from router.output import OutputProcessor
 from router.request import Request
 from router.request_runner import RequestRunner
 from router.serving.threads import TenantThreads
+from router.workers.failures import Blame, Cause, Deliver, FailureEvent
 from router.workers.pool import WorkerPool
+from router.workers.prefill_call import PrefillMessage
+from tests.property.virtual import VirtualLoop
 from tests.unit.router.dispatching import FULL, FakePool, dispatcher
 
 
+def runner(pool: FakePool) -> RequestRunner:
+    config = RouterConfig(prefill=("p:1",), decode=("d:1",))
+    return RequestRunner(cast(WorkerPool, pool), dispatcher(pool), config, TenantThreads(1))
+
+
+def requested(name: str = "r", *, n: int = 1, seconds: float = 60.0) -> tuple[Request, OutputProcessor]:
+    """A request for two tokens after a prompt of two, and its output."""
+    now = asyncio.get_running_loop().time
+    params = SamplingParams(max_tokens=2, seed=1, n=n)
+    request = Request(name, [1, 2], params, 2, now(), now() + seconds)
+    return request, OutputProcessor(request, now)
+
+
+Answer = Callable[[prefill_pb2.PrefillRequest, Deliver], None]
+
+
+def answer_prefill(monkeypatch: pytest.MonkeyPatch, answer: Answer) -> None:
+    """Let `answer` deliver the events of each call to a prefill worker."""
+
+    async def call(assignment: object, message: PrefillMessage, *, deliver: Deliver, **_: Any) -> None:
+        answer(prefill_pb2.PrefillRequest.FromString(message.data), deliver)
+
+    monkeypatch.setattr(router.request_runner, "call_prefill", call)
+
+
+async def test_after_a_token_each_choice_is_tried_again_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[list[int], list[int]]] = []
+
+    def answer(asked: prefill_pb2.PrefillRequest, deliver: Deliver) -> None:
+        choices, index = list(asked.choice_indexes), len(asked.output_token_ids)
+        calls.append((choices, list(asked.output_token_ids)))
+        finish = FinishReason.LENGTH if index else None
+        deliver(Prefilled(tuple(FirstToken(each, TokenInfo(10 * index + each), finish) for each in choices), 0))
+        if not index:
+            deliver(FailureEvent(EngineError("the step failed"), Blame.DECODE))
+
+    answer_prefill(monkeypatch, answer)
+    request, output = requested(n=2)
+    await runner(pool := FakePool()).run(request, output)
+    assert calls == [([0, 1], []), ([0], [0]), ([1], [1])]
+    assert [output.output_ids(choice) for choice in range(2)] == [[0, 10], [1, 11]]
+    assert pool.assignments == 0
+
+
+def test_the_deadline_ends_a_pause_between_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def answer(asked: prefill_pb2.PrefillRequest, deliver: Deliver) -> None:
+        calls.append(asked)
+        deliver(FailureEvent(Overloaded("full", 30.0), Blame.PREFILL, Cause.REFUSED))
+
+    async def run() -> float:
+        request, output = requested(seconds=1.5)
+        await runner(FakePool()).run(request, output)
+        with pytest.raises(DeadlineExceeded, match=r"passed after 1\.5 s"):
+            await output.queue.take()
+        return asyncio.get_running_loop().time()
+
+    answer_prefill(monkeypatch, answer)
+    with contextlib.closing(VirtualLoop()) as loop:
+        assert loop.run_until_complete(run()) == 1.5
+    assert len(calls) == 1
+
+
 async def test_a_request_after_the_stop_is_not_begun() -> None:
-    pool, config = FakePool(d=FULL), RouterConfig(prefill=("p:1",), decode=("d:1",))
-    request_runner = RequestRunner(cast(WorkerPool, pool), dispatcher(pool), config, TenantThreads(1))
-    loop = asyncio.get_running_loop()
+    request_runner = runner(FakePool(d=FULL))
     outputs = []
     async with asyncio.timeout(60):
         for name in ("running", "late"):
-            request = Request(name, [1, 2], SamplingParams(max_tokens=2, seed=1), 2, loop.time(), loop.time() + 60)
-            outputs.append(OutputProcessor(request, loop.time))
-            task = asyncio.create_task(request_runner.run(request, outputs[-1]))
+            request, output = requested(name)
+            outputs.append(output)
+            task = asyncio.create_task(request_runner.run(request, output))
             if name == "running":
                 await asyncio.sleep(0)
                 assert (await request_runner.ledger()).entries

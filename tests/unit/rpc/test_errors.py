@@ -1,12 +1,14 @@
 """A request that can't be parsed is refused with INVALID_ARGUMENT, and the reason."""
 
+import asyncio
 from typing import Any
 
+import grpc.aio
 import pytest
 
 from baton.errors import InvalidRequest
 from baton.pb import decode_pb2, inference_pb2
-from baton.rpc.errors import strict
+from baton.rpc.errors import send, send_initial_metadata, strict
 
 
 def refused(data: bytes, message: Any = inference_pb2.GenerateRequest) -> str:
@@ -44,3 +46,20 @@ def test_bytes_that_are_no_message_are_refused_as_such() -> None:
 
 def test_raw_bytes_stay_raw() -> None:
     assert strict(None) is None
+
+
+class Gone:
+    """A handler's context whose client has left."""
+
+    async def write(self, response: Any) -> None:
+        raise grpc.aio.InternalError("the client has gone")
+
+    async def send_initial_metadata(self, metadata: Any) -> None:
+        raise grpc.aio.InternalError("the client has gone")
+
+
+async def test_a_handler_is_cancelled_when_its_client_has_left() -> None:
+    with pytest.raises(asyncio.CancelledError):
+        await send(Gone(), b"")
+    with pytest.raises(asyncio.CancelledError):
+        await send_initial_metadata(Gone())

@@ -15,7 +15,7 @@ from baton import errors
 from baton.cli.certs import issue
 from baton.pb import inference_pb2 as pb
 from baton.pb import inference_pb2_grpc
-from baton.rpc.channel import control_channel, kv_channel
+from baton.rpc.channel import CLIENT_OPTIONS, control_channel, kv_channel
 from baton.rpc.tls import Tls
 from tests.certificates import copied, fleet, settings, tls
 from tests.fake_router import Router, served
@@ -82,7 +82,7 @@ async def test_both_sides_know_each_other(router: Router) -> None:
     assert tls("decode-1").principal == "baton://decode/decode-1"
 
 
-async def test_a_caller_of_another_role_is_told_so(router: Router) -> None:
+async def test_a_caller_of_another_role_is_refused_by_name(router: Router) -> None:
     async with served(router, tls=tls("decode"), roles=("router", "admin")) as listener:
         code, details = await refused(control_channel(listener.address, tls("prefill"), "decode"))
         assert code is grpc.StatusCode.PERMISSION_DENIED
@@ -132,8 +132,11 @@ async def test_a_slow_handshake_is_waited_for(router: Router) -> None:
     async with served(router, tls=tls("prefill"), roles=("router",)) as listener:
         host, _, port = listener.address.rpartition(":")
 
+        # Without the minimum, this backoff would be the time limit of a handshake.
+        slow_s = int(dict(CLIENT_OPTIONS)["grpc.max_reconnect_backoff_ms"]) / 1e3 + 0.05
+
         async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(slow_s)
             inner, outer = await asyncio.open_connection(host, int(port))
             await asyncio.gather(pump(reader, outer), pump(inner, writer), return_exceptions=True)
 

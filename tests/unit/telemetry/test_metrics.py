@@ -11,9 +11,10 @@ import yaml
 
 from baton.kv.format import KvFormat, KvPart
 from baton.lifecycle import Lifecycle, State
+from baton.rates import UNKNOWN_PREFILL_RATE
 from baton.telemetry import metrics
 from baton.telemetry.metrics import MAX_TENANTS, METRIC_FAMILIES, OTHER_TENANTS, Exposition, tenant_label
-from router.load import UNKNOWN_RATE, queued_seconds
+from router.gauges import queued_seconds
 from router.placement.policy import DecodeView, FleetView, PrefillView
 from router.placement.waiter import PlacementRequest
 from scripts.metrics import PAGE, page
@@ -61,7 +62,7 @@ def waiting(tokens: int) -> PlacementRequest:
     ("rate", "decodes", "refused", "expected"),
     [
         (200.0, 1, False, (1.5, 0.0)),
-        (0.0, 1, False, (300 / UNKNOWN_RATE, 0.0)),
+        (0.0, 1, False, (300 / UNKNOWN_PREFILL_RATE, 0.0)),
         (200.0, 1, True, (0.0, 2 * 12.0 / 4)),
         (200.0, 0, False, (0.0, 2 * 12.0 / 4)),
     ],

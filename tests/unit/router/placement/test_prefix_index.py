@@ -73,7 +73,7 @@ def test_many_blocks_of_a_lost_worker_are_forgotten_in_several_calls(monkeypatch
     assert (len(index), tokens(index, talk)) == (1, {"b": SIZE})
 
 
-def test_sent_blocks_count_until_they_are_told_or_were_sent_too_long_ago() -> None:
+def test_sent_blocks_count_until_they_are_reported_or_were_sent_too_long_ago() -> None:
     index, talk = PrefixIndex(), chain(*"xyz")
     index.expect("a", talk, now=0.0)
     index.expect("b", talk, now=1.0)

@@ -11,7 +11,7 @@ from baton.lifecycle import Lifecycle, State
 from router.placement.policy import NO_OPEN_BREAKERS, DecodeView, FleetView, PrefillView
 from router.placement.prefix_directory import PrefixDirectory
 from router.placement.scheduler import PlacementScheduler, RequestQueue
-from router.placement.waiter import PlacementRequest, Waiter
+from router.placement.waiter import PlacementRequest, Refusal, Waiter
 from tests.unit.router.dispatching import KV
 
 T = TypeVar("T", bound=Hashable)
@@ -62,6 +62,20 @@ def test_the_share_of_a_tenant_is_of_workers_that_take_requests() -> None:
         turns.append(turn.waiter.request.tenant)
     # Each tenant has a share of one of the two places; the workers that drain would make it four.
     assert turns == ["a", "b"]
+
+
+def test_the_queue_waits_for_prefill_once_the_refused_waiter_has_left() -> None:
+    scheduler = PlacementScheduler(PrefixDirectory(), capacity=20, prefill_limit=1, max_wait_s=0)
+    scheduler.push(refused := waiter("refused", 0.0), FLEET, 0.0)
+    scheduler.push(waiter("other", 0.0), FLEET, 0.0)
+    scheduler.begin_turn(refused)
+    assert not scheduler.waits_for_decode
+    scheduler.refuse(refused, Refusal(), 0.0)
+    scheduler.end_turn(refused)
+    assert scheduler.waits_for_decode
+    scheduler.leave_queue(refused)
+    scheduler.drop(refused)
+    assert (len(scheduler), scheduler.waits_for_decode) == (1, False)
 
 
 def pop(queue: RequestQueue[T], now: float) -> T | None:

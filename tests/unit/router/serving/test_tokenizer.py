@@ -99,7 +99,7 @@ def test_the_file_beats_the_key(tmp_path: Path) -> None:
     assert Tokenizer.load(checkpoint(tmp_path, "old", jinja="new")).render_chat([]) == "new"
 
 
-def test_encode_adds_special_tokens_unless_told_not_to(tmp_path: Path) -> None:
+def test_encode_adds_special_tokens_unless_they_are_refused(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(checkpoint(tmp_path))
     assert tokenizer.decode(tokenizer.encode("abcdef"), skip_special_tokens=False) == "<s>abcdef"
     assert tokenizer.decode(tokenizer.encode("abcdef", add_special_tokens=False)) == "abcdef"

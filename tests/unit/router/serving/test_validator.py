@@ -61,7 +61,9 @@ async def test_a_prompt_must_fit_a_prefill_worker_and_leave_room_in_a_decode_wor
     assert await max_tokens(token_ids=ids(ids=[1] * 4)) == 2
     with pytest.raises(InvalidRequest, match=r"^token_ids: 5 prompt tokens do not fit the 4 that a prefill worker's"):
         await max_tokens(token_ids=ids(ids=[1] * 5))
-    with pytest.raises(InvalidRequest, match=r"^token_ids: 6 prompt tokens leave no room in the 6 that"):
+    with pytest.raises(
+        InvalidRequest, match=r"^token_ids: 6 prompt tokens leave no room for output: .* holds 6 tokens$"
+    ):
         await max_tokens(token_ids=ids(ids=[1] * 6))
     with pytest.raises(InvalidRequest, match=r"^text: .* prompt tokens do not fit the 4 that a prefill worker's"):
         await max_tokens(text="a b c d e", sampling=inference_pb2.SamplingParams(max_tokens=1))

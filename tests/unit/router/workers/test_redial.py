@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from baton.worker.status import WorkerRole
-from router.workers import pool as link_module
+from router.workers import link as link_module
 from router.workers.failures import WorkerLosses
-from router.workers.pool import WorkerLink
+from router.workers.link import WorkerLink
 
 
 class _Clock:

@@ -10,7 +10,7 @@ from router.dispatcher import Dispatcher
 from tests.unit.router.dispatching import (
     FULL,
     GRANTED,
-    NEVER,
+    TOO_LARGE,
     FakeAttempt,
     FakePool,
     Held,
@@ -39,7 +39,7 @@ async def test_a_replay_falls_back_on_what_failed_it_when_the_others_refuse_and_
 
 
 async def test_a_context_that_only_a_full_worker_can_hold_stops_nobody_who_has_another_one() -> None:
-    asked = dispatcher(workers := FakePool(a=NEVER, b=FULL), prefill_limit=99)
+    asked = dispatcher(workers := FakePool(a=TOO_LARGE, b=FULL), prefill_limit=99)
     large = await ask(asked, "large", tokens=1000)
     workers.by_name["a"] = GRANTED
     others = [Held(asked, f"other{i}", tenant=f"t{i}") for i in range(5)]
@@ -53,7 +53,7 @@ async def test_a_context_that_only_a_full_worker_can_hold_stops_nobody_who_has_a
 
 
 class Slots(FakePool):
-    """Decode workers with two slots each; NEVER are those that a large context does not fit."""
+    """Decode workers with two slots each; a large context does not fit those that answer TOO_LARGE."""
 
     def __init__(self, **answers: ReserveResult) -> None:
         super().__init__(**answers)
@@ -61,8 +61,8 @@ class Slots(FakePool):
 
     async def reserve(self, attempt: FakeAttempt, **asked: Any) -> ReserveResult:
         await asyncio.sleep(0)
-        if self.by_name[attempt.worker] is NEVER and asked["context_tokens"] == LARGE:
-            return NEVER
+        if self.by_name[attempt.worker] is TOO_LARGE and asked["context_tokens"] == LARGE:
+            return TOO_LARGE
         if not self.free[attempt.worker]:
             return FULL
         self.free[attempt.worker] -= 1
@@ -76,8 +76,8 @@ class Slots(FakePool):
 LARGE = 1000
 
 
-async def test_a_request_for_one_worker_alone_gets_a_place_there_however_many_others_want_it() -> None:
-    asked = dispatcher(Slots(a=NEVER, b=GRANTED), prefill_limit=99)
+async def test_a_restricted_waiter_gets_pages_however_many_others_want_them() -> None:
+    asked = dispatcher(Slots(a=TOO_LARGE, b=GRANTED), prefill_limit=99)
     others = [Held(asked, f"other{i}", tenant="t") for i in range(30)]
     await settle()
     large = [Held(asked, f"large{i}", tokens=LARGE, tenant="u") for i in range(3)]
@@ -97,8 +97,8 @@ async def test_a_request_for_one_worker_alone_gets_a_place_there_however_many_ot
     await end(asked, *large, *others)
 
 
-async def test_of_many_who_can_use_the_same_few_workers_one_asks_per_news() -> None:
-    asked = dispatcher(workers := FakePool(a=NEVER, b=FULL), prefill_limit=99)
+async def test_of_many_restricted_waiters_with_the_same_workers_one_asks_in_an_epoch() -> None:
+    asked = dispatcher(workers := FakePool(a=TOO_LARGE, b=FULL), prefill_limit=99)
     large = [Held(asked, f"large{i}", tokens=LARGE) for i in range(20)]
     await settle()
     # Each has been told once that it does not fit the one worker.
@@ -112,10 +112,10 @@ async def test_of_many_who_can_use_the_same_few_workers_one_asks_per_news() -> N
     await end(asked, *large)
 
 
-async def test_a_request_without_a_pair_is_passed_over_while_seats_are_free() -> None:
-    """The prefill worker has a pair that failed one request, and the other one has no seat."""
+async def test_a_waiter_without_a_pair_is_overtaken_while_prefill_workers_have_room() -> None:
+    """The prefill worker has a pair that failed one request, and the other one has no room."""
     workers = FakePool(("p1", "p2"))
-    workers.seats["p2"] = 2
+    workers.open_requests["p2"] = 2
     asked = dispatcher(workers, prefill_limit=2)
     failed = await place(asked, "failed")
     failed.place.breakers.record_fault(failed.place.breakers.pair)
@@ -149,7 +149,7 @@ class Choosy(FakePool):
         return GRANTED if len(asked["choices"]) == 1 else ReserveResult(False, "", False, 9.0, 0, 100)
 
 
-async def test_requests_whose_choices_must_wait_stop_nobody_who_has_one_and_ask_once_per_news() -> None:
+async def test_waiters_with_many_choices_stop_nobody_with_one_and_ask_once_in_an_epoch() -> None:
     asked = dispatcher(workers := Choosy(), prefill_limit=1)
     many = [Held(asked, f"many{i}", choices=64, tokens=100) for i in range(3)]
     await settle()

@@ -13,9 +13,6 @@ from router.placement.waiter import PlacementRequest
 from router.request_runner import RequestRunner
 from router.workers.pool import WorkerPool
 
-UNKNOWN_RATE = 1000.0
-"""Assumed rate of a prefill worker in tokens/s, before one is measured."""
-
 
 @dataclass(frozen=True, slots=True)
 class RouterGauges:
@@ -25,11 +22,11 @@ class RouterGauges:
     scheduler: PlacementScheduler
     request_runner: RequestRunner
 
-    def measure(self) -> None:
-        """Set them to their values now."""
+    def set_gauges(self) -> None:
+        """Set all gauges to their values now."""
         fleet, loads = self.pool.fleet, self.pool.loads(WorkerRole.DECODE)
         metrics.WAITING.set(len(self.scheduler))
-        metrics.RUNNING.set(self.request_runner.count_placed)
+        metrics.RUNNING.set(self.request_runner.placed_attempts)
         metrics.FLEET.labels("prefill").set(sum(not view.draining for view in fleet.prefill.values()))
         metrics.FLEET.labels("decode").set(sum(not view.draining for view in fleet.decode.values()))
         prefill_s, decode_s = queued_seconds(
@@ -55,6 +52,4 @@ def queued_seconds(
     requests = list(waiting)
     if waits_for_decode or (fleet.prefill and not fleet.decode):
         return 0.0, len(requests) * decode_s / max(batch, 1.0)
-    rates = [view.rate for view in fleet.prefill.values() if view.rate > 0]
-    rate = sum(rates) / len(rates) if rates else UNKNOWN_RATE
-    return sum(request.context_tokens for request in requests) / rate, 0.0
+    return sum(request.context_tokens for request in requests) / fleet.mean_rate, 0.0

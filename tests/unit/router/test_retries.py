@@ -3,19 +3,14 @@
 import pytest
 
 from baton.errors import BatonError, Overloaded, TransferError, Unavailable
-from router.workers.failures import (
+from router.retries import (
     FORGIVEN_TOKENS,
     MAX_EXCUSED_DEATHS,
     MAX_IN_A_ROW,
-    Blame,
-    Cause,
-    FailureEvent,
     RetryBudget,
     RetryHistory,
-    Suspicion,
-    WorkerLoss,
-    WorkerLosses,
 )
+from router.workers.failures import Blame, Cause, FailureEvent, Suspicion, WorkerLoss, WorkerLosses
 
 FAULT = FailureEvent(TransferError("the link broke"), Blame.PAIR)
 LOST = FailureEvent(Unavailable("decode-1 was silent"), Blame.DECODE, Cause.LOST)
@@ -34,7 +29,7 @@ class Charges:
 
 
 def retry(history: RetryHistory, failed: FailureEvent, charges: Charges | None = None) -> float:
-    return history.retry(failed, max_attempts=3, charge=charges or Charges(), jitter=lambda least, most: most)
+    return history.next_delay_s(failed, max_attempts=3, charge=charges or Charges(), jitter=lambda least, most: most)
 
 
 @pytest.fixture
