@@ -20,6 +20,7 @@ from torch import Tensor
 from baton.bench.engine import EnginePlan, EngineRuns, random_model
 from baton.engine import huge_pages
 from baton.engine.config import EngineConfig, default_page_size
+from baton.engine.contract import Engine
 from baton.engine.factory import assemble, kernels_for, measure_rates
 from baton.model.config import ModelConfig
 from baton.native.decoder import unsupported
@@ -41,7 +42,8 @@ _STEP_ROWS, _STEPS = 128, 4
 """Rows up to which a rate is that of steps, which may wait for their weights; and number of steps that are timed."""
 _PROMPT_LAYERS = 2
 """Layers of the model that computes prompts; the last one computes only K and V of most tokens."""
-_VOCABULARY = 2048
+_PLAN = EnginePlan((NATIVE_ROWS[-1],), (_STEP_ROWS,), (1,), _STEPS)
+"""The largest runs on models of random weights."""
 
 
 class Probes:
@@ -96,12 +98,13 @@ class Probes:
     def step_rates(self, rows: int) -> tuple[float, float]:
         """Rates of the engine with a model of random weights: operations/s with `rows` tokens, bytes/s with one.
 
-        The model has the shape of `_rounded`, and runs through the engine's contract. Up to 128 rows are a step of
+        The model is that of `_similar`, and runs through the engine's contract. Up to 128 rows are a step of
         sequences of a few tokens, whose weights come from memory. More are a prompt; from 2,048 on the rate is the
         same. Keeps the models from the first call on.
         """
         rows, size = min(rows, NATIVE_ROWS[-1]), self._dtype.itemsize
-        steps, shape = self._runs(-(-self._buffer_bytes // (_rounded(self._shape, 1).layer_weights * size)))
+        layer = ModelShape.of(_similar(self._shape, 1)).layer_weights * size
+        steps, shape = self._runs(-(-self._buffer_bytes // layer))
 
         def seconds(rows: int) -> float:
             return steps.decode(rows, 1, _STEPS) / _STEPS
@@ -116,8 +119,9 @@ class Probes:
 
     def _runs(self, layers: int) -> tuple[EngineRuns, ModelShape]:
         if layers not in self._engines:
-            shape = _rounded(self._shape, layers)
-            self._engines[layers] = _engine(shape, self._dtype, self._device, self._library), shape
+            config = _similar(self._shape, layers)
+            engine = _engine(config, self._dtype, self._device, self._library)
+            self._engines[layers] = EngineRuns(engine), ModelShape.of(config)
         return self._engines[layers]
 
     def state(self) -> dict[str, float]:
@@ -152,47 +156,32 @@ class Probes:
         return min(took)
 
 
-def _rounded(shape: ModelShape, layers: int) -> ModelShape:
-    """A shape near that of a model: the sizes of its layers as powers of two, a small vocabulary, no experts."""
-
-    def near(size: int) -> int:
-        return 1 << round(math.log2(size))
-
-    return ModelShape(
-        near(shape.hidden_size),
-        near(shape.intermediate_size),
-        near(shape.num_heads),
-        near(shape.num_kv_heads),
-        shape.head_dim,
-        _VOCABULARY,
-        (None,) * layers,
+def _similar(shape: ModelShape, layers: int) -> ModelConfig:
+    """A model of so many layers, whose sizes are the nearest powers of two; few tokens, no experts, no windows."""
+    sizes = {
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+    }
+    rounded = {name: 1 << round(math.log2(size)) for name, size in sizes.items()}
+    others = {"head_dim": shape.head_dim, "vocab_size": 2048, "max_position_embeddings": _PLAN.longest}
+    return ModelConfig.from_dict(
+        {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": layers, **rounded, **others}
     )
 
 
-def _engine(shape: ModelShape, dtype: torch.dtype, device: torch.device, library: CDLL | None) -> EngineRuns:
-    """An engine with random weights, for steps of up to 128 sequences and prompts of up to 2,048 tokens."""
-    plan = EnginePlan((NATIVE_ROWS[-1],), (_STEP_ROWS,), (1,), _STEPS)
-    raw = {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "vocab_size": shape.vocab_size,
-        "max_position_embeddings": plan.longest,
-    }
-    config = ModelConfig.from_dict(raw)
+def _engine(config: ModelConfig, dtype: torch.dtype, device: torch.device, library: CDLL | None) -> Engine:
+    """An engine with random weights, for the runs of `_PLAN`."""
     native = None if unsupported(config, dtype, dtype) else library
-    page_size = default_page_size(device.type, plan.longest)
-    memory = plan.tokens(page_size) * shape.kv_token_bytes(dtype.itemsize)
+    page_size = default_page_size(device.type, _PLAN.longest)
+    memory = _PLAN.tokens(page_size) * ModelShape.of(config).kv_token_bytes(dtype.itemsize)
     settings = EngineConfig("random", page_size=page_size, kv_memory=memory, slots=_STEP_ROWS)
     engine = assemble(random_model(config, device, dtype, native), settings)
     if device.type == "cpu":
         # As `build` does, because products take longer with small pages.
         huge_pages.collapse()
-    return EngineRuns(engine)
+    return engine
 
 
 def this_machine(shape: ModelShape, dtype: torch.dtype) -> Callable[[int], Hardware]:
