@@ -21,12 +21,11 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from baton.bench.engine import WARM_STEPS, EnginePlan, EngineRuns
+from baton.bench.engine import WARM_STEPS, EnginePlan, EngineRuns, random_model
 from baton.bench.engine_report import Rates
 from baton.bench.probes import Probes
 from baton.engine.config import EngineConfig
@@ -34,9 +33,6 @@ from baton.engine.core import EngineCore
 from baton.engine.factory import assemble
 from baton.engine.load import LoadedModel
 from baton.model.config import ModelConfig
-from baton.model.decoder import Decoder
-from baton.model.layers import TensorParallel
-from baton.model.linear import TensorOptions
 from baton.planner.shape import ModelShape
 from bench.common import save
 
@@ -170,22 +166,6 @@ def transformers(raw: dict[str, Any], device: torch.device, plan: EnginePlan) ->
         seconds(WARM_STEPS)
         took = statistics.median(seconds(steps + 1) - seconds(1) for _ in range(plan.rounds))
     return {"batch": batch, "step_ms": took / steps * 1e3, "tokens_per_s": batch * steps / took}
-
-
-def random_model(config: ModelConfig, device: torch.device) -> LoadedModel:
-    """Random weights in bf16, made on the device."""
-    parallel = TensorParallel()
-    decoder = Decoder(config, TensorOptions(torch.bfloat16, device), parallel)
-    made = torch.Generator(device).manual_seed(0)
-    for tensor in (*decoder.checkpoint_tensors(), decoder.head_tensor()):
-        weight = torch.empty(tensor.shape, dtype=torch.bfloat16, device=device)
-        if "norm" in tensor.name:
-            weight.fill_(1.0)
-        else:
-            weight.normal_(0.0, 0.02, generator=made)
-        tensor.load(weight)
-    decoder = decoder.eval()
-    return LoadedModel(Path("random"), config, decoder, "random", torch.bfloat16, device, parallel, decoder.stage)
 
 
 class Bench:

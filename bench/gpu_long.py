@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from baton.bench.engine import random_model
 from baton.engine.config import default_page_size, default_segment_tokens
 from baton.engine.contract import PromptChunk, compute_chunk
 from baton.engine.core import EngineCore
@@ -47,7 +48,7 @@ from baton.planner.roofline import prefill_flops
 from baton.planner.shape import ModelShape
 from baton.request import SamplingParams, SequenceState
 from bench.common import save
-from bench.gpu import NO_CUDA, SHAPES, engine_of, gpu, random_model
+from bench.gpu import NO_CUDA, SHAPES, engine_of, gpu
 from bench.pairing import ratio, turned
 from prefill_svc.scheduler import chunk_size
 

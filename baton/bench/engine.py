@@ -11,15 +11,26 @@ import contextlib
 import random
 import time
 from collections.abc import Iterator, Sequence
+from ctypes import CDLL
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
 
 from baton.engine.config import EngineConfig
 from baton.engine.contract import Engine, EngineSequence, KvHandle, PromptChunk, compute_chunk
 from baton.engine.factory import build
+from baton.engine.load import LoadedModel
 from baton.errors import ConfigError
 from baton.kv.format import DTYPE_BYTES, PartData
 from baton.model.checkpoint import resolve
 from baton.model.config import ModelConfig
+from baton.model.decoder import Decoder
+from baton.model.layers import TensorParallel
+from baton.model.linear import TensorOptions
+from baton.native.decoder import NativeDecoder
+from baton.native.packed import PackedWeights, weights_of
+from baton.process.load_progress import LoadProgress
 from baton.request import SamplingParams, SequenceState
 
 CHUNK_TOKENS = 2048
@@ -92,6 +103,28 @@ def engine_for(plan: EnginePlan, config: EngineConfig) -> Engine:
             kv_memory=token_bytes * plan.tokens(page_size),
         )
     )
+
+
+def random_model(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype = torch.bfloat16, library: CDLL | None = None
+) -> LoadedModel:
+    """A model of random weights, made on the device; `library` has the native kernels, if it computes with them."""
+    parallel = TensorParallel()
+    decoder = Decoder(config, TensorOptions(dtype, device, repacked=library is not None), parallel).eval()
+    made = torch.Generator(device).manual_seed(0)
+    for tensor in (*decoder.checkpoint_tensors(), decoder.head_tensor()):
+        weight = torch.empty(tensor.shape, dtype=dtype, device=device)
+        if "norm" in tensor.name:
+            weight.fill_(1.0)
+        else:
+            weight.normal_(0.0, 0.02, generator=made)
+        tensor.load(weight)
+    kernels: Decoder | NativeDecoder = decoder
+    if library is not None:
+        threads = torch.get_num_threads()
+        weights = PackedWeights.private(weights_of(decoder, library, LoadProgress()), threads)
+        kernels = NativeDecoder(config, dtype, weights, library, threads)
+    return LoadedModel(Path("random"), config, kernels, "random", dtype, device, parallel, decoder.stage)
 
 
 class EngineRuns:

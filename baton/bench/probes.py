@@ -7,6 +7,7 @@ after it. Each probe tries several methods and returns the best, so that it is n
 from __future__ import annotations
 
 import functools
+import math
 import os
 import time
 from collections.abc import Callable
@@ -16,9 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.factory import kernels_for, measure_rates
+from baton.bench.engine import EnginePlan, EngineRuns, random_model
+from baton.engine import huge_pages
+from baton.engine.config import EngineConfig, default_page_size
+from baton.engine.contract import Engine
+from baton.engine.factory import assemble, kernels_for, measure_rates
+from baton.model.config import ModelConfig
+from baton.native.decoder import unsupported
 from baton.native.packed import PackedWeight
 from baton.planner.hardware import Hardware
+from baton.planner.roofline import prefill_flops
 from baton.planner.shape import ModelShape
 
 BUFFER_BYTES = 1 << 29
@@ -30,8 +38,12 @@ _ON_CUDA = 8
 """Factor for bytes and rows on a GPU, so that the time of a launch does not count."""
 _REPEATS = 2
 _COLUMNS = 4096
-_COLD_ROWS = 128
-"""Rows up to which a product is measured as in a step: it may wait for its weights, which must come from memory."""
+_STEP_ROWS, _STEPS = 128, 4
+"""Rows up to which a rate is that of steps, which may wait for their weights; and number of steps that are timed."""
+_PROMPT_LAYERS = 2
+"""Layers of the model that computes prompts; the last one computes only K and V of most tokens."""
+_PLAN = EnginePlan((NATIVE_ROWS[-1],), (_STEP_ROWS,), (1,), _STEPS)
+"""The largest runs on models of random weights."""
 
 
 class Probes:
@@ -53,10 +65,11 @@ class Probes:
         square: int = SQUARE,
     ) -> None:
         self._device = device
-        self._shape, self._dtype, self._library, self._buffer_bytes = shape, dtype, library, buffer_bytes
-        self._matrices: _Matrices | None = None
+        self._shape, self._dtype, self._library = shape, dtype, library
+        self._engines: dict[int, tuple[EngineRuns, ModelShape]] = {}
         scale = _ON_CUDA if device.type == "cuda" else 1
-        self._reads = _reads(dtype, device, scale * buffer_bytes)
+        self._buffer_bytes = scale * buffer_bytes
+        self._reads = _reads(dtype, device, self._buffer_bytes)
         widths = [
             (shape.hidden_size, 2 * shape.intermediate_size),
             (shape.intermediate_size, shape.hidden_size),
@@ -83,26 +96,33 @@ class Probes:
         return max(self._rate(each) for rows, each in self._products if rows == GEMM_ROWS[0])
 
     def step_rates(self, rows: int) -> tuple[float, float]:
-        """Measured rates of the model's own matrices: operations/s of products with `rows` rows, bytes/s with one row.
+        """Rates of the engine with a model of random weights: operations/s with `rows` tokens, bytes/s with one.
 
-        The matrices of several layers are multiplied in turn, so that they come from memory, as in a step. For more
-        rows than a step has, one layer is measured, without the output projection, as in a prompt; with at most 2,048
-        rows, because above that the rate does not change. Keeps the matrices from the first call on.
+        The model is that of `_similar`, and runs through the engine's contract. Up to 128 rows are a step of
+        sequences of a few tokens, whose weights come from memory. More are a prompt; from 2,048 on the rate is the
+        same. Keeps the models from the first call on.
         """
-        if self._matrices is None:
-            self._matrices = _Matrices(self._shape, self._dtype, self._device, self._library, self._buffer_bytes)
-        shape, matrices, rows = self._shape, self._matrices, min(rows, NATIVE_ROWS[-1])
+        rows, size = min(rows, NATIVE_ROWS[-1]), self._dtype.itemsize
+        layer = ModelShape.of(_similar(self._shape, 1)).layer_weights * size
+        steps, shape = self._runs(-(-self._buffer_bytes // layer))
 
         def seconds(rows: int) -> float:
-            layer = self._best(matrices.product(matrices.layers, rows)) / len(matrices.layers)
-            return shape.num_layers * layer + self._best(matrices.product([matrices.head], rows))
+            return steps.decode(rows, 1, _STEPS) / _STEPS
 
         one = seconds(1)
-        bandwidth = shape.step_weights * self._dtype.itemsize / one
-        if rows <= _COLD_ROWS:
+        bandwidth = shape.step_weights * size / one
+        if rows <= _STEP_ROWS:
             # The longer of two measurements of one row would be too long.
             return 2 * rows * shape.step_weights / (one if rows == 1 else seconds(rows)), bandwidth
-        return 2 * rows * shape.layer_weights / self._best(matrices.product(matrices.layers[:1], rows)), bandwidth
+        prompts, shape = self._runs(_PROMPT_LAYERS)
+        return prefill_flops(shape, rows) / self._best(lambda: prompts.prefill(rows)), bandwidth
+
+    def _runs(self, layers: int) -> tuple[EngineRuns, ModelShape]:
+        if layers not in self._engines:
+            config = _similar(self._shape, layers)
+            engine = _engine(config, self._dtype, self._device, self._library)
+            self._engines[layers] = EngineRuns(engine), ModelShape.of(config)
+        return self._engines[layers]
 
     def state(self) -> dict[str, float]:
         """The state of the machine now, in bytes and operations per second; each is the best of several tries.
@@ -136,46 +156,32 @@ class Probes:
         return min(took)
 
 
-class _Matrices:
-    """Matrices of layers, with at least `buffer_bytes` in them if the model has so many layers, and of the head."""
-
-    def __init__(
-        self, shape: ModelShape, dtype: torch.dtype, device: torch.device, library: CDLL | None, buffer_bytes: int
-    ) -> None:
-        heads = shape.num_heads * shape.head_dim
-        up = (shape.hidden_size, shape.intermediate_size)
-        qkv = (shape.hidden_size, heads + 2 * shape.num_kv_heads * shape.head_dim)
-        widths = [qkv, (heads, shape.hidden_size), up, up, up[::-1]]
-        count = min(shape.num_layers, -(-buffer_bytes // (shape.layer_weights * dtype.itemsize)))
-        self._threads = torch.get_num_threads()
-        self._device = device
-
-        def matrix(columns: int, rows: int) -> _Matrix:
-            weight = torch.ones(rows, columns, dtype=dtype, device=device)
-            return columns, weight if library is None else PackedWeight.pack(library, weight)
-
-        self.layers = [[matrix(*width) for width in widths] for _ in range(count)]
-        self.head = [matrix(shape.hidden_size, shape.vocab_size)]
-        self._input_dtype = dtype if library is None else torch.float32
-
-    def product(self, groups: list[list[_Matrix]], rows: int) -> Callable[[], None]:
-        """A function that multiplies each matrix with `rows` rows."""
-        matrices = [each for group in groups for each in group]
-        widths = {columns for columns, _ in matrices}
-        inputs = {width: torch.ones(rows, width, dtype=self._input_dtype, device=self._device) for width in widths}
-
-        def multiply() -> None:
-            for columns, weight in matrices:
-                if isinstance(weight, Tensor):
-                    F.linear(inputs[columns], weight)
-                else:
-                    weight.multiply(inputs[columns], threads=self._threads)
-
-        return multiply
+def _similar(shape: ModelShape, layers: int) -> ModelConfig:
+    """A model of so many layers, whose sizes are the nearest powers of two; few tokens, no experts, no windows."""
+    sizes = {
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+    }
+    rounded = {name: 1 << round(math.log2(size)) for name, size in sizes.items()}
+    others = {"head_dim": shape.head_dim, "vocab_size": 2048, "max_position_embeddings": _PLAN.longest}
+    return ModelConfig.from_dict(
+        {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": layers, **rounded, **others}
+    )
 
 
-_Matrix = tuple[int, Tensor | PackedWeight]
-"""Number of columns, and the weight."""
+def _engine(config: ModelConfig, dtype: torch.dtype, device: torch.device, library: CDLL | None) -> Engine:
+    """An engine with random weights, for the runs of `_PLAN`."""
+    native = None if unsupported(config, dtype, dtype) else library
+    page_size = default_page_size(device.type, _PLAN.longest)
+    memory = _PLAN.tokens(page_size) * ModelShape.of(config).kv_token_bytes(dtype.itemsize)
+    settings = EngineConfig("random", page_size=page_size, kv_memory=memory, slots=_STEP_ROWS)
+    engine = assemble(random_model(config, device, dtype, native), settings)
+    if device.type == "cpu":
+        # As `build` does, because products take longer with small pages.
+        huge_pages.collapse()
+    return engine
 
 
 def this_machine(shape: ModelShape, dtype: torch.dtype) -> Callable[[int], Hardware]:
@@ -192,7 +198,7 @@ def this_machine(shape: ModelShape, dtype: torch.dtype) -> Callable[[int], Hardw
     @functools.cache
     def measured(rows: int) -> Hardware:
         flops, bandwidth = probes.step_rates(rows)
-        source = f"measured with {rows} rows of the model's matrices, {dtype} on {device}"
+        source = f"measured with passes of {rows} tokens through a model of a similar shape, {dtype} on {device}"
         return Hardware("this", (flops, None, None), bandwidth, memory, link, 0.0, 0, 1, source)
 
     return lambda rows: measured(min(rows, NATIVE_ROWS[-1]))

@@ -60,15 +60,34 @@ class Hardware:
         return self.peak_flops_per_s[0] / self.bytes_per_s
 
 
-_BOOK = "How to Scale Your Model, TPUs and Inference: jax-ml.github.io/scaling-book"
-_A100 = "NVIDIA A100 80GB SXM data sheet (2022): nvidia.com/en-us/data-center/a100"
-_H100 = "NVIDIA H100 SXM data sheet, without sparsity: nvidia.com/en-us/data-center/h100"
-_H200 = "NVIDIA H200 SXM data sheet, without sparsity: nvidia.com/en-us/data-center/h200"
-_B200 = "NVIDIA HGX B200 data sheet, a GPU, without sparsity: nvidia.com/en-us/data-center/hgx"
-_ADA = "NVIDIA Ada GPU architecture white paper, appendix A, without sparsity"
+# The numbers of each document as it prints them. With sparsity they are twice the dense rates of the rows.
+_BOOK = (
+    'How to Scale Your Model, TPUs and Inference (jax-ml.github.io/scaling-book): "1.97e14" bf16, "3.94e14" int8, '
+    '"8.2e11" bytes/s, "16GB", "9e10" bytes/s both ways along an axis'
+)
+_A100 = (
+    'NVIDIA A100 80GB SXM data sheet: "312 TFLOPS" bf16, "624 TOPS" int8, "2,039GB/s", NVLink "600GB/s" both ways; '
+    'NVIDIA A100 architecture white paper: "1248" INT4 TOPS'
+)
+_H100 = (
+    'NVIDIA H100 architecture white paper, SXM5: "989.4" dense BF16 TFLOPS, "1978.9" dense INT8 TOPS; '
+    'NVIDIA H100 SXM data sheet: "3.35TB/s", "80GB", NVLink "900GB/s" both ways'
+)
+_H200 = (
+    'NVIDIA H200 SXM data sheet: "1,979 TFLOPS" BF16 and "3,958 TFLOPS" INT8 with sparsity, as an H100, whose dense '
+    'rates are printed with a digit more; "141GB", "4.8TB/s", NVLink "900GB/s" both ways'
+)
+_B200 = (
+    'NVIDIA HGX B200 data sheet, a GPU: "4.5 PFLOPS" BF16, "9 POPS" INT8, "18 PFLOPS" FP4, all with sparsity, "180GB", '
+    'NVLink "1.8TB/s" both ways; NVIDIA DGX B200 data sheet, eight GPUs: "64TB/s"'
+)
+_ADA = (
+    'NVIDIA Ada GPU architecture white paper, appendix A, RTX 4090: "82.6" FP16 TFLOPS, dense tensor "165.2" with FP32 '
+    'accumulate, "660.6" INT8, "1321.2" INT4; "1008 GB/sec", "24 GB"'
+)
 _EPYC = (
-    "AMD EPYC 9654 data sheet: 96 cores, 2.4 GHz, 12 channels of DDR5-4800, here with 64 GiB each; computed with 64 "
-    "bf16 and 128 int8 operations a core and cycle (two paths of 256 bits)"
+    'AMD EPYC 9654 data sheet: "96" cores, "2.4GHz", "12" channels of DDR5 "4800", "460.8 GB/s", here with 64 GiB '
+    "a channel; computed with 64 bf16 and 128 int8 operations a core and cycle (two paths of 256 bits)"
 )
 _GIB = 1 << 30
 

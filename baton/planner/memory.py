@@ -24,6 +24,8 @@ CPU_RUNTIME = 250 << 20
 """Memory of an engine's process on a CPU without weights, KV and workspace, with libraries: 233 MiB with native kernels
 and 249 MiB with torch's were measured (resident, torch 2, Linux on x86)."""
 
+_SPLIT_KEYS, _ROW_TILE = 1024, 16
+
 BFLOAT16_ROWS = ("avx512_bf16", "amx")
 """Instruction sets whose products read rows of bfloat16 if weights are bfloat16."""
 
@@ -200,35 +202,28 @@ def native_workspace(
     logits: bool = False,
     tp: int = 1,
 ) -> Workspace:
-    """Tensors of a pass with native kernels, after `Forward::reserve` of baton/native/src/forward.h.
+    """Tensors of a pass with native kernels (`Forward::reserve` of baton/native/src/forward.h), within 5%.
 
     `contexts` has the new tokens and the length of each sequence; one token of each is sampled. `bits` of an element
     of the weights and `isa`, the instruction set, decide whether products read rows of bfloat16 or float32. `logits`
-    are those of the sampled tokens. Buffers are whole pages of 4 KiB.
+    are those of the sampled tokens. A context of more than 1,024 tokens has a partial result for each 1,024.
     """
-    bfloat16 = bits <= 16 and isa in BFLOAT16_ROWS
-    element_bytes, query_rows = 2 if bfloat16 else 4, 192 if bfloat16 and isa == "amx" else 96
-    tokens, samples = sum(new for new, _ in contexts), len(contexts)
+    element = 2 if bits <= 16 and isa in BFLOAT16_ROWS else 4
+    tokens, dim = sum(new for new, _ in contexts), shape.head_dim
     heads, kv_heads = heads_per_rank(shape, tp)
-    group, inner = heads // kv_heads, shape.intermediate_size // tp
-    tile, split_keys, keys, row_block = 16, 1024, 64, 256
-    rows, width = tokens + tile, _padded(shape.head_dim, PANEL)
-    task_rows = _padded(max(group, query_rows), tile)
-    scratch = 2 * row_block * PANEL + (task_rows + 2 * keys) * width + task_rows * keys + 2 * task_rows * (width + 2)
-    splits = sum(-(-length // split_keys) for _, length in contexts if length > split_keys)
+    inner = shape.intermediate_size // tp
+    splits = sum(-(-length // _SPLIT_KEYS) for _, length in contexts if length > _SPLIT_KEYS)
     buffers = {
-        "normed": rows * _padded(shape.hidden_size, PANEL) * element_bytes,
-        "attended": rows * _padded(heads * shape.head_dim, PANEL) * element_bytes,
-        "inner": rows * _padded(inner, PANEL) * element_bytes,
-        "qkv": tokens * (heads + 2 * kv_heads) * shape.head_dim * 4,
-        "angles": tokens * shape.head_dim * 4,
-        "partials": splits * kv_heads * _padded(group, tile) * (width + 2) * 4,
-        "maxima": samples * threads * 16,
-        "threads": _padded(scratch, 1024) * threads * 4,
+        "hidden states": tokens * shape.hidden_size * 4,
+        "inputs of products": tokens * element * sum(_padded(each, PANEL) for each in (shape.hidden_size, heads * dim)),
+        "inner": tokens * _padded(inner, PANEL) * element,
+        "qkv and angles": tokens * (heads + 2 * kv_heads + 1) * dim * 4,
+        "partial results": splits * kv_heads * _padded(heads // kv_heads, _ROW_TILE) * dim * 4,
+        "logits": len(contexts) * shape.vocab_size * 4 * logits,
+        # AMX has a fifth more, others have a fifth less.
+        "threads": threads * 4 * (26_000 + 560 * _padded(dim, PANEL)),
     }
-    outputs = tokens * shape.hidden_size * 4 + samples * (8 + 4 * shape.vocab_size * logits)
-    total = sum(_padded(each, 4096) for each in buffers.values()) + outputs
-    return Workspace(total, max(buffers, key=buffers.__getitem__))
+    return Workspace(sum(buffers.values()), max(buffers, key=buffers.__getitem__))
 
 
 @dataclass(frozen=True, slots=True)

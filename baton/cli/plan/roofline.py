@@ -115,6 +115,10 @@ def _hardware_at_batch(model: ModelShape, hardware: str, weight_bits: int) -> Ha
     if hardware != "this":
         row = hardware_named(hardware)
         return lambda rows: row
+    from baton.engine.process import prepare
+
+    # As in a worker's process, before torch is loaded.
+    prepare()
     with extra_installed("worker"):
         import torch
 

@@ -93,22 +93,26 @@ def test_probes_measure_something(checkpoint: Path, dtype: torch.dtype) -> None:
     assert min(probes.step_rates(256)) > 0
 
 
-def test_a_few_layers_stand_for_all_in_the_rates_of_a_step(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every product takes a second. Of 3 layers the buffer holds one, so the model takes 3 for them, 1 for the head."""
+def test_rates_are_those_of_a_model_of_a_similar_shape(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four steps take a second, as does a prompt; sizes are powers of two, and the buffer holds 4 layers."""
     shape = ModelShape.of(ModelConfig.from_pretrained(checkpoint))
-    timed: list[object] = []
-    monkeypatch.setattr(Probes, "_best", lambda self, run: timed.append(run) or 1.0)
-    sizes = {"buffer_bytes": 4 * shape.layer_weights, "square": 64}
+    near = ModelShape(64, 128, 4, 2, 32, 2048, (None,) * 4)
+    assert (shape.hidden_size, shape.intermediate_size, shape.num_heads, shape.num_kv_heads) == (64, 112, 4, 2)
+    asked: list[tuple[int, ...]] = []
+    monkeypatch.setattr(EngineRuns, "decode", lambda self, *run: asked.append(run) or 1.0)
+    monkeypatch.setattr(EngineRuns, "prefill", lambda self, tokens: asked.append((tokens,)) or 1.0)
+    monkeypatch.setattr(Probes, "_best", lambda self, run: run())
+    sizes = {"buffer_bytes": 4 * 4 * near.layer_weights, "square": 64}
     probes = Probes(shape, torch.float32, torch.device("cpu"), **sizes)
     flops, bandwidth = probes.step_rates(2)
-    assert flops == pytest.approx(4 * shape.step_weights / 4)
-    assert bandwidth == pytest.approx(4 * shape.step_weights / 4)
-    timed.clear()
-    probes.step_rates(1)
-    assert len(timed) == 2, "one row is measured once, for layers and head"
-    # Prompts leave out the head, and have at most 2,048 rows a pass.
-    assert probes.step_rates(200)[0] == pytest.approx(2 * 200 * shape.layer_weights)
-    assert probes.step_rates(9999)[0] == pytest.approx(2 * 2048 * shape.layer_weights)
+    assert flops == pytest.approx(2 * 2 * near.step_weights * 4)
+    assert bandwidth == pytest.approx(4 * near.step_weights * 4)
+    assert probes.step_rates(1) == pytest.approx((bandwidth / 2, bandwidth))
+    assert asked == [(1, 1, 4), (2, 1, 4), (1, 1, 4)], "one row is measured once"
+    # Prompts have two layers, and at most 2,048 tokens a pass.
+    prompt = ModelShape(64, 128, 4, 2, 32, 2048, (None,) * 2)
+    assert probes.step_rates(200)[0] == pytest.approx(prefill_flops(prompt, 200))
+    assert probes.step_rates(9999)[0] == pytest.approx(prefill_flops(prompt, 2048))
 
 
 @needs_native
@@ -136,7 +140,7 @@ def test_this_machine_is_measured_once_beyond_the_rows_of_its_peak(
     monkeypatch.setattr(Probes, "step_rates", step_rates)
     at = probes.this_machine(ModelShape.of(ModelConfig.from_pretrained(checkpoint)), torch.float32)
     assert at(8192) == at(32768) == at(2048)
-    assert "with 2048 rows" in at(8192).source
+    assert "passes of 2048 tokens" in at(8192).source
     assert at(8).source != at(2048).source
     assert measured == [2048, 8]
 

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from baton.bench import probes
 from baton.cli.main import main
+from baton.engine import process
 from baton.planner.hardware import HARDWARE, Hardware
 
 
@@ -123,6 +124,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return at
 
     monkeypatch.setattr(probes, "this_machine", this_machine)
+    monkeypatch.setattr(process, "prepare", lambda: None)
     return rows_asked
 
 
