@@ -28,36 +28,48 @@ def run_threads(size: int, floats: int, work: Callable[[Collective], Any]) -> li
             each.close()
 
 
-def run_processes(size: int, floats: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Call `work(collective, *arguments)` in a process of each rank; returns the results in rank order.
+class RankProcesses:
+    """Processes of ranks, which compute one function after the other.
 
-    `work` is a function of an importable module. The compute threads of a process serve one call at a time, so that
-    forward passes of two ranks in one process would wait for each other for ever.
+    The compute threads of a process serve one call at a time, so that forward passes of two ranks in one process would
+    wait for each other for ever.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "baton.native.decoder", "baton.native.packed"])
-    fd = shared_memory(size, floats)
-    place = f"/proc/{os.getpid()}/fd/{fd}"
-    pipes = [context.Pipe(duplex=False) for _ in range(size)]
-    processes = [
-        context.Process(target=_rank, args=(theirs, place, rank, size, floats, work, arguments), daemon=True)
-        for rank, (_, theirs) in enumerate(pipes)
-    ]
-    try:
-        for process, (_, theirs) in zip(processes, pipes, strict=True):
+
+    def __init__(self, size: int, floats: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._fd = shared_memory(size, floats)
+        self._own = Collective(self._fd, 0, size, floats)
+        place = f"/proc/{os.getpid()}/fd/{self._fd}"
+        pipes = [context.Pipe() for _ in range(size)]
+        self._pipes = [ours for ours, _ in pipes]
+        self._processes = [
+            context.Process(target=_serve, args=(theirs, place, rank, size, floats), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process, (_, theirs) in zip(self._processes, pipes, strict=True):
             process.start()
             theirs.close()
-        results = [_receive(ours) for ours, _ in pipes]
-    finally:
-        for process in processes:
-            if process.pid is not None:
-                process.kill()
-                process.join()
-        os.close(fd)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
+
+    def __enter__(self) -> "RankProcesses":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._own.close()
+        os.close(self._fd)
+
+    def run(self, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call `work(collective, *arguments)`, a function of an importable module; returns results in rank order."""
+        self._own.reset()
+        for pipe in self._pipes:
+            pipe.send_bytes(pickle.dumps((work, arguments)))
+        results = [_receive(pipe) for pipe in self._pipes]
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return results
 
 
 def _receive(pipe: Connection) -> Any:
@@ -65,24 +77,17 @@ def _receive(pipe: Connection) -> Any:
     return pickle.loads(pipe.recv_bytes())
 
 
-def _rank(
-    pipe: Connection,
-    place: str,
-    rank: int,
-    size: int,
-    floats: int,
-    work: Callable[..., Any],
-    arguments: tuple[Any, ...],
-) -> None:
+def _serve(pipe: Connection, place: str, rank: int, size: int, floats: int) -> None:
     torch.set_num_threads(1)
     fd = os.open(place, os.O_RDWR)
     collective = Collective(fd, rank, size, floats)
-    os.close(fd)
-    try:
-        result = work(collective, *arguments)
-    except Exception as error:
-        # The others must not wait for this one.
-        collective.abort()
-        result = RuntimeError(f"rank {rank}: {error!r}")
-    # Plain bytes, because torch would send the memory of tensors by descriptor.
-    pipe.send_bytes(pickle.dumps(result))
+    while True:
+        work, arguments = pickle.loads(pipe.recv_bytes())
+        try:
+            result = work(collective, *arguments)
+        except Exception as error:
+            # The others must not wait for this one.
+            collective.abort()
+            result = RuntimeError(f"rank {rank}: {error!r}")
+        # Plain bytes, because torch would send the memory of tensors by descriptor.
+        pipe.send_bytes(pickle.dumps(result))

@@ -51,16 +51,22 @@ def test_tensors_keep_shape_and_dtype(dtype: torch.dtype) -> None:
 
 
 def test_a_late_rank_is_waited_for_and_the_wait_is_counted() -> None:
-    def work(collective: Collective) -> tuple[float, int]:
-        if collective.rank:
-            time.sleep(0.3)
-        collective.barrier()
-        return collective.waited_s, collective.calls
+    """Its arrival wakes the others, which would look again after 100 ms only."""
 
-    (early, _), (late, calls) = run_threads(2, 1, work)
-    assert early > 0.2
-    assert late < 0.2
-    assert calls == 1
+    def work(collective: Collective) -> tuple[list[float], int]:
+        waits: list[float] = []
+        for _ in range(10):
+            before = collective.waited_s
+            collective.barrier()
+            if collective.rank:
+                time.sleep(0.02)
+            collective.barrier()
+            waits.append(collective.waited_s - before)
+        return waits, collective.calls
+
+    (waits, _), (_, calls) = run_threads(2, 1, work)
+    assert 0.015 < min(waits) < 0.08
+    assert calls == 20
 
 
 @pytest.fixture
@@ -76,6 +82,7 @@ def pair() -> Iterator[tuple[Collective, Collective]]:
 def test_an_abort_ends_waits_until_a_reset(pair: tuple[Collective, Collective]) -> None:
     """A wait that sleeps, and one that would begin later; afterwards sums are right again."""
     first, second = pair
+    took: list[float] = []
     for _ in range(3):
         ended: list[float] = []
 
@@ -91,7 +98,7 @@ def test_an_abort_ends_waits_until_a_reset(pair: tuple[Collective, Collective]) 
         began = time.monotonic()
         second.abort()
         waiting.join()
-        assert ended[0] - began < 1
+        took.append(ended[0] - began)
         with pytest.raises(EngineError, match="aborted"):
             second.all_reduce(torch.ones(3))
         first.reset()
@@ -99,6 +106,9 @@ def test_an_abort_ends_waits_until_a_reset(pair: tuple[Collective, Collective]) 
         other.start()
         assert first.all_reduce(torch.ones(40)).tolist() == [2.0] * 40
         other.join()
+    assert max(took) < 1
+    # A sleeper would look again after 100 ms.
+    assert min(took) < 0.03
 
 
 def test_memory_and_ranks_that_do_not_fit_are_refused() -> None:

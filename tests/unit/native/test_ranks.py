@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from baton.native.decoder import NativeDecoder
 from baton.native.packed import PackedWeights, weights_of
 from baton.process.load_progress import LoadProgress
 from tests.kernels import LIBRARY, needs_native
-from tests.ranks import run_processes, run_threads
+from tests.ranks import RankProcesses, run_threads
 
 pytestmark = needs_native
 
@@ -89,10 +90,10 @@ def passes(ranks: Collective | None, model: Model) -> dict[str, Tensor]:
     parts = attention_parts("float32", kv_heads, config.head_dim)
     # More rows than an exchange takes, and more keys than a split.
     contexts = [1030, 3, 40]
-    kv = KvCache.allocate(parts, num_layers=config.num_layers, num_pages=3 * 70, page_size=16, device=CPU)
+    kv = KvCache.allocate(parts, num_layers=config.num_layers, num_pages=3 * 110, page_size=16, device=CPU)
     for part in kv.parts.values():
         part.zero_()
-    tables = torch.randperm(3 * 70, generator=torch.Generator().manual_seed(1)).int().view(3, 70)
+    tables = torch.randperm(3 * 110, generator=torch.Generator().manual_seed(1)).int().view(3, 110)
     ids = torch.randint(config.vocab_size, (2000,), generator=torch.Generator().manual_seed(2))
     found: dict[str, Tensor] = {}
 
@@ -103,10 +104,11 @@ def passes(ranks: Collective | None, model: Model) -> dict[str, Tensor]:
     layers: list[int] = []
     on_layer = None if ranks and ranks.rank else layers.append
     found["hidden"] = decoder(ids, ids, batch(contexts), kv, on_layer=on_layer)
-    found["logits"] = decoder.logits(found["hidden"][-600:])
-    for name, queries, sampled in (("mixed", [1, 5, 1], [0, 4, 6]), ("step", [1, 1, 1], None)):
+    found["logits"] = decoder.logits(found["hidden"][-3:])
+    mixtures = {"rows": ([600, 5, 1], None), "mixed": ([1, 5, 1], [0, 4, 6]), "step": ([1, 1, 1], None)}
+    for name, (queries, sampled) in mixtures.items():
         contexts = [context + query for context, query in zip(contexts, queries, strict=True)]
-        output = decoder.forward_head(ids[7:], batch(queries), kv, on_layer, sampled, logits=name == "mixed")
+        output = decoder.forward_head(ids[7:], batch(queries), kv, on_layer, sampled, logits=name != "step")
         found[f"{name} argmax"] = output.argmax
         if output.logits is not None:
             found[f"{name} logits"] = output.logits
@@ -125,7 +127,7 @@ MODELS = {
         Model(vocab=150, heads=4, kv_heads=2),
         Model(vocab=101, heads=4, kv_heads=2, extras=True, tied=True, threads=1),
         # The MLP's last product takes its inputs in slices.
-        Model(vocab=77, heads=6, kv_heads=2, inner=4200, extras=True, dtype=torch.bfloat16),
+        Model(vocab=77, heads=6, kv_heads=2, inner=4200, extras=True, dtype=torch.bfloat16, threads=3),
         Model(vocab=90, heads=2, kv_heads=2, kind="plain"),
         Model(vocab=90, heads=2, kv_heads=2, kind="nan"),
     ],
@@ -134,10 +136,24 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_passes_of_ranks_equal_those_of_one(size: int) -> None:
+@pytest.fixture(scope="module")
+def pair() -> Iterator[RankProcesses]:
+    with RankProcesses(2, exchange_floats(50)) as pair:
+        yield pair
+
+
+def test_passes_of_two_ranks_equal_those_of_one(pair: RankProcesses) -> None:
+    _equal_one_rank(pair, 2)
+
+
+def test_passes_of_four_ranks_equal_those_of_one() -> None:
+    with RankProcesses(4, exchange_floats(50)) as processes:
+        _equal_one_rank(processes, 4)
+
+
+def _equal_one_rank(processes: RankProcesses, size: int) -> None:
     models = MODELS[size]
-    found = run_processes(size, exchange_floats(50), passes_of, models)
+    found = processes.run(passes_of, models)
     for index, model in enumerate(models):
         wanted = passes(None, model)
         for rank in range(size):
@@ -185,9 +201,9 @@ def late_layer(ranks: Collective) -> float:
     return times[2] - times[1]
 
 
-def test_a_layer_ends_when_all_ranks_have_its_keys() -> None:
+def test_a_layer_ends_when_all_ranks_have_its_keys(pair: RankProcesses) -> None:
     """Also the last layer of a pass without samples, which computes nothing else."""
-    assert run_processes(2, exchange_floats(50), late_layer)[0] > 0.2
+    assert pair.run(late_layer)[0] > 0.2
 
 
 def aborted_pass(ranks: Collective) -> Any:
@@ -219,8 +235,8 @@ def aborted_pass(ranks: Collective) -> Any:
     return waited, decoder.forward_head(torch.arange(3), batch, kv, None, None, logits=True).argmax.tolist()
 
 
-def test_an_abort_ends_a_pass_and_the_next_one_is_right() -> None:
-    (waited, first), (_, second) = run_processes(2, exchange_floats(50), aborted_pass)
+def test_an_abort_ends_a_pass_and_the_next_one_is_right(pair: RankProcesses) -> None:
+    (waited, first), (_, second) = pair.run(aborted_pass)
     assert 0.1 < waited < 1.2
     assert first == second
 
