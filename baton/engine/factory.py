@@ -119,7 +119,7 @@ def load(config: EngineConfig, progress: LoadProgress, place: Place | None = Non
         # Done before the pool is made, which gets its huge pages in the background.
         huge_pages.collapse()
     if config.pin_threads:
-        pin_compute_threads(place.number * torch.get_num_threads() if place else 0)
+        pin_compute_threads()
     return model
 
 

@@ -61,16 +61,15 @@ def _check_threads(threads: int, ranks: int) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(usable))
 
 
-def pin_compute_threads(first: int = 0) -> None:
+def pin_compute_threads() -> None:
     """Pin each compute thread to one core: this thread's OpenMP team in torch, and the threads of native kernels.
 
-    They get the usable cores from number `first` on. Only for a worker with cores of its own: without them, several
-    workers would pin threads to the same cores. Call it once, on the thread that computes. The threads of its team are
-    found by their name, which Linux threads inherit.
+    Only for a worker with cores of its own: without them, several workers would pin threads to the same cores. Call it
+    once, on the thread that computes. The threads of its team are found by their name, which Linux threads inherit.
     """
     import torch
 
-    places = sorted(os.sched_getaffinity(0))[first:]
+    places = sorted(os.sched_getaffinity(0))
     caller, tasks = threading.get_native_id(), Path("/proc/self/task")
     (tasks / str(caller) / "comm").write_text(_COMPUTE)
     torch.ones(torch.get_num_threads() << 18).sum()

@@ -17,6 +17,7 @@ from typing import Any
 from baton.engine.process import prepare
 from baton.engine.ranks import Beats, LinkFiles, RankFailure, RankServer, RankStart, beat
 from baton.errors import BatonError
+from baton.process import cores
 from baton.process.load_progress import LoadProgress
 from baton.telemetry import logs
 
@@ -30,7 +31,9 @@ def main() -> None:
     start: RankStart = connection.recv()
     level, worker, log_format = start.log
     logs.configure(level, f"rank {start.rank}", worker, log_format=log_format)
-    prepare(threads=start.config.threads)
+    config = start.config
+    os.sched_setaffinity(0, cores.share(start.rank, config.ranks, config.threads, start.cores))
+    prepare(threads=config.threads)
     serve(connection, start, beats, pages, LinkFiles(*links))
     # As services do: unloading torch would take seconds on a busy machine.
     os._exit(0)

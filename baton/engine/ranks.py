@@ -69,12 +69,14 @@ _log = logging.getLogger(__name__)
 class RankStart:
     """The first message to a rank: its number, and the settings of its engine and its log.
 
-    Ranks are numbered stage by stage. `floats` is the size of the buffers of collectives and channels.
+    Ranks are numbered stage by stage. `floats` is the size of the buffers of collectives and channels. `cores` are
+    those of the worker.
     """
 
     rank: int
     floats: int
     config: EngineConfig
+    cores: tuple[int, ...]
     log: tuple[str, str, str]
     """Settings of the leader's log (`baton.telemetry.logs.settings`)."""
 
@@ -207,11 +209,14 @@ class Ranks:
         self.kv_files: list[int] = []
         """The memory of the pages of each rank but the leader."""
         self._files = {file for each in files for file in each if file >= 0}
+        # Of the main thread: this one may have the leader's share already.
+        own = tuple(os.sched_getaffinity(os.getpid()))
         beats = _memory("baton-beats", Beats.BYTES)
         self.beats = Beats(beats)
         try:
             for rank in range(1, self.size):
-                self._start(RankStart(rank, floats, config, logs.settings()), beats, files[rank], launch)
+                start = RankStart(rank, floats, config, own, logs.settings())
+                self._start(start, beats, files[rank], launch)
         except BaseException:
             self.close()
             raise

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from baton.config.values import parse_cpus
@@ -29,6 +30,17 @@ def available_cpus(text: str) -> frozenset[int]:
 def affinity() -> int:
     """Cores that the kernel may run this process on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def share(number: int, count: int, threads: int, among: Sequence[int]) -> frozenset[int]:
+    """The cores of process `number` of `count` that compute together, with `threads` threads each.
+
+    Their sets are disjoint, so that none waits for a core that another one uses. A scheduler may keep processes that
+    wake each other on one core: a step of two ranks then took twice as long. All of `among`, if they are too few.
+    """
+    if len(among) < count * max(1, threads):
+        return frozenset(among)
+    return frozenset(sorted(among)[number::count])
 
 
 def usable() -> int:

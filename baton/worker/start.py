@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import faulthandler
 import logging
+import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from baton.engine.contract import Engine, EngineSpec
 from baton.errors import ConfigError, EngineError
 from baton.model.checkpoint import resolve, tokenizer_digest
 from baton.pb import worker_pb2, worker_pb2_grpc
-from baton.process import allocator, executors
+from baton.process import allocator, cores, executors
 from baton.process.executors import WORK, EngineThread, wait_to_end
 from baton.process.load_progress import LoadProgress
 from baton.process.ops import serve_ops
@@ -181,7 +182,11 @@ interpreter's lock."""
 def _build(config: WorkerConfig, progress: LoadProgress) -> Engine:
     from baton.engine.factory import build
 
-    engine = build(config.engine_config(), progress=progress)
+    settings = config.engine_config()
+    if settings.ranks > 1:
+        among = tuple(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, cores.share(0, settings.ranks, settings.threads, among))
+    engine = build(settings, progress=progress)
     allocator.prefault(_SPARE_BYTES)
     return engine
 
