@@ -210,7 +210,7 @@ def extra_installed(extra: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise click.ClickException(f"{error.name} is missing: pip install 'baton[{extra}]'") from None
+        raise click.ClickException(f"{error.name} is missing; in the checkout: pip install '.[{extra}]'") from None
 
 
 def fail(error: BatonError) -> NoReturn:

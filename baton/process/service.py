@@ -81,7 +81,7 @@ def main(role: str, package: str, settings: type[S], run: Callable[[S], Running]
         try:
             _exit(asyncio.run(serve(run(config), role)))
         except ModuleNotFoundError as error:
-            print(f"{role}: {error.name} is not installed; a worker needs baton[worker]", file=sys.stderr)
+            print(f"{role}: {error.name} is not installed; in the checkout: pip install '.[worker]'", file=sys.stderr)
         except BatonError as error:
             print(f"{role}: {error}", file=sys.stderr)
         sys.exit(2)
