@@ -88,7 +88,7 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType({row.name: row for row in _R
 
 
 def hardware_named(name: str) -> Hardware:
-    """The row of a name. Raises ConfigError with the names that exist."""
-    if name not in HARDWARE:
+    """The row of a name, in small or capital letters. Raises ConfigError with the names that exist."""
+    if (row := HARDWARE.get(name.lower())) is None:
         raise ConfigError(f"hardware: unknown {name!r}; known: {', '.join(HARDWARE)}")
-    return HARDWARE[name]
+    return row
