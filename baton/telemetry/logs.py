@@ -72,6 +72,11 @@ class JsonFormatter(LineFormatter):
         return json.dumps(line, ensure_ascii=False)
 
 
+def writes_json() -> bool:
+    """Whether the log of this process is JSON."""
+    return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
+
+
 def configure(
     level: str, role: str, worker_id: str = "", stream: TextIO | None = None, *, log_format: str = "text"
 ) -> None:
