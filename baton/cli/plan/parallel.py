@@ -45,7 +45,7 @@ class _Plan:
 
 @click.command()
 @click.argument("model", type=ShapeParam())
-@click.option("--hardware", required=True, help="A name, such as h100.")
+@click.option("--hardware", required=True, help="A device, such as h100, or FILE.json.")
 @click.option("--tensor-parallel", type=_COUNT, default=1, show_default=True, help="Devices that share each layer.")
 @click.option("--pipeline-parallel", type=_COUNT, default=1, show_default=True, help="Stages that share the layers.")
 @click.option("--batch", type=BATCH, default=32, show_default=True, help="Sequences of a step.")

@@ -53,7 +53,7 @@ _FRONT_BATCHES = tuple(1 << power for power in range(11))
 
 @click.command()
 @click.argument("model", type=ShapeParam())
-@click.option("--hardware", required=True, help="Name of a device, such as h100; `this` measures this machine.")
+@click.option("--hardware", required=True, help="A device, such as h100, or FILE.json; `this`: measured.")
 @click.option("--batch", type=Counts(), default="1,8,32,128", show_default=True, help="Sequences of a step.")
 @click.option("--context", type=Counts(), default="8192", show_default=True, help="Tokens of each sequence.")
 @click.option("--weight-bits", type=_BITS, default=16, show_default=True, help="Bits of an element of the weights.")
