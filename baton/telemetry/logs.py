@@ -72,11 +72,6 @@ class JsonFormatter(LineFormatter):
         return json.dumps(line, ensure_ascii=False)
 
 
-def writes_json() -> bool:
-    """Whether the log of this process is JSON."""
-    return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
-
-
 def configure(
     level: str, role: str, worker_id: str = "", stream: TextIO | None = None, *, log_format: str = "text"
 ) -> None:
@@ -92,3 +87,8 @@ def configure(
     root.setLevel(level.upper())
     # At level debug it logs the event loop at each call.
     logging.getLogger("grpc").setLevel(max(root.level, logging.INFO))
+
+
+def writes_json() -> bool:
+    """Whether the log of this process is JSON."""
+    return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
