@@ -23,7 +23,6 @@ are PEM files with the client's own certificate, for routers that require one. W
 
 from __future__ import annotations
 
-import re
 from collections.abc import AsyncGenerator, Generator, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -50,6 +49,7 @@ class _Connection:
     """The common part of both clients: a channel of `api` (`grpc` or `grpc.aio`), its stubs, metadata of calls."""
 
     def __init__(self, api: Any, target: str, model: str, api_key: str | None, security: Security) -> None:
+        calls.check_target(target)
         self._model, self._target = model, target
         self._closed = False
         self._metadata = _metadata(api_key)
@@ -75,14 +75,17 @@ class AsyncClient(_Connection):
     """A client of the router at `target` ("host:port"); close it, or use it as an async context manager.
 
     `model` is the name of the served model; if empty, the only one is used. Every `timeout` is in seconds, and is also
-    the deadline of the request on the server; the message of DeadlineExceeded has the number of tokens so far. Raises
-    ConfigError, which names the setting, if a TLS setting can't be used, and InvalidRequest if `api_key` is empty or
-    has other characters than printable ASCII.
+    the deadline of the request on the server; the message of DeadlineExceeded has the number of tokens so far.
     """
 
     def __init__(
         self, target: str, *, model: str = "", api_key: str | None = None, **security: Unpack[Security]
     ) -> None:
+        """Connect at the first call. `security` are `tls`, `ca`, `cert`, `key` and `server_name`, as above.
+
+        Raises ConfigError, which names the setting, if the target or a TLS setting can't be used, and InvalidRequest
+        if `api_key` is empty or has other characters than printable ASCII.
+        """
         super().__init__(grpc.aio, target, model, api_key, security)
 
     async def __aenter__(self) -> Self:
@@ -112,7 +115,7 @@ class AsyncClient(_Connection):
 
         `sampling` are the fields of `SamplingParams`; `timeout` is in seconds. Raises InvalidRequest, Overloaded,
         Unavailable, NotFound, Unauthenticated, PermissionDenied, or DeadlineExceeded; TransferError if KV could not be
-        moved in any attempt; EngineError if the model runtime failed; TypeError for an unknown argument.
+        moved in any attempt; BatonError if the model runtime failed; TypeError for an unknown argument.
         """
         request = calls.generate_request(
             self._model, prompt, sampling, cache=cache, cache_salt=cache_salt, report_progress=report_progress
@@ -200,6 +203,7 @@ class Client(_Connection):
     def __init__(
         self, target: str, *, model: str = "", api_key: str | None = None, **security: Unpack[Security]
     ) -> None:
+        """The same as for `AsyncClient`."""
         super().__init__(grpc, target, model, api_key, security)
 
     def __enter__(self) -> Self:
@@ -229,7 +233,7 @@ class Client(_Connection):
 
         `sampling` are the fields of `SamplingParams`; `timeout` is in seconds. Raises InvalidRequest, Overloaded,
         Unavailable, NotFound, Unauthenticated, PermissionDenied, or DeadlineExceeded; TransferError if KV could not be
-        moved in any attempt; EngineError if the model runtime failed; TypeError for an unknown argument.
+        moved in any attempt; BatonError if the model runtime failed; TypeError for an unknown argument.
         """
         request = calls.generate_request(
             self._model, prompt, sampling, cache=cache, cache_salt=cache_salt, report_progress=report_progress
@@ -313,7 +317,7 @@ class Client(_Connection):
 def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
     if api_key is None:
         return ()
-    if not re.fullmatch(r"[!-~]+", api_key):
+    if not calls.can_be_key(api_key):
         # The message does not contain the key.
         raise InvalidRequest("api_key", "must be of printable ASCII without spaces, and not be empty")
     return (("authorization", f"Bearer {api_key}"),)

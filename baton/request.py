@@ -72,9 +72,9 @@ def _param(default: Any, help: str, low: float | None = None, high: float = 0, *
 class SamplingParams:
     """Parameters of sampling, and of the end of a choice.
 
-    Names and meanings are those of vLLM, with two exceptions: `include_stop_in_output` is vLLM's
-    `include_stop_str_in_output`, and without `max_tokens` a choice may have all tokens that fit. A router replaces
-    defaults by those in the model's generation_config.json.
+    Names and meanings are those of vLLM, with three exceptions: `include_stop_in_output` is vLLM's
+    `include_stop_str_in_output`; without `max_tokens` a choice may have all tokens that fit; `top_k` 0, and not -1,
+    is all. A router replaces defaults by those in the model's generation_config.json.
 
     The message in `inference.proto` has the same names. Conversion, checks of types and the flags of `baton generate`
     follow from this declaration. `logprobs` and `prompt_logprobs` None mean no report.

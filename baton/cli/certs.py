@@ -87,7 +87,8 @@ def make_all(out: Path, *, days: int = 365, hosts: Sequence[str] = (), force: bo
     """
     stems = ("ca", *FLEET_ROLES)
     files = [out / f"{stem}.{kind}" for stem in stems for kind in ("key", "crt")]
-    _refuse_existing([*files, out / "ticket.key", out / "ticket.pub"], force)
+    more = ", and makes a new CA; to make one certificate anew, for example for another --host, give its --role"
+    _refuse_existing([*files, out / "ticket.key", out / "ticket.pub"], force, more)
     names = _checked_hosts(hosts)
     _make_directory(out)
     _make_ca(out)
@@ -112,9 +113,9 @@ def issue(
     return files
 
 
-def _refuse_existing(files: Sequence[Path], force: bool) -> None:
+def _refuse_existing(files: Sequence[Path], force: bool, more: str = "") -> None:
     if not force and (there := [str(file) for file in files if file.exists()]):
-        raise ConfigError(f"{', '.join(there)} would be overwritten; --force allows that")
+        raise ConfigError(f"{', '.join(there)} would be overwritten; --force allows that{more}")
 
 
 def _checked_hosts(hosts: Sequence[str]) -> list[x509.GeneralName]:

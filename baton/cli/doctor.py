@@ -31,7 +31,7 @@ def doctor(kernels: str) -> None:
     rows = {
         "baton": version("baton"),
         "python": f"{found['python']} ({sys.executable})",
-        "torch": found["torch"] or "not installed; only workers need it: pip install 'baton[worker]'",
+        "torch": found["torch"] or "not installed; only workers need it; in the checkout: pip install '.[worker]'",
         "processor": found["processor"],
         "cores": f"{cores.usable()} of {found['cores']}",
         "compiler": _compiler(),

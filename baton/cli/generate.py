@@ -38,6 +38,7 @@ from baton.errors import BatonError, InvalidRequest, preview
 from baton.request import CACHE_TIERS, PARAMETERS, CachePolicy, PrefillProgress, TokenInfo, Usage
 from baton.rpc import calls
 
+_NO_TEXT = "no text: the model has no tokenizer, or all tokens are special ones; --json shows their ids"
 _CACHING = ("cache", "cache_salt")
 _POLICIES = [policy.value for policy in CachePolicy]
 
@@ -57,7 +58,12 @@ BAR_AFTER_S = 1.0
 @click.option("--cache", type=click.Choice(_POLICIES), help="Use of the prefix cache.  [default: read_write]")
 @click.option("--cache-salt", help="Share cached prefixes only with requests of the same salt.")
 @click.option("--timeout", type=Seconds(), help="Deadline in seconds.")
-@click.option("--json", "as_object", is_flag=True, help="Print one JSON object at the end; logprobs need it.")
+@click.option(
+    "--json",
+    "as_object",
+    is_flag=True,
+    help="Print one JSON object at the end, with `choices` if there are several; logprobs need it.",
+)
 @click.option("--quiet", is_flag=True, help="Print neither progress nor latency account.")
 def generate(
     prompt: str | None,
@@ -101,6 +107,8 @@ def generate(
         printer.end()
         fail(error)
     printer.end()
+    if not (as_object or quiet or any(choice.text for choice in completion.choices)):
+        click.echo(_NO_TEXT, err=True)
     if as_object:
         click.echo(json.dumps(as_json(completion), ensure_ascii=False))
     elif not quiet:

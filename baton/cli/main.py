@@ -32,8 +32,24 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors of a write to a full disk."""
 
 
+_ELSEWHERE = {
+    "serve": "`baton up` serves a model",
+    "chat": "`baton generate --chat FILE` continues a conversation",
+    "complete": "`baton generate PROMPT` completes a prompt",
+}
+"""Commands that other servers have, and ours for them."""
+
+
 class _Commands(click.Group):
     """Commands that report a full disk in one line."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find a command; name ours for those that other servers have."""
+        if args and args[0] in _ELSEWHERE:
+            raise click.UsageError(f"No such command {args[0]!r}: {_ELSEWHERE[args[0]]}", ctx)
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

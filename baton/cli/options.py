@@ -22,7 +22,7 @@ from rich.table import Table
 from baton.config.options import Address, flag_of
 from baton.errors import BatonError, InvalidRequest, Overloaded
 from baton.request import PARAMETERS
-from baton.rpc.calls import MAX_TIMEOUT_S
+from baton.rpc.calls import MAX_TIMEOUT_S, can_be_key
 
 DEFAULT_GRPC = "127.0.0.1:50050"
 
@@ -67,6 +67,9 @@ def connection(flags: dict[str, Any]) -> dict[str, Any]:
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "is not text"
             raise click.BadParameter(f"{str(file)!r} can't be read: {why}", param_hint="'--api-key-file'") from None
+        if not can_be_key(found["api_key"]) or found["api_key"].startswith("{"):
+            problem = f"{str(file)!r} has no API key, which is one word; api_keys.json is a router's file"
+            raise click.BadParameter(problem, param_hint="'--api-key-file'")
     return found
 
 
@@ -210,7 +213,7 @@ def extra_installed(extra: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise click.ClickException(f"{error.name} is missing: pip install 'baton[{extra}]'") from None
+        raise click.ClickException(f"{error.name} is missing; in the checkout: pip install '.[{extra}]'") from None
 
 
 def fail(error: BatonError) -> NoReturn:

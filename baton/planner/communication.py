@@ -194,9 +194,9 @@ def rank_bytes(shape: ModelShape, parallelism: Parallelism, workload: Workload) 
 
 
 def tensor_parallel_sizes(shape: ModelShape, hardware: Hardware) -> list[int]:
-    """Numbers of ranks that the fast link joins, and that divide heads, KV heads and MLP."""
-    sizes = range(1, min(hardware.fast_link_devices, shape.num_kv_heads) + 1)
-    return [tp for tp in sizes if not (shape.num_heads % tp or shape.num_kv_heads % tp or shape.intermediate_size % tp)]
+    """Numbers of ranks that the fast link joins, and that divide the model."""
+    sizes = range(1, min(hardware.fast_link_devices, shape.num_heads) + 1)
+    return [tp for tp in sizes if memory.divides(shape, tp)]
 
 
 def smallest_parallelism(shape: ModelShape, workload: Workload, hardware: Hardware) -> Parallelism | None:

@@ -6,11 +6,13 @@ whose weights are half zeros. Memory is what is installed; a driver keeps one or
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, preview
 
 WIDTHS = (16, 8, 4)
 """Bits of a weight for which there are rates."""
@@ -107,7 +109,39 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType({row.name: row for row in _R
 
 
 def hardware_named(name: str) -> Hardware:
-    """The row of a name. Raises ConfigError with the names that exist."""
-    if name not in HARDWARE:
-        raise ConfigError(f"hardware: unknown {name!r}; known: {', '.join(HARDWARE)}")
-    return HARDWARE[name]
+    """The row of a name, in small or capital letters, or that of a file FILE.json.
+
+    Raises ConfigError with the names that exist, or the field of the file that can't be used.
+    """
+    if name.endswith(".json"):
+        return _of_file(Path(name))
+    if (row := HARDWARE.get(name.lower())) is None:
+        raise ConfigError(f"hardware: unknown {name!r}; known: {', '.join(HARDWARE)}, and a FILE.json")
+    return row
+
+
+_OPTIONAL = {"host_link": 0.0, "device_link": 25e9, "axes": 0, "fast_link_devices": 1}
+"""Values of fields that a file leaves out: a network of 25e9 bytes/s and no fast link."""
+
+
+def _of_file(path: Path) -> Hardware:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"hardware: {str(path)!r} can't be read: {error}") from None
+    needed = {"peak_flops_per_s", "bytes_per_s", "memory"}
+    if not isinstance(raw, dict) or not needed <= raw.keys() <= {*needed, *_OPTIONAL, "source"}:
+        known = ", ".join((*sorted(needed), *_OPTIONAL, "source"))
+        raise ConfigError(f"hardware: {str(path)!r} must be an object of {known}; the first three are needed")
+    rates = raw.pop("peak_flops_per_s")
+    if not isinstance(rates, list) or len(rates) != len(WIDTHS) or rates[0] is None:
+        raise ConfigError(
+            f"hardware: peak_flops_per_s must list operations/s in 16, 8 and 4 bits, got {preview(rates)}"
+        )
+    row = _OPTIONAL | {name: value for name, value in raw.items() if name != "source"}
+    for name, value in (*row.items(), *(("peak_flops_per_s", rate) for rate in rates if rate is not None)):
+        whole, least = name in ("memory", "axes", "fast_link_devices"), int(name not in ("host_link", "axes"))
+        if type(value) not in ((int,) if whole else (int, float)) or value < least:
+            kind = "an integer" if whole else "a number"
+            raise ConfigError(f"hardware: {name} must be {kind} of at least {least}, got {value!r}")
+    return Hardware(path.stem, tuple(rates), source=str(raw.get("source", path)), **row)

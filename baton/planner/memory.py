@@ -2,8 +2,9 @@
 
 Weights are those that Baton's engine has in memory. Norms are float32, whatever the dtype. For native kernels (CPUs)
 matrices are padded to panels, and biases are float32. With `tp` tensor-parallel ranks each has a share of heads, MLP
-and vocabulary, and all norms (`baton.model.layers`; Shoeybi et al. 2019, arXiv:1909.08053). With pipeline stages each
-has some layers; the first has the embedding, and the last the final norm and the output projection.
+and vocabulary, and all norms (`baton.model.layers`; Shoeybi et al. 2019, arXiv:1909.08053). If there are more ranks
+than KV heads, several ranks have the same head. With pipeline stages each has some layers; the first has the embedding,
+and the last the final norm and the output projection.
 """
 
 from __future__ import annotations
@@ -97,25 +98,36 @@ def weights(
 
 
 def heads_per_rank(shape: ModelShape, tp: int) -> tuple[int, int]:
-    """Heads and KV heads of a rank. Raises ConfigError if the ranks do not divide heads and MLP."""
-    for what, total in (
-        ("heads", shape.num_heads),
-        ("KV heads", shape.num_kv_heads),
-        ("columns of the MLP", shape.intermediate_size),
-    ):
+    """Heads and KV heads of a rank, which has one at least. Raises ConfigError if the ranks do not divide the model."""
+    if problem := _indivisible(shape, tp):
+        sizes = (size for size in range(1, shape.num_heads + 1) if not _indivisible(shape, size))
+        raise ConfigError(f"tensor_parallel: {problem}; possible: {', '.join(map(str, sizes))}")
+    return shape.num_heads // tp, max(1, shape.num_kv_heads // tp)
+
+
+def divides(shape: ModelShape, tp: int) -> bool:
+    """Whether so many ranks divide heads and MLP, and divide the KV heads or are a multiple of them."""
+    return not _indivisible(shape, tp)
+
+
+def _indivisible(shape: ModelShape, tp: int) -> str:
+    """The reason why so many ranks do not divide the model; empty if they do."""
+    for what, total in (("heads", shape.num_heads), ("columns of the MLP", shape.intermediate_size)):
         if total % tp:
-            raise ConfigError(f"tensor_parallel: {tp} ranks do not divide {total} {what}")
-    return shape.num_heads // tp, shape.num_kv_heads // tp
+            return f"{tp} ranks do not divide {total} {what}"
+    if shape.num_kv_heads % tp and tp % shape.num_kv_heads:
+        return f"{tp} ranks neither divide {shape.num_kv_heads} KV heads nor are a multiple of them"
+    return ""
 
 
 def kv_token_bytes(shape: ModelShape, bits: int, *, tp: int = 1, layers: int | None = None) -> int:
-    """Bytes of one token's K and V on a rank: 2 * layers * KV heads * head dim * bits / 8.
+    """Bytes of one token's K and V on a rank: 2 * layers * KV heads * head dim * bits / 8, with one KV head at least.
 
     Source: "How to Scale Your Model", chapter Inference.
     Layers with a sliding window count whole, because the pool has pages for every token in all layers.
     """
     layers = shape.num_layers if layers is None else layers
-    return _bytes(2 * layers * (shape.num_kv_heads // tp) * shape.head_dim, bits)
+    return _bytes(2 * layers * max(1, shape.num_kv_heads // tp) * shape.head_dim, bits)
 
 
 def mlp_token_bytes(shape: ModelShape, element_bytes: int) -> int:

@@ -112,13 +112,13 @@ def decode_time(
 ) -> StepTime:
     """Least time of a step of `batch` sequences, in 16-bit arithmetic, on devices that share all work equally.
 
-    Communication between them is not counted.
+    More devices than KV heads read the same heads several times. Communication between them is not counted.
     """
     return step_time(
         batch,
         shape.step_weights,
         weights_read(shape, batch) * weight_bits / 8,
-        kv_read_bytes(shape, context, kv_bits),
+        kv_read_bytes(shape, context, kv_bits) * max(1, devices / shape.num_kv_heads),
         devices * hardware.flops_per_s(16),
         devices * hardware.bytes_per_s,
     )
@@ -180,6 +180,28 @@ def pareto(points: Sequence[tuple[float, float]]) -> list[bool]:
     ]
 
 
+def fits(
+    shape: ModelShape,
+    hardware: Hardware,
+    batch: int,
+    context: int,
+    *,
+    weight_bits: int = 16,
+    kv_bits: int = 16,
+    devices: int = 1,
+) -> bool:
+    """Whether each of the devices that share the layers has room for its weights and for the KV of all sequences."""
+    return rank_bytes(shape, batch, context, weight_bits, kv_bits, devices) <= hardware.memory
+
+
+def rank_bytes(
+    shape: ModelShape, batch: int, context: int, weight_bits: int = 16, kv_bits: int = 16, devices: int = 1
+) -> int:
+    """Bytes of weights and KV on each of the devices that share the layers."""
+    kv = batch * context * memory.kv_token_bytes(shape, kv_bits, tp=devices)
+    return memory.weights(shape, weight_bits, tp=devices).total + kv
+
+
 @dataclass(frozen=True, slots=True)
 class OperatingPoint:
     """One way to run decode: `tp` devices that share each layer, and a batch.
@@ -209,14 +231,11 @@ def feasible_points(
     """
     found = []
     for tp in tensor_parallel_sizes(shape, hardware_at_batch(batches[0])):
-        weights = memory.weights(shape, weight_bits, tp=tp).total
-        token = memory.kv_token_bytes(shape, kv_bits, tp=tp)
+        sizes = {"weight_bits": weight_bits, "kv_bits": kv_bits, "devices": tp}
         for batch in batches:
             hardware = hardware_at_batch(batch)
-            if weights + batch * context * token <= hardware.memory:
-                step = decode_time(
-                    shape, hardware, batch, context, weight_bits=weight_bits, kv_bits=kv_bits, devices=tp
-                )
+            if fits(shape, hardware, batch, context, **sizes):
+                step = decode_time(shape, hardware, batch, context, **sizes)
                 seconds = step.seconds + shape.num_layers * layer_seconds(shape, batch, tp, hardware)
                 found.append(OperatingPoint(tp, batch, seconds, batch / seconds / tp))
     return found
@@ -224,11 +243,15 @@ def feasible_points(
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """One change of model or engine, and its effect: seconds of a step, tokens a second of all devices."""
+    """One change of model or engine, and its effect: seconds of a step, tokens a second of all devices.
+
+    `fits`: whether the memory holds weights and KV.
+    """
 
     name: str
     seconds: float
     tokens_per_s: float
+    fits: bool
 
 
 ACCEPTANCE, DRAFTS = 0.8, 4
@@ -240,37 +263,46 @@ def what_if(
 ) -> list[WhatIf]:
     """Steps as they are, and with one change each: KV heads, bits, speculation, experts, tensor parallelism."""
 
-    def step(
+    def change(
+        name: str,
         shape: ModelShape = shape,
+        *,
         weights: int = weight_bits,
         kv: int = kv_bits,
         devices: int = 1,
-        sequences: int = batch,
-    ) -> StepTime:
-        return decode_time(shape, hardware, sequences, context, weight_bits=weights, kv_bits=kv, devices=devices)
+        more: float = 0.0,
+    ) -> WhatIf:
+        sizes = {"weight_bits": weights, "kv_bits": kv, "devices": devices}
+        seconds = decode_time(shape, hardware, batch, context, **sizes).seconds + more
+        return WhatIf(name, seconds, batch / seconds, fits(shape, hardware, batch, context, **sizes))
 
-    def change(name: str, seconds: float, tokens: float = 1) -> WhatIf:
-        return WhatIf(name, seconds, batch * tokens / seconds)
-
-    found = [change("as it is", step().seconds)]
+    plain = change("as it is")
+    found = [plain]
     grouped = shape.num_kv_heads < shape.num_heads
     heads = shape.num_heads if grouped else max(1, shape.num_heads // 8)
     name = "each query head has its own K and V" if grouped else f"{shape.num_heads // heads} query heads share K and V"
-    found.append(change(name, step(replace(shape, num_kv_heads=heads)).seconds))
-    found += [change(f"weights have {bits} bits", step(weights=bits).seconds) for bits in (8, 4) if bits < weight_bits]
+    found.append(change(name, replace(shape, num_kv_heads=heads)))
+    found += [change(f"weights have {bits} bits", weights=bits) for bits in (8, 4) if bits < weight_bits]
     if kv_bits > 8:
-        found.append(change("KV has 8 bits", step(kv=8).seconds))
-    weights = step(sequences=batch * (DRAFTS + 1)).weights
-    drafted, tokens = speculative_time(step(), DRAFTS, weights), speculative_tokens(ACCEPTANCE, DRAFTS)
-    name = f"a step checks {DRAFTS} free drafts, each accepted with a probability of {ACCEPTANCE:.0%}"
-    found.append(change(name, drafted.seconds, tokens))
+        found.append(change("KV has 8 bits", kv=8))
+    found.append(_speculation(shape, hardware, batch, context, weight_bits, kv_bits, plain.fits))
     if not shape.experts:
         mixture = replace(shape, experts=16, active_experts=2)
-        found.append(change("each MLP has 16 experts, and a token uses 2", step(mixture).seconds))
+        found.append(change("each MLP has 16 experts, and a token uses 2", mixture))
     for tp in tensor_parallel_sizes(shape, hardware)[1:]:
         reduces = shape.num_layers * layer_seconds(shape, batch, tp, hardware)
-        found.append(change(f"{tp} devices share each layer", step(devices=tp).seconds + reduces))
+        found.append(change(f"{tp} devices share each layer", devices=tp, more=reduces))
     return found
+
+
+def _speculation(
+    shape: ModelShape, hardware: Hardware, batch: int, context: int, weight_bits: int, kv_bits: int, room: bool
+) -> WhatIf:
+    sizes = {"weight_bits": weight_bits, "kv_bits": kv_bits}
+    weights = decode_time(shape, hardware, batch * (DRAFTS + 1), context, **sizes).weights
+    seconds = speculative_time(decode_time(shape, hardware, batch, context, **sizes), DRAFTS, weights).seconds
+    name = f"a step checks {DRAFTS} free drafts, each accepted with a probability of {ACCEPTANCE:.0%}"
+    return WhatIf(name, seconds, batch * speculative_tokens(ACCEPTANCE, DRAFTS) / seconds, room)
 
 
 def _pair_flops(shape: ModelShape) -> int:

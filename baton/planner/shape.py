@@ -6,12 +6,22 @@ biases; all experts of a mixture, or those that one token uses.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from baton.errors import ModelError
 from baton.model.config import ModelConfig
+from baton.model.families import FAMILIES
+
+_MIXTURES = {
+    "MixtralForCausalLM": ("MistralForCausalLM", "intermediate_size", "num_local_experts"),
+    "Qwen3MoeForCausalLM": ("Qwen3ForCausalLM", "moe_intermediate_size", "num_experts"),
+}
+"""Mixtures of experts: the dense architecture with the same attention, and the fields of an MLP's size and number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +67,40 @@ class ModelShape:
             qk_norm=config.qk_norm,
             max_positions=config.max_position_embeddings,
         )
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path) -> ModelShape:
+        """The shape of the model in a folder or a config.json; also of mixtures of experts, which Baton does not run.
+
+        Raises ModelError with the file, or with the field and its value.
+        """
+        raw = _config(Path(path))
+        if quantization := raw.get("quantization_config"):
+            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+            raise ModelError(
+                f"quantization_config: {method!r} is not read; remove it from a copy of config.json, and give the bits "
+                "of the weights as --weight-bits"
+            )
+        names = raw.get("architectures") or ()
+        if names and not any(name in FAMILIES or name in _MIXTURES for name in names):
+            known = ", ".join((*FAMILIES, *_MIXTURES))
+            raise ModelError(f"unsupported architecture {', '.join(map(str, names))}; supported in plans: {known}")
+        mixture = next((name for name in names if name in _MIXTURES), None)
+        return cls.of(ModelConfig.from_pretrained(path)) if mixture is None else cls._of_mixture(mixture, raw)
+
+    @classmethod
+    def _of_mixture(cls, architecture: str, raw: Mapping[str, Any]) -> ModelShape:
+        like, inner, experts = _MIXTURES[architecture]
+        if raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1:
+            raise ModelError("mlp_only_layers, decoder_sparse_step: only mixtures in all layers are supported")
+        for name in (inner, experts, "num_experts_per_tok"):
+            if type(raw.get(name)) is not int or raw[name] < 1:
+                raise ModelError(f"{name} must be a positive integer, not {raw.get(name)!r}")
+        if raw["num_experts_per_tok"] > raw[experts]:
+            raise ModelError(f"num_experts_per_tok {raw['num_experts_per_tok']} exceeds {experts} {raw[experts]}")
+        dense = {"sliding_window": None, **raw, "architectures": [like], "intermediate_size": raw[inner]}
+        shape = cls.of(ModelConfig.from_dict(dense))
+        return replace(shape, experts=raw[experts], active_experts=raw["num_experts_per_tok"])
 
     @property
     def num_layers(self) -> int:
@@ -134,6 +178,15 @@ class ModelShape:
     def kv_token_bytes(self, element_bytes: int) -> int:
         """Bytes of one token's K and V over all layers, as `KvFormat.token_bytes` has them."""
         return self.kv_token_elements * element_bytes
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """Contents of config.json; empty if it can't be read, which ModelConfig reports."""
+    try:
+        raw = json.loads((path if path.is_file() else path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return raw if isinstance(raw, dict) else {}
 
 
 def _row(*sizes: int, layers: int, **others: Any) -> ModelShape:

@@ -30,6 +30,8 @@ from baton.config.options import Settings
 from baton.config.roles import command
 from baton.errors import BatonError
 from baton.process.executors import LookupThreads
+from baton.process.supervisor import ready_line
+from baton.telemetry.logs import writes_json
 
 # gRPC reads it when it is imported, which is after this module. Services report faults better than gRPC's own log,
 # which has a line for each connection that a peer closes.
@@ -81,7 +83,7 @@ def main(role: str, package: str, settings: type[S], run: Callable[[S], Running]
         try:
             _exit(asyncio.run(serve(run(config), role)))
         except ModuleNotFoundError as error:
-            print(f"{role}: {error.name} is not installed; a worker needs baton[worker]", file=sys.stderr)
+            print(f"{role}: {error.name} is not installed; in the checkout: pip install '.[worker]'", file=sys.stderr)
         except BatonError as error:
             print(f"{role}: {error}", file=sys.stderr)
         sys.exit(2)
@@ -158,11 +160,10 @@ async def _run(app: Running, role: str, stop: Signals, listening: asyncio.Future
     with contextlib.ExitStack() as stopping:
         async with app as service:
             _freeze_garbage_collector()
-            line = f"listening {service.listening}"
-            _log.info("%s %s", role, line)
+            _log.info("%s listening %s", role, service.listening)
             # The line is in the log too. If the disk is full, the service runs on without it.
             with contextlib.suppress(OSError):
-                print(line, flush=True)
+                print(ready_line(service.listening, as_json=writes_json()), flush=True)
             listening.set_result(None)
             try:
                 await _wait_any(stop.first, service.failed)

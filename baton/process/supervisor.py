@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import re
@@ -38,8 +39,8 @@ from baton.errors import Unavailable
 CUT_S = 1.0
 """Seconds from SIGTERM to a second one, which cuts a drain short, unless a drain may take longer."""
 
-LISTENING = "listening "
-"""The beginning of a service's ready line: `listening name=address …`, on standard output."""
+LISTENING = r'listening |\{"listening": '
+"""The beginning of a service's ready line, on standard output, as a regular expression; see `ready_line`."""
 
 FATAL = re.compile(r"(prefill|decode|router): ")
 """The beginning of the line, on standard error, in which a service says why it can't start.
@@ -83,8 +84,20 @@ class SupervisorTimes(NamedTuple):
     """A successor that uses no processor time for this long before it is ready hangs, and is replaced."""
 
 
+def ready_line(listening: str, *, as_json: bool) -> str:
+    """The line that a service prints when it serves; `listening` is "name=host:port" for each listener.
+
+    It is `listening name=host:port …`, or `{"listening": {"name": "host:port", …}}` where logs are JSON, so that a
+    collector of both outputs finds JSON in each line.
+    """
+    line = f"listening {listening}"
+    return json.dumps({"listening": parse_listeners(line)}) if as_json else line
+
+
 def parse_listeners(line: str) -> dict[str, str]:
     """The listeners of a service, "host:port" by name, from its ready line."""
+    if line.startswith("{"):
+        return {str(name): str(address) for name, address in json.loads(line)["listening"].items()}
     return dict(part.split("=", 1) for part in line.split() if "=" in part)
 
 

@@ -5,6 +5,7 @@ Bad values raise InvalidRequest with field and value before a request is sent, a
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
 import operator
@@ -23,7 +24,16 @@ from grpc_health.v1 import health_pb2
 
 from baton.completion import Cache, Delta, Messages, Model, Prompt
 from baton.config.values import parse_address
-from baton.errors import BatonError, ConfigError, DeadlineExceeded, InvalidRequest, Unavailable, Unsupported, preview
+from baton.errors import (
+    BatonError,
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    Unauthenticated,
+    Unavailable,
+    Unsupported,
+    preview,
+)
 from baton.pb import inference_pb2 as pb
 from baton.process import executors
 from baton.process.executors import WORK
@@ -36,6 +46,8 @@ from baton.rpc.tls import role_name
 M = TypeVar("M", bound=Message)
 
 _TOKEN_IDS = 2**32
+_ARGUMENTS = ("cache", "cache_salt", "report_progress", "timeout")
+"""Arguments of `generate` beside the sampling parameters."""
 _SHORT = 1 << 16
 """Most token ids that are sent as varints, which routers of all versions read; longer prompts have fixed width."""
 
@@ -107,7 +119,7 @@ def _params(given: Mapping[str, Any]) -> tuple[SamplingParams, Collection[str]]:
     Raises InvalidRequest naming a value of the wrong type.
     """
     if unknown := given.keys() - PARAMETERS.keys():
-        raise TypeError(f"generate() and complete() have no argument {min(unknown)!r}")
+        raise TypeError(f"generate() and complete() have no argument {min(unknown)!r}{_advice(min(unknown))}")
     wanted = {
         name: _READERS[PARAMETERS[name].kind](name, value)
         for name, value in given.items()
@@ -118,28 +130,39 @@ def _params(given: Mapping[str, Any]) -> tuple[SamplingParams, Collection[str]]:
     return params, wanted.keys()
 
 
+def _advice(unknown: str) -> str:
+    """Arguments that an unknown one may have meant; empty if none is near."""
+    if unknown in ("model", "api_key"):
+        return "; it is an argument of the client"
+    near = difflib.get_close_matches(unknown, [*PARAMETERS, *_ARGUMENTS], cutoff=0.7)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
 def _switch(name: str, value: Any) -> bool:
     if not isinstance(value, int):
         raise _wrong(name, "must be true or false", value)
     return bool(value)
 
 
-def _sequence(name: str, values: Any) -> tuple[Any, ...]:
+def _sequence(name: str, values: Any, problem: str = "must be a sequence of token ids") -> tuple[Any, ...]:
     try:
         return tuple(values)
     except TypeError:
-        raise _wrong(name, "must be a sequence", values) from None
+        raise _wrong(name, problem, values) from None
 
 
 def _texts(name: str, given: Any) -> tuple[str, ...]:
-    texts = (given,) if isinstance(given, str) else _sequence(name, given)
+    texts = (given,) if isinstance(given, str) else _sequence(name, given, "must be a text or a sequence of texts")
     return tuple(_check_text(f"{name}[{index}]", text) for index, text in enumerate(texts))
 
 
 def _biases(name: str, given: Any) -> tuple[tuple[int, float], ...]:
     if not isinstance(given, Mapping):
         raise _wrong(name, "must map token ids to numbers", given)
-    biases = {_integer(name, token_id): bias for token_id, bias in given.items()}
+    try:
+        biases = {operator.index(token_id): bias for token_id, bias in given.items()}
+    except TypeError:
+        raise _wrong(name, "must have integers, token ids, as keys", given) from None
     return tuple((token_id, _number(f"{name}[{token_id}]", biases[token_id])) for token_id in sorted(biases))
 
 
@@ -305,6 +328,9 @@ OTHER_NAMES = "has a certificate of other names"
 
 _NAMES_TIMEOUT_S = 2.0
 
+_NEEDS_KEY = "an API key is needed"
+"""Part of a router's message for a call without a key."""
+
 _NO_METHOD = "Method not found!"
 """gRPC's message when a listener does not have the called service."""
 
@@ -315,6 +341,26 @@ _UNREACHED = re.compile(
     re.DOTALL | re.IGNORECASE,
 )
 _UNRESOLVED = re.compile(r"(errors resolving|DNS resolution failed for) .*", re.DOTALL)
+
+
+_URI = re.compile(r"(dns|unix|unix-abstract|ipv4|ipv6|xds):.+")
+_API_KEY = re.compile(r"[!-~]+")
+
+
+def check_target(target: Any) -> None:
+    """Raise ConfigError unless `target` is "host:port", or another name of gRPC such as "dns:///host:port"."""
+    if not isinstance(target, str):
+        raise ConfigError(f"target: must be HOST:PORT, got {preview(target)}")
+    if not _URI.fullmatch(target):
+        try:
+            parse_address(target)
+        except ConfigError as error:
+            raise ConfigError(f"target: {error}") from None
+
+
+def can_be_key(text: str) -> bool:
+    """Whether metadata can carry `text` as an API key."""
+    return _API_KEY.fullmatch(text) is not None
 
 
 class ClientCall:
@@ -353,6 +399,8 @@ class ClientCall:
         if code is grpc.StatusCode.DEADLINE_EXCEEDED and self.timeout is not None:
             more = "" if _SAYS_NOTHING.fullmatch(details) else f": {details}"
             return DeadlineExceeded(f"the deadline of {self.timeout:g} s passed{self._progress()}{more}")
+        if code is grpc.StatusCode.UNAUTHENTICATED and _NEEDS_KEY in details:
+            return Unauthenticated(f"{details}; give it as api_key (--api-key-file, or the variable BATON_API_KEY)")
         if code is grpc.StatusCode.UNIMPLEMENTED and details == _NO_METHOD:
             return Unsupported(f"{self._target} has no such method: requests go to the grpc address of a router")
         if code is grpc.StatusCode.UNAVAILABLE and (why := self._connection_problem(details)):
@@ -464,6 +512,11 @@ def _read(name: str, file: Path) -> bytes:
     if b"-----BEGIN " not in data:
         # gRPC would only say, at the first call, that no connection could be made.
         raise ConfigError(f"{name}: {str(file)!r} is not a PEM file")
+    if name == "ca":
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=data.decode("ascii", "replace"))
+        except ssl.SSLError:
+            raise ConfigError(f"ca: {str(file)!r} holds no certificate, or a damaged one") from None
     return data
 
 

@@ -97,3 +97,8 @@ def configure(
     root.setLevel(level.upper())
     # At level debug it logs the event loop at each call.
     logging.getLogger("grpc").setLevel(max(root.level, logging.INFO))
+
+
+def writes_json() -> bool:
+    """Whether the log of this process is JSON."""
+    return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)

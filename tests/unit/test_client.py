@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from baton import AsyncClient, Client
-from baton.errors import Cancelled, DeadlineExceeded, InvalidRequest, NotFound, Overloaded, Unavailable
+from baton.errors import Cancelled, ConfigError, DeadlineExceeded, InvalidRequest, NotFound, Overloaded, Unavailable
 from baton.pb import inference_pb2 as pb
 from baton.request import CachedTokens, CachePolicy, FinishReason, Timings, TokenInfo, Usage
 from baton.rpc.calls import ClientCall
@@ -98,9 +98,28 @@ async def test_wrong_arguments_for_the_cache_or_progress_are_refused(arguments: 
 
 
 def test_an_unknown_argument_is_named() -> None:
-    unknown: dict[str, Any] = {"max_token": 1}
-    with Client("127.0.0.1:1") as client, pytest.raises(TypeError, match=r"complete\(\) have no argument 'max_token'$"):
-        client.generate("x", **unknown)
+    for unknown, words in {
+        "max_token": "did you mean max_tokens or min_tokens?",
+        "include_stop_str_in_output": "did you mean include_stop_in_output?",
+        "time_out": "did you mean timeout?",
+        "model": "it is an argument of the client",
+        "quantity": "",
+    }.items():
+        named = f"have no argument {unknown!r}" + (f"; {words}" if words else "")
+        with Client("127.0.0.1:1") as client, pytest.raises(TypeError, match=f"{re.escape(named)}$"):
+            client.generate("x", **{unknown: 1})
+
+
+@pytest.mark.parametrize("target", ["127.0.0.1", "http://127.0.0.1:50050", "", ":50050", "router:port", None])
+@pytest.mark.parametrize("client", [Client, AsyncClient])
+async def test_a_target_without_a_port_is_refused_at_once(client: Any, target: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^target: must be HOST:PORT"):
+        client(target)
+
+
+@pytest.mark.parametrize("target", ["router:1", "[::1]:1", "dns:///router.baton.svc:1", "unix:/run/baton.sock"])
+def test_a_target_may_be_any_name_of_grpc(target: str) -> None:
+    Client(target).close()
 
 
 async def test_an_argument_of_none_equals_an_omitted_one(router: Router) -> None:
@@ -230,11 +249,11 @@ async def test_an_unreachable_router_is_unavailable(target: str, words: str) -> 
         ("x", {"max_tokens": 1.5}, "max_tokens", "1.5"),
         ("x", {"min_tokens": None}, "min_tokens", "None"),
         ("x", {"ignore_eos": "no"}, "ignore_eos", "'no'"),
-        ("x", {"stop": 5}, "stop", "5"),
+        ("x", {"stop": 5}, "stop", "must be a text or a sequence of texts, got 5"),
         ("x", {"stop": [5]}, "stop[0]", "5"),
         ("x", {"stop_token_ids": [1, 2.5]}, "stop_token_ids[1]", "2.5"),
         ("x", {"logit_bias": [5]}, "logit_bias", "[5]"),
-        ("x", {"logit_bias": {"a": 1.0}}, "logit_bias", "'a'"),
+        ("x", {"logit_bias": {"5": 1.0}}, "logit_bias", "must have integers, token ids, as keys, got {'5': 1.0}"),
         ("x", {"logit_bias": {5: "1"}}, "logit_bias[5]", "'1'"),
         ("x", {"logit_bias": {5: 200.0}}, "logit_bias[5]", "200.0"),
         ("x", {"logit_bias": {-5: 1.0}}, "logit_bias[-5]", "-5"),
@@ -251,7 +270,7 @@ async def test_a_request_that_can_only_be_refused_is_not_sent(
 
 
 async def test_an_unknown_keyword_is_named_with_the_methods_that_lack_it() -> None:
-    with Client("127.0.0.1:1") as client, pytest.raises(TypeError, match=r"^generate\(\) and complete\(\) .* 'top'$"):
+    with Client("127.0.0.1:1") as client, pytest.raises(TypeError, match=r"^generate\(\) and complete\(\) .* 'top'; "):
         client.complete("x", top=5)  # type: ignore[call-arg]
 
 

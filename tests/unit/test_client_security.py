@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from baton import AsyncClient, Client
 from baton.cli.main import main
-from baton.errors import ConfigError, InvalidRequest, Unavailable, Unsupported
+from baton.errors import ConfigError, InvalidRequest, Unauthenticated, Unavailable, Unsupported
 from baton.process.ops import serve_ops
 from baton.rpc.server import listen
 from baton.telemetry.metrics import Exposition
@@ -57,6 +57,7 @@ async def test_a_client_shows_its_certificate() -> None:
         ({"ca": "/nowhere"}, "^ca: '/nowhere' can't be read: No such file"),
         ({"cert": fleet() / "client.crt", "key": fleet() / "ca.key"}, "^key: .*ca.key' is not the key of the certif"),
         ({"ca": __file__}, "^ca: .*_security.py' is not a PEM file"),
+        ({"ca": fleet() / "ca.key"}, "^ca: .*ca.key' holds no certificate"),
     ],
 )
 async def test_a_bad_setting_is_named(client: Any, security: dict[str, Any], words: str) -> None:
@@ -69,6 +70,24 @@ def test_a_key_that_can_not_be_sent_is_refused_and_not_shown(key: str) -> None:
     with pytest.raises(InvalidRequest, match=r"^api_key: must be of printable ASCII") as caught:
         Client("127.0.0.1:1", api_key=key)
     assert not key or key not in str(caught.value)
+
+
+async def test_a_client_without_a_key_is_told_how_to_give_one() -> None:
+    """The words of the router's front door."""
+    router = Router()
+    router.error = Unauthenticated("an API key is needed, as metadata authorization: Bearer KEY")
+    async with served(router) as listener:
+        with pytest.raises(Unauthenticated, match=r"Bearer KEY; give it as api_key \(--api-key-file, or "):
+            await asyncio.to_thread(use, listener.address)
+
+
+@pytest.mark.parametrize("content", ["", "two words", '{"keys": []}', '{"keys":[]}'])
+def test_a_file_without_a_key_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(content)
+    result = CliRunner().invoke(main, ["generate", "x", f"--api-key-file={tmp_path / 'keys'}"])
+    assert result.exit_code == 2
+    assert "'--api-key-file': " in result.stderr
+    assert "keys' has no API key, which is one word" in " ".join(result.stderr.split())
 
 
 async def test_generate_takes_the_key_from_the_environment_a_flag_or_a_file(tmp_path: Path) -> None:

@@ -132,6 +132,18 @@ def test_monitoring_is_provisioned_from_files_that_exist() -> None:
     assert looked_up == {f"baton-{role}": [role] for role in ("router", "prefill", "decode")}
 
 
+def test_flash_attn_is_built_after_torch_and_not_in_isolation() -> None:
+    """Its setup.py imports torch, which pip's isolated builds do not have."""
+    dockerfile, root = (DEPLOY / "Dockerfile").read_text(), DEPLOY.parent
+    commands = re.findall(r"pip install(?:[^\n]*\\\n)*[^\n]*", dockerfile)
+    assert ["--no-build-isolation" in each for each in commands if "'cuda'" in each] == [True]
+    assert dockerfile.index("-r requirements.txt") < dockerfile.index("'cuda'")
+    for page in (root / "README.md", *(root / "docs").glob("*.md")):
+        for command in re.findall(r"pip\s+install[^`]*\[[^]`]*cuda", page.read_text()):
+            assert "--no-build-isolation" in command, page
+    assert (root / "README.md").read_text().count(".[cuda]") == 1
+
+
 @pytest.mark.parametrize("kind", BINARIES)
 def test_redis_evicts_within_its_memory_and_keeps_nothing(kind: str, tmp_path: Path) -> None:
     service = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["redis"]

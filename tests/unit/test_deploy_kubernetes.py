@@ -448,6 +448,30 @@ def labels_of_targets(documents: list[Document]) -> Iterator[str]:
             yield from (rule["targetLabel"] for rule in endpoint["relabelings"])
 
 
+@pytest.mark.parametrize("model", ["model-pvc", "model-node-cache"])
+def test_what_downloads_may_reach_the_hub(model: str, tmp_path: Path) -> None:
+    here = os.path.relpath(KUBERNETES, tmp_path)
+    parts = [f"{here}/components/{name}" for name in (model, "egress")]
+    (tmp_path / "kustomization.yaml").write_text(
+        yaml.safe_dump({"resources": [f"{here}/base"], "components": parts, "namePrefix": "chat-"})
+    )
+    documents = build(tmp_path)
+    loaders = [labels for _, labels, pod in pods(documents) if downloads(pod)]
+    assert len(loaders) == {"model-pvc": 1, "model-node-cache": 3}[model]
+    for each in loaders:
+        assert 443 in {
+            port["port"]
+            for policy in of_kind(documents, "NetworkPolicy")
+            if selects(policy["spec"]["podSelector"], each)
+            for rule in policy["spec"].get("egress", ())
+            for port in rule["ports"]
+        }
+
+
+def downloads(pod: Document) -> bool:
+    return any("/scripts/download.sh" in container.get("command", ()) for container in containers(pod))
+
+
 def test_autoscalers_have_the_replicas_to_themselves(documents: list[Document]) -> None:
     replicas = {name_of(each): each["spec"].get("replicas") for each in of_kind(documents, "Deployment")}
     for scaler in of_kind(documents, "HorizontalPodAutoscaler"):

@@ -147,7 +147,7 @@ def serve(target: str, json_file: Path | None, **flags: Any) -> None:
         click.echo(f"error: {target} does not serve: {error.kind}: {error}", err=True)
         sys.exit(FAILED)
     except ModuleNotFoundError as error:
-        raise click.ClickException(f"{error.name} is missing: pip install 'baton[bench]'") from None
+        raise click.ClickException(f"{error.name} is missing; in the checkout: pip install '.[bench]'") from None
     except KeyboardInterrupt:
         if not reports:
             raise

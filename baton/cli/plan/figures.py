@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,8 +15,9 @@ from typing import Any
 import click
 
 from baton.cli.options import output, table
+from baton.config.options import Size
 from baton.errors import ModelError
-from baton.model.config import ModelConfig
+from baton.planner.hardware import HARDWARE
 from baton.planner.shape import SHAPES, ModelShape
 
 BOOK = "How to Scale Your Model"
@@ -91,6 +93,44 @@ def _sizes(figure: Figure, layout: str = "{}") -> str:
     return layout.format(f"{figure.value / 1e9:,.3f} GB, {figure.value / 2**30:,.3f} GiB")
 
 
+def with_positions(answer: str, context: int, shape: ModelShape) -> str:
+    """An answer to whether sequences of `context` tokens fit, with a remark if they are longer than the model's."""
+    most = shape.max_positions
+    return answer if most is None or context <= most else f"{answer}, but the model has {most:,} positions"
+
+
+BATCH = click.IntRange(1, 1 << 20)
+"""Sequences of a plan. The arithmetic of workspaces takes time and memory for each of them."""
+
+
+class MemorySize(Size):
+    """A size with a unit, of 1 MiB or more, or the name of a device that has so much."""
+
+    name = "SIZE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number of bytes; raises click.BadParameter."""
+        if isinstance(value, int):
+            return value
+        if (row := HARDWARE.get(str(value).lower())) is not None:
+            return row.memory
+        if re.fullmatch(r"[\d.\s]+", str(value)):
+            self.fail(f"{value!r} has no unit, such as in 80GB or 80GiB", param, ctx)
+        size = super().convert(value, param, ctx)
+        if size < 1 << 20:
+            self.fail(f"must be 1MiB or more, got {value!r}", param, ctx)
+        return size
+
+
+def size_text(size: int) -> str:
+    """A size as people write it: "80GiB" or "80GB" where this is exact."""
+    for base, units in ((1024, ("MiB", "GiB", "TiB")), (1000, ("MB", "GB", "TB"))):
+        powers = [power for power in (2, 3, 4) if size % base**power == 0]
+        if powers and size:
+            return f"{size // base ** powers[-1]}{units[powers[-1] - 2]}"
+    return f"{size / 1e9:,.3f} GB"
+
+
 class ShapeParam(click.ParamType[ModelShape]):
     """A model by directory, config.json or name."""
 
@@ -106,10 +146,9 @@ class ShapeParam(click.ParamType[ModelShape]):
         if not path.exists():
             self.fail(f"{value!r} is no folder, no config.json, and none of {', '.join(SHAPES)}", param, ctx)
         try:
-            config = ModelConfig.from_pretrained(path)
+            return ModelShape.from_pretrained(path)
         except ModelError as error:
             self.fail(str(error), param, ctx)
-        return ModelShape.of(config)
 
 
 _OUTPUT = (

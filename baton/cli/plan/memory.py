@@ -8,9 +8,18 @@ from typing import Any
 
 import click
 
-from baton.cli.plan.figures import BOOK, Figure, ShapeParam, output_options, show
+from baton.cli.plan.figures import (
+    BATCH,
+    BOOK,
+    Figure,
+    MemorySize,
+    ShapeParam,
+    output_options,
+    show,
+    size_text,
+    with_positions,
+)
 from baton.config.options import Size, usage_errors
-from baton.config.values import format_bytes
 from baton.engine.config import default_page_size, default_segment_tokens
 from baton.errors import ConfigError
 from baton.native.library import ISAS
@@ -20,6 +29,7 @@ from baton.planner.memory import (
     PipelineStage,
     PoolSize,
     Workspace,
+    heads_per_rank,
     kv_token_bytes,
     mlp_token_bytes,
     native_workspace,
@@ -76,6 +86,11 @@ class _Options:
         return self.batch * -(-(self.context or 0) // self.page_tokens)
 
     @property
+    def host_token(self) -> int:
+        """Bytes of a token's KV of all ranks."""
+        return self.tensor_parallel * kv_token_bytes(self.shape, self.kv_bits, tp=self.tensor_parallel)
+
+    @property
     def element(self) -> int:
         """Bytes of an element of activations: quantized weights are multiplied by elements of 16 bits."""
         return 4 if self.weight_bits > 16 else 2
@@ -96,7 +111,7 @@ class _Rank:
 
 @click.command()
 @click.argument("model", type=ShapeParam())
-@click.option("--memory", type=Size(), multiple=True, help="Memory of a device, such as 80GiB; may be repeated.")
+@click.option("--memory", type=MemorySize(), multiple=True, help="Memory of a device: 80GiB, or h100; may be repeated.")
 @click.option("--weight-bits", type=_BITS, default=16, show_default=True, help="Bits of an element of the weights.")
 @click.option("--kv-bits", type=_BITS, default=16, show_default=True, help="Bits of an element of KV.")
 @click.option("--tensor-parallel", type=_COUNT, default=1, show_default=True, help="Ranks that share each layer.")
@@ -108,9 +123,9 @@ class _Rank:
     show_default=True,
     help="Memory that has the KV.",
 )
-@click.option("--host-memory", type=Size(), help="Host memory for the KV of all ranks, with --kv-home host.")
+@click.option("--host-memory", type=MemorySize(), help="Host memory for the KV of all ranks, with --kv-home host.")
 @click.option("--context", type=_COUNT, help="Tokens of each sequence: prompt and output.")
-@click.option("--batch", type=_COUNT, default=1, show_default=True, help="Sequences at the same time.")
+@click.option("--batch", type=BATCH, default=1, show_default=True, help="Sequences at the same time.")
 @click.option("--chunk-size", type=_COUNT, default=2048, show_default=True, help="Tokens of a pass of prefill.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True, help="Kind of device.")
 @click.option("--isa", type=click.Choice(ISAS), default="amx", show_default=True, help="Instructions of a CPU.")
@@ -137,10 +152,9 @@ def memory(model: ModelShape, as_json: bool, explain: bool, page_size: int | Non
     if given.streams and given.context:
         groups["other ways to stream a prompt"] = _streaming(given, given.context)
     for size in given.memory:
-        groups[f"memory of {format_bytes(size)}"] = _left(given, ranks, size)
+        groups[f"memory of {size_text(size)}"] = _left(given, ranks, size)
     if given.host_memory is not None:
-        token = kv_token_bytes(model, given.kv_bits)
-        groups[f"host memory of {format_bytes(given.host_memory)}"] = _pool(given, given.host_memory, token)
+        groups[f"host memory of {size_text(given.host_memory)}"] = _pool(given, given.host_memory, given.host_token)
     show(groups, as_json=as_json, explain=explain)
 
 
@@ -162,7 +176,7 @@ def _rank(given: _Options, stage: PipelineStage) -> _Rank:
     kinds = f"matrices {part.matrices:,} + embeddings {part.embeddings:,} + biases {part.biases:,}"
     rest = f"norms (float32) {part.norms:,} + rotary frequencies {part.frequencies:,}"
     token = kv_token_bytes(shape, given.kv_bits, tp=tp, layers=stage.layers)
-    heads = f"{shape.num_kv_heads // tp} KV heads * head dim {shape.head_dim}"
+    heads = f"{heads_per_rank(shape, tp)[1]} KV heads * head dim {shape.head_dim}"
     experts = f" * {shape.active_experts}" if shape.active_experts else ""
     space, passed = _workspace(given, stage)
     fixed = [
@@ -227,7 +241,7 @@ def _needed(given: _Options, rank: _Rank) -> list[Figure]:
     need = rank.needed(given)
     text = f"{given.pages:,} pages of {given.page_tokens} tokens * KV of a token"
     if given.streams:
-        kv = given.pages * given.page_tokens * kv_token_bytes(given.shape, given.kv_bits)
+        kv = given.pages * given.page_tokens * given.host_token
         home = "host memory needed"
         total = "of the device: weights, workspace and what follows"
     else:
@@ -274,8 +288,6 @@ def _pool(given: _Options, room: int, token: int) -> list[Figure]:
         name = f"sequences of {given.context:,} tokens"
         found.append(Figure(name, count, "", f"floor({pool.pages:,} / {each:,} pages)", _ENGINE))
         text = f"{given.batch} sequences, room for {count}"
-        fits = "yes" if count >= given.batch else "no"
-        if most is not None and given.context > most:
-            fits = f"{fits}, but the model has {most:,} positions"
+        fits = with_positions("yes" if count >= given.batch else "no", given.context, given.shape)
         found.append(Figure("fits", fits, "", text, ""))
     return found

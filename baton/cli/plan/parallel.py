@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import click
 
-from baton.cli.plan.figures import BOOK, Figure, ShapeParam, output_options, show
+from baton.cli.plan.figures import BATCH, BOOK, Figure, ShapeParam, output_options, show, with_positions
 from baton.config.options import usage_errors
 from baton.planner import communication, memory
 from baton.planner.communication import Parallelism, Workload
@@ -45,10 +45,10 @@ class _Plan:
 
 @click.command()
 @click.argument("model", type=ShapeParam())
-@click.option("--hardware", required=True, help="A name, such as h100.")
+@click.option("--hardware", required=True, help="A device, such as h100, or FILE.json.")
 @click.option("--tensor-parallel", type=_COUNT, default=1, show_default=True, help="Devices that share each layer.")
 @click.option("--pipeline-parallel", type=_COUNT, default=1, show_default=True, help="Stages that share the layers.")
-@click.option("--batch", type=_COUNT, default=32, show_default=True, help="Sequences of a step.")
+@click.option("--batch", type=BATCH, default=32, show_default=True, help="Sequences of a step.")
 @click.option("--context", type=_COUNT, default=8192, show_default=True, help="Tokens of each sequence.")
 @click.option("--weight-bits", type=_BITS, default=16, show_default=True, help="Bits of an element of the weights.")
 @click.option("--kv-bits", type=_BITS, default=16, show_default=True, help="Bits of an element of KV.")
@@ -133,7 +133,11 @@ def _step(plan: _Plan) -> list[Figure]:
     link = communication.link_bandwidth(parallelism.devices, row)
     transfers = f" + {parallelism.pp - 1} * (1 us + {plan.array:,} B / {link:.4g} B/s)"
     formula = reduces + (transfers if parallelism.pp > 1 else "")
+    needed = communication.rank_bytes(model, parallelism, plan.workload)
+    fits = with_positions("yes" if needed <= row.memory else "no", plan.context, model)
+    sizes = f"weights and KV of the largest rank: {needed:,} of {row.memory:,} B"
     figures = [
+        Figure("fits the memory", fits, "", sizes, "baton/planner/memory.py"),
         Figure("reading and computing", 1e3 * work, "ms", "as in `baton plan roofline`", f"{BOOK}, Inference"),
         Figure("communication", 1e3 * talk, "ms", formula, _LATENCY),
         Figure("step", 1e3 * (work + talk), "ms", "the sum: nothing overlaps", ""),

@@ -9,7 +9,7 @@ import click
 
 from baton.cli.options import Counts, ReportFile, extra_installed
 from baton.cli.picture import Series, chart
-from baton.cli.plan.figures import BOOK, Figure, ShapeParam, number, output_options, show
+from baton.cli.plan.figures import BOOK, Figure, ShapeParam, number, output_options, show, with_positions
 from baton.config.options import usage_errors
 from baton.engine.contract import min_overlap_chunk
 from baton.planner.hardware import WIDTHS, Hardware, hardware_named
@@ -21,10 +21,12 @@ from baton.planner.roofline import (
     critical_batch,
     decode_time,
     feasible_points,
+    fits,
     kv_read_bytes,
     pareto,
     prefill_flops,
     prefill_time,
+    rank_bytes,
     weights_read,
     what_if,
 )
@@ -51,7 +53,7 @@ _FRONT_BATCHES = tuple(1 << power for power in range(11))
 
 @click.command()
 @click.argument("model", type=ShapeParam())
-@click.option("--hardware", required=True, help="Name of a device, such as h100; `this` measures this machine.")
+@click.option("--hardware", required=True, help="A device, such as h100, or FILE.json; `this`: measured.")
 @click.option("--batch", type=Counts(), default="1,8,32,128", show_default=True, help="Sequences of a step.")
 @click.option("--context", type=Counts(), default="8192", show_default=True, help="Tokens of each sequence.")
 @click.option("--weight-bits", type=_BITS, default=16, show_default=True, help="Bits of an element of the weights.")
@@ -95,14 +97,16 @@ def roofline(
             figure for count in batch for figure in steps.decode(count, tokens)
         ]
     groups["prefill in one chunk"] = [steps.prefill(tokens) for tokens in context]
-    largest, first = max(batch), context[0]
+    first = context[0]
+    roomy = [count for count in batch if fits(model, peak, count, first, weight_bits=weight_bits, kv_bits=kv_bits)]
+    changed = max(roomy, default=min(batch))
     found = feasible_points(
         model, hardware_at_batch, _front(batch, hardware), first, weight_bits=weight_bits, kv_bits=kv_bits
     )
     best = [each for each, keep in zip(found, _on_front(found), strict=True) if keep]
     groups[f"Pareto front at a context of {first:,}, in tokens/s of one device"] = [_point(each) for each in best]
-    groups[f"effect of one change at batch {largest}, context {first:,}, on one device"] = [
-        _what_if(each) for each in what_if(model, peak, largest, first, weight_bits=weight_bits, kv_bits=kv_bits)
+    groups[f"effect of one change at batch {changed}, context {first:,}, on one device"] = [
+        _what_if(each) for each in what_if(model, peak, changed, first, weight_bits=weight_bits, kv_bits=kv_bits)
     ]
     show(groups, as_json=as_json, explain=explain)
     if plot is not None:
@@ -219,9 +223,8 @@ class _Steps:
             f"max(2 * {batch} * {model.step_weights:,} / {flops:.5g} FLOP/s, {read:.5g} B / {rate:.5g} B/s)"
         )
         source = f"{_INFERENCE}, Theoretical estimates; {device.source}"
-        resident = weights(model, self._weight_bits, tp=self._devices).total
-        needed = resident + batch * context * model.kv_token_elements * self._kv_bits / 8 / self._devices
-        fits = "yes" if needed <= device.memory else "no"
+        needed = rank_bytes(model, batch, context, devices=self._devices, **bits)
+        answer = with_positions("yes" if needed <= device.memory else "no", context, model)
         # At its peak, because the rate of few rows has the wait for the weights in it.
         peak = self._hardware_at_batch(max(batch, _PEAK_ROWS))
         bound = decode_time(model, peak, batch, context, devices=self._devices, **bits).bound
@@ -229,7 +232,7 @@ class _Steps:
             Figure(f"batch {batch}: step", 1e3 * step.seconds, "ms", formula, source),
             Figure(f"batch {batch}: limited by", bound, "", "the longest of the three times, at the peak rate", source),
             Figure(f"batch {batch}: throughput", batch / step.seconds, "tokens/s", f"{batch} / step", _INFERENCE),
-            Figure(f"batch {batch}: fits the memory", fits, "", f"{needed:,.0f} of {device.memory:,} B", ""),
+            Figure(f"batch {batch}: fits the memory", answer, "", f"{needed:,} of {device.memory:,} B", ""),
         ]
 
     def prefill(self, tokens: int) -> Figure:
@@ -241,7 +244,22 @@ class _Steps:
             f"max({flops:.5g} FLOP / {self._devices * device.peak_flops_per_s[0]:.5g} FLOP/s, "
             f"{read:.5g} B / {self._devices * device.bytes_per_s:.5g} B/s)"
         )
-        return Figure(f"prompt of {tokens:,}", 1e3 * seconds, "ms", formula, f"{_ROOFLINE}; {device.source}")
+        room = fits(
+            self._model,
+            device,
+            1,
+            tokens,
+            weight_bits=self._weight_bits,
+            kv_bits=self._kv_bits,
+            devices=self._devices,
+        )
+        name = f"prompt of {tokens:,}{_mark(room)}"
+        return Figure(name, 1e3 * seconds, "ms", formula, f"{_ROOFLINE}; {device.source}")
+
+
+def _mark(room: bool) -> str:
+    """A mark behind figures of what the memory does not hold."""
+    return "" if room else " (does not fit)"
 
 
 def _point(point: OperatingPoint) -> Figure:
@@ -251,7 +269,7 @@ def _point(point: OperatingPoint) -> Figure:
 
 
 def _what_if(change: WhatIf) -> Figure:
-    value = f"{number(1e3 * change.seconds)} ms a step, {number(change.tokens_per_s)} tokens/s"
+    value = f"{number(1e3 * change.seconds)} ms a step, {number(change.tokens_per_s)} tokens/s{_mark(change.fits)}"
     formula = "B * KV / W + max(2 * B * P / C, bytes / W), as above, with this change"
     return Figure(change.name, value, "", formula, f"{_INFERENCE}, Tricks and appendix D")
 

@@ -38,4 +38,4 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(monkeypatch: py
     # Whoever was loaded before has it already.
     for name in [name for name in sys.modules if name.startswith("baton.bench")]:
         monkeypatch.delitem(sys.modules, name)
-    assert "torch is missing: pip install 'baton[worker]'" in refused("engine", "MODEL")
+    assert "torch is missing; in the checkout: pip install '.[worker]'" in refused("engine", "MODEL")

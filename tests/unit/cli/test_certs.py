@@ -67,7 +67,7 @@ def test_one_more_certificate_is_of_the_same_ca(tmp_path: Path) -> None:
 def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
     run("--out", str(tmp_path))
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert "ticket.pub would be overwritten; --force allows that" in refused("--out", str(tmp_path))
+    assert "ticket.pub would be overwritten; --force allows that, and makes a new CA" in refused("--out", str(tmp_path))
     assert f"{tmp_path / 'decode.key'}" in refused("--out", str(tmp_path), "--role=decode")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     run("--out", str(tmp_path), "--role=decode", "--force")

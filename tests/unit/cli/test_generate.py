@@ -8,6 +8,7 @@ import pty
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,6 +53,20 @@ async def test_json_is_one_object_with_all_choices() -> None:
 async def test_several_choices_are_shown_whole() -> None:
     result = await generate(Router(), "hello", "-n", "2", "--quiet")
     assert (result.stdout, result.stderr) == ("[0] ab\n[1] xy\n", "")
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",), ("--quiet",)])
+async def test_a_completion_without_text_says_where_its_tokens_are(flags: tuple[str, ...]) -> None:
+    """As of a model without a tokenizer."""
+
+    class Silent(Router):
+        async def Generate(self, request: pb.GenerateRequest, context: object) -> AsyncIterator[pb.GenerateResponse]:
+            tokens = [pb.TokenInfo(token_id=2)]
+            yield pb.GenerateResponse(choices=[pb.ChoiceDelta(tokens=tokens, finish_reason=pb.FINISH_REASON_LENGTH)])
+
+    result = await generate(Silent(), "--token-ids=5", *flags)
+    assert result.exit_code == 0
+    assert ("no text: the model has no tokenizer" in result.stderr) == (not flags)
 
 
 PROGRESS = [

@@ -109,6 +109,69 @@ def test_a_cpu_has_packed_weights_and_a_runtime() -> None:
     assert found["runtime"] == 250 << 20
 
 
+@pytest.mark.parametrize(
+    ("given", "shown"), [("80GB", "80GB"), ("h200", "141GiB"), ("1.5TiB", "1536GiB"), ("80000000001B", "80.000 GB")]
+)
+def test_a_memory_is_shown_with_a_unit_that_people_use(given: str, shown: str) -> None:
+    assert f"memory of {shown}" in memory("qwen3-0.6b", f"--memory={given}")
+
+
+def test_hosts_hold_the_copies_of_all_ranks() -> None:
+    sizes = ("llama-3.1-8b", "--kv-home=host", "--host-memory=128GiB", "--context=1048576")
+    for tp, tokens in ((8, 1 << 20), (16, 1 << 19)):
+        assert memory(*sizes, f"--tensor-parallel={tp}")["host memory of 128GiB"]["tokens"] == tokens
+
+
+MIXTRAL = CONFIG | {
+    "architectures": ["MixtralForCausalLM"],
+    "vocab_size": 32000,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+QWEN = CONFIG | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+@pytest.mark.parametrize(("config", "published"), [(MIXTRAL, 46_702_792_704), (QWEN, 30_532_122_624)])
+def test_mixtures_have_the_published_number_of_parameters(
+    config: dict[str, Any], published: int, tmp_path: Path
+) -> None:
+    """Mixtral 8x7B and Qwen3-30B-A3B; all tensors of the checkpoint, of which the planner leaves out the routers."""
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    experts = config.get("num_experts") or config["num_local_experts"]
+    routers = config["num_hidden_layers"] * config["hidden_size"] * experts
+    assert memory(str(tmp_path))["model"]["parameters"] + routers == published
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"architectures": ["Gemma2ForCausalLM"]}, "supported in plans: LlamaForCausalLM, "),
+        ({"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "awq"}}, "as --weight-bits"),
+        ({"num_experts": None}, "num_experts must be a positive integer, not None"),
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok 129 exceeds num_experts 128"),
+        ({"mlp_only_layers": [0]}, "only mixtures in all layers are supported"),
+    ],
+)
+def test_models_that_can_not_be_planned_are_refused_with_what_can(
+    change: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN | change), encoding="utf-8")
+    assert words in refused(str(tmp_path))
+
+
 def test_formulas_have_their_numbers_put_in() -> None:
     done = CliRunner().invoke(main, ["plan", "memory", "llama-3.1-8b", "--explain"])
     assert (
@@ -123,6 +186,8 @@ def test_bad_values_are_named(tmp_path: Path) -> None:
     assert "'MODEL': 'gpt-9' is no folder, no config.json, and none of llama-2-7b, " in refused("gpt-9")
     assert "'MODEL': cannot read " in refused(str(tmp_path))
     assert "'--memory': must be a size such as 512MiB or 4GB, got 'much'" in refused("qwen3-8b", "--memory=much")
+    assert "'--memory': '80' has no unit, such as in 80GB" in refused("qwen3-8b", "--memory=80")
+    assert "'--memory': must be 1MiB or more, got '80B'" in refused("qwen3-8b", "--memory=80B")
     assert "'--tensor-parallel': 3 ranks do not divide 32 heads" in refused("qwen3-8b", "--tensor-parallel=3")
     assert "'--pipeline-parallel': 40 stages for 36 layers" in refused("qwen3-8b", "--pipeline-parallel=40")
     assert "'--host-memory': is for --device cuda with --kv-home host" in refused("qwen3-8b", "--host-memory=1GiB")

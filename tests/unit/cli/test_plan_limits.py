@@ -69,6 +69,21 @@ def test_a_batch_that_the_memory_does_not_hold_is_marked() -> None:
     assert (at["batch 10: fits the memory"], at["batch 12: fits the memory"]) == ("yes", "no")
 
 
+def test_changes_are_those_of_a_batch_that_fits_and_marked_if_they_do_not() -> None:
+    groups = figures("roofline", "llama-3.1-8b", "--hardware=h200", "--context=8192")
+    (heading,) = (name for name in groups if name.startswith("effect"))
+    assert "at batch 32," in heading, "128 do not fit"
+    assert not groups[heading]["as it is"].endswith("(does not fit)")
+    assert groups[heading]["each MLP has 16 experts, and a token uses 2"].endswith("(does not fit)")
+    groups = figures("roofline", "llama-3-70b", "--hardware=h100", "--context=16384")
+    assert [*groups["prefill in one chunk"]] == ["prompt of 16,384 (does not fit)"]
+    (changes,) = (group for name, group in groups.items() if "change at batch 1," in name)
+    assert changes["as it is"].endswith("(does not fit)")
+    assert not changes["weights have 4 bits"].endswith("(does not fit)")
+    at = groups["decode at a context of 16,384"]
+    assert at["batch 1: fits the memory"] == "no, but the model has 8,192 positions"
+
+
 def test_changes_move_what_limits_a_step() -> None:
     groups = figures("roofline", "llama-3.1-8b", "--hardware=h100", "--batch=1", "--context=128")
     (changes,) = (group for name, group in groups.items() if "effect of one change" in name)
@@ -183,6 +198,12 @@ def test_collectives_that_take_the_time_of_their_bytes_are_not_bound_by_latency(
 ) -> None:
     layer = figures("parallel", *arguments, "--tensor-parallel=8")["a layer"]
     assert (layer["time"], layer["bound by latency"]) == (pytest.approx(microseconds, abs=5e-3), "no")
+
+
+@pytest.mark.parametrize(("tp", "pp", "fits"), [(1, 1, "no"), (4, 3, "yes"), (4, 2, "no"), (16, 1, "yes")])
+def test_a_parallelism_that_does_not_fit_is_marked(tp: int, pp: int, fits: str) -> None:
+    degrees = (f"--tensor-parallel={tp}", f"--pipeline-parallel={pp}")
+    assert figures("parallel", "llama-3.1-405b", "--hardware=H100", *degrees)["a step"]["fits the memory"] == fits
 
 
 def test_stages_and_advice() -> None:

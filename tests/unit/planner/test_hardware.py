@@ -1,5 +1,8 @@
 """Rows of hardware, against FLOP:byte ratios that are published or follow from data sheets."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from baton.errors import ConfigError
@@ -43,3 +46,29 @@ def test_bits_without_instructions_take_the_next_wider_ones() -> None:
 def test_the_error_for_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="hardware: unknown 'h300'; known: v5e, a100, h100"):
         hardware_named("h300")
+
+
+def test_a_file_describes_other_hardware(tmp_path: Path) -> None:
+    file = tmp_path / "l40s.json"
+    file.write_text('{"peak_flops_per_s": [362e12, 733e12, null], "bytes_per_s": 864e9, "memory": 51539607552}')
+    row = hardware_named(str(file))
+    assert (row.name, row.peak_flops_per_s, row.memory) == ("l40s", (362e12, 733e12, None), 48 << 30)
+    assert (row.fast_link_devices, row.device_link, row.source) == (1, 25e9, str(file))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "can't be read"),
+        ("[]", "must be an object of bytes_per_s, memory, peak_flops_per_s, host_link"),
+        ('{"memory": 1}', "the first three are needed"),
+        ('{"peak_flops_per_s": [1e12], "bytes_per_s": 1e9, "memory": 1}', "in 16, 8 and 4 bits, got [1000000000000.0]"),
+        ('{"peak_flops_per_s": [1e12, null, "x"], "bytes_per_s": 1e9, "memory": 1}', "peak_flops_per_s must be a num"),
+        ('{"peak_flops_per_s": [1e12, null, null], "bytes_per_s": 0, "memory": 1}', "bytes_per_s must be a number of"),
+        ('{"peak_flops_per_s": [1e12, null, null], "bytes_per_s": 1, "memory": "80GiB"}', "memory must be an integer"),
+    ],
+)
+def test_a_file_that_is_no_hardware_is_refused(content: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        hardware_named(str(tmp_path / "x.json"))

@@ -1,10 +1,13 @@
 """Sizes of memory, against published and hand-computed numbers."""
 
+from dataclasses import replace
+
 import pytest
 
 from baton.errors import ConfigError
 from baton.planner.memory import (
     PoolSize,
+    heads_per_rank,
     kv_token_bytes,
     mlp_token_bytes,
     pipeline_stages,
@@ -110,10 +113,22 @@ def test_a_tied_table_is_on_both_ends_of_a_pipeline() -> None:
 
 
 def test_ranks_must_divide_the_model() -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel: 16 ranks do not divide 8 KV heads"):
-        weights(LLAMA, 16, tp=16)
+    with pytest.raises(ConfigError, match="tensor_parallel: 64 ranks do not divide 32 heads; possible: 1, 2, 4, 8, 16"):
+        weights(LLAMA, 16, tp=64)
+    with pytest.raises(ConfigError, match="12 ranks neither divide 8 KV heads nor are a multiple of them"):
+        weights(replace(LLAMA, num_heads=96, intermediate_size=96), 16, tp=12)
     with pytest.raises(ConfigError, match="pipeline_parallel: 33 stages for 32 layers"):
         pipeline_stages(LLAMA, 33)
+
+
+@pytest.mark.parametrize(("kv_heads", "tp", "rank"), [(8, 8, 1), (8, 16, 1), (8, 32, 1), (1, 8, 1), (2, 1, 2)])
+def test_more_ranks_than_kv_heads_have_copies_of_them(kv_heads: int, tp: int, rank: int) -> None:
+    """A rank has max(1, KV heads / tp): 2 * 32 layers * so many * 128 * 2 bytes, and as many rows of K and V."""
+    shape = replace(LLAMA, num_kv_heads=kv_heads)
+    assert heads_per_rank(shape, tp) == (32 // tp, rank)
+    assert kv_token_bytes(shape, 16, tp=tp) == rank * 2 * 32 * 128 * 2
+    own = (32 // tp + rank) * 2 * 128 * 4096 + 3 * 4096 * 14336 // tp
+    assert weights(shape, 16, tp=tp).matrices == 32 * own * 2
 
 
 def test_sequences_have_whole_pages() -> None:

@@ -197,6 +197,13 @@ def test_a_decode_step_of_a_shape() -> None:
     assert decode_time(LLAMA_8B, card, 400, 1).bound == "compute"
 
 
+def test_more_devices_than_kv_heads_read_them_several_times() -> None:
+    card = HARDWARE["h100"]
+    at = {tp: decode_time(LLAMA_8B, card, 4, 1024, devices=tp) for tp in (8, 16, 32)}
+    assert at[8].kv == at[16].kv == at[32].kv == pytest.approx(4 * 1024 * 131_072 / 8 / 3.35e12)
+    assert at[32].weights == at[8].weights / 4
+
+
 def test_windows_bound_the_kv_that_a_step_reads() -> None:
     assert kv_read_bytes(SMALL, 10, 16) == (10 + 3) * 2 * 2 * 4 * 2
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import logging
 import os
 import signal
 import sys
@@ -15,6 +17,7 @@ import pytest
 from baton.errors import EngineError
 from baton.process import service as process
 from baton.process.service import serve
+from baton.telemetry.logs import configure
 
 
 class Worker:
@@ -58,6 +61,22 @@ async def test_a_signal_drains_and_ends_in_success(number: signal.Signals, capsy
     assert await asyncio.wait_for(serving, 60) == 0
     assert worker.life == ["drained", "stopped"]
     assert capsys.readouterr().out == "listening control=127.0.0.1:1 kv=127.0.0.1:2\n"
+
+
+async def test_where_logs_are_json_the_ready_line_is_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(logging.getLogger(), "level", logging.WARNING)
+    configure("info", "decode", log_format="json")
+    worker = Worker()
+    serving = await worker.serve()
+    await worker.signal()
+    worker.drained.set()
+    assert await asyncio.wait_for(serving, 60) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == {"listening": {"control": "127.0.0.1:1", "kv": "127.0.0.1:2"}}
+    assert all(map(json.loads, shown.err.splitlines()))
 
 
 async def test_a_second_signal_cuts_the_drain_short() -> None:

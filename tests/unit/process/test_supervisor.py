@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import re
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import Unavailable
-from baton.process.supervisor import SupervisedProcess, Supervisor, SupervisorTimes, parse_listeners
+from baton.process.supervisor import SupervisedProcess, Supervisor, SupervisorTimes, parse_listeners, ready_line
 from tests.processes import gone
 
 WAIT_S = 60.0
@@ -90,6 +91,15 @@ async def test_output_is_relayed_line_by_line_and_the_ready_line_taken(said: Lin
         assert parse_listeners(await group.ready(child)) == {"a": "1:2", "b": "3:4"}
         await asyncio.wait_for(group.death, WAIT_S)
     assert said.lines == ["w: loads", "w: listening ", "w: no end"]
+
+
+async def test_the_ready_line_may_be_json(said: Lines) -> None:
+    line = ready_line("a=1:2 b=3:4", as_json=True)
+    assert json.loads(line) == {"listening": {"a": "1:2", "b": "3:4"}}
+    assert ready_line("a=1:2 b=3:4", as_json=False) == "listening a=1:2 b=3:4"
+    async with Supervisor(said.add) as group:
+        child = await started(group, f"print({line!r}); signal.pause()")
+        assert parse_listeners(await group.ready(child)) == {"a": "1:2", "b": "3:4"}
 
 
 async def test_a_death_is_told_with_its_last_line_and_ends_the_wait_for_others(said: Lines) -> None:
