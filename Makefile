@@ -9,7 +9,7 @@ WORKER := $(VENV)/.installed-worker
 INSTALLED := $(VENV)/.installed
 NATIVE := baton/native/_baton_native.so
 
-.PHONY: demo test test-compose check lint types imports protos native emulate sanitize sanitize-address sanitize-thread rehearse chaos soak fuzz proto bench bench-gpu bench-gpu-long bench-peers wheel image notes sbom clean
+.PHONY: demo test parity test-compose check lint types imports protos native emulate sanitize sanitize-address sanitize-thread rehearse chaos soak fuzz proto bench bench-gpu bench-gpu-long bench-peers wheel image notes sbom clean
 .DEFAULT_GOAL := test
 # Both installations are into one folder.
 .NOTPARALLEL:
@@ -40,6 +40,9 @@ test-compose: $(INSTALLED) ## the Compose deployment on real containers, plain a
 
 rehearse: $(INSTALLED) $(NATIVE) ## rollouts under load: every process replaced, with the same and with other weights, ROLLOUTS=10
 	BATON_TEST_ROLLOUTS=$(or $(ROLLOUTS),10) $(BIN)/python -m pytest -p no:xdist --timeout 0 tests/integration/test_rollout.py
+
+parity: $(INSTALLED) $(NATIVE) ## tokens of fleets with tensor and pipeline parallel workers, for every family and pair of degrees
+	$(BIN)/python -m pytest -m long -n 2 --dist worksteal tests/parity
 
 chaos: $(INSTALLED) $(NATIVE) ## every fault in every state on real processes, storms, damage, floods, MINUTES=30 SEED=1; writes bench/results/
 	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),30) --seed $(or $(SEED),1)
