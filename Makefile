@@ -41,8 +41,8 @@ test-compose: $(INSTALLED) ## the Compose deployment on real containers, plain a
 rehearse: $(INSTALLED) $(NATIVE) ## rollouts under load: every process replaced, with the same and with other weights, ROLLOUTS=10
 	BATON_TEST_ROLLOUTS=$(or $(ROLLOUTS),10) $(BIN)/python -m pytest -p no:xdist --timeout 0 tests/integration/test_rollout.py
 
-parity: $(INSTALLED) $(NATIVE) ## tokens of fleets with tensor and pipeline parallel workers, for every family and pair of degrees
-	$(BIN)/python -m pytest -m long -n 2 --dist worksteal tests/parity
+parity: $(INSTALLED) $(NATIVE) ## tensor and pipeline parallel workers: the engine's contract, and tokens for every family and pair of degrees
+	$(BIN)/python -m pytest -m long -n 2 --dist worksteal tests/parity tests/contract
 
 chaos: $(INSTALLED) $(NATIVE) ## every fault in every state on real processes, storms, damage, floods, MINUTES=30 SEED=1; writes bench/results/
 	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),30) --seed $(or $(SEED),1)

@@ -67,7 +67,7 @@ def make_torch(
     return build(config, steps_ahead, launch=RankThread)
 
 
-@pytest.fixture(params=["fake", *KERNELS, "hosted", "ranks"])
+@pytest.fixture(params=["fake", *KERNELS, "hosted", pytest.param("ranks", marks=pytest.mark.long)])
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     """Each engine in turn; afterwards all that it made audit clean, and hold nothing once closed."""
     if request.param == "fake":

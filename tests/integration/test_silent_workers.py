@@ -104,8 +104,6 @@ async def one_token(down: DownStream, start: decode_pb2.Start, _: prefill_pb2.Pr
     ("role", "dropped"),
     [
         (WorkerRole.PREFILL, "until it serves"),
-        (WorkerRole.DECODE, "never"),
-        (WorkerRole.DECODE, "until it serves"),
         (WorkerRole.DECODE, "for a moment"),
     ],
 )
@@ -113,7 +111,7 @@ async def test_a_worker_that_drains_while_it_is_cut_off_serves_again_at_the_same
     role: WorkerRole, dropped: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`dropped` tells how long the name server does not list the worker."""
-    for module in ("pool", "decode_session"):
+    for module in ("link", "decode_session"):
         monkeypatch.setattr(f"router.workers.{module}.SILENCE_S", SILENCE_S)
     handoffs, wire, names = Handoffs(), Wire(), Names(monkeypatch)
     folder = checkpoint(tmp_path)
