@@ -174,7 +174,9 @@ def assemble(
     for number in range(config.ranks):
         stage, rank = divmod(number, config.tensor_parallel)
         own = replace(model, stage=stages[stage], parallel=replace(model.parallel, rank=rank))
-        cache = make_kv_cache(config, own, spec, SharedMemory(ranks.kv_files[number - 1])) if number else kv
+        cache = (
+            make_kv_cache(config, own, spec, SharedMemory(ranks.kv_files[number - 1], commits=False)) if number else kv
+        )
         shards.append(KvShard(TorchMemory(cache), own.stage, own.parallel.kv_heads(kv_format.heads)))
     ranks.share_pages(spec)
     return EngineCore(spec, RanksExecutor(runner, ShardedMemory(shards), ranks, stages))

@@ -49,8 +49,12 @@ class SharedMemory:
     memory is zero.
     """
 
-    def __init__(self, file: int) -> None:
-        """`file` is a descriptor, which the caller keeps open until all tensors are made."""
+    def __init__(self, file: int, *, commits: bool = True) -> None:
+        """`file` is a descriptor, which the caller keeps open until all tensors are made.
+
+        Only one of the processes `commits` the memory: on a machine of several sockets, that is where it will be.
+        """
+        self.commits = commits
         self._file = file
         self._end = 0
 
@@ -84,6 +88,8 @@ def host_zeros(
     if pinned:
         return torch.frombuffer(_register(memory, size), dtype=dtype, count=count).view(*shape)
     tensor = torch.frombuffer(memory, dtype=dtype, count=count).view(*shape)
+    if shared is not None and not shared.commits:
+        return tensor
     start = tensor.data_ptr()
     calls: Iterator[tuple[int, int, int]] = ((*piece, POPULATE_WRITE) for piece in _pieces(start, size, _PIECE))
     if advise(*next(calls)):
