@@ -28,7 +28,7 @@ from tests.forked import Forked, Forker
 
 PAIR = 2
 """Processes of each role."""
-ROLLOUTS = int(os.environ.get("BATON_TEST_ROLLOUTS", "1"))
+ROLLOUTS = int(os.environ.get("TEST_ROLLOUTS", "1"))
 """Number of rollouts; the last one and every second before it bring the other weights."""
 PROMPT, TOKENS = prompt_ids(40, 0), 100
 CACHES = (CachePolicy.READ_WRITE, CachePolicy.OFF)
