@@ -101,8 +101,18 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerGroup:
+    """The workers of one role, "prefill" or "decode", that have the same degrees of parallelism."""
+
+    role: str
+    workers: int
+    tensor_parallel: int
+    pipeline_parallel: int
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
-    """The served model."""
+    """The served model; `workers` are those that the router uses."""
 
     name: str
     max_model_len: int
@@ -110,3 +120,4 @@ class Model:
     eos_token_ids: tuple[int, ...]
     has_chat_template: bool
     fingerprint: str
+    workers: tuple[WorkerGroup, ...]

@@ -28,7 +28,10 @@ class LedgerEntry:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """All owners of one process; `violation` describes what is wrong with the sums, "" if nothing is."""
+    """All owners of one process; `violation` describes what is wrong with the sums, "" if nothing is.
+
+    The degrees are those of a worker's ranks; a router has none, 0.
+    """
 
     process: str
     role: str
@@ -38,6 +41,8 @@ class Ledger:
     pages_free: int = 0
     pages_cached: int = 0
     violation: str = ""
+    tensor_parallel: int = 0
+    pipeline_parallel: int = 0
 
 
 @dataclass(frozen=True, slots=True)

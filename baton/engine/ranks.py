@@ -49,6 +49,7 @@ from baton.errors import ConfigError, EngineError, JoinFailed, ModelError
 from baton.process.load_progress import LoadProgress
 from baton.process.supervisor import bind_to_parent, describe_exit
 from baton.telemetry import logs
+from baton.telemetry.metrics import RANK_WAIT_SECONDS
 
 BEAT_S = 0.5
 """Seconds between two beats of a rank."""
@@ -114,6 +115,8 @@ class Link(Protocol):
 
     @property
     def aborted(self) -> bool: ...
+    @property
+    def waited_s(self) -> float: ...
     def abort(self) -> None: ...
     def reset(self) -> None: ...
 
@@ -202,6 +205,7 @@ class Ranks:
         """The reason why no pass can be computed any more."""
         self._failed: Callable[[EngineError], object] = lambda _: None
         self._links: Sequence[Link] = ()
+        self._result_wait_s = 0.0
         self._lock = threading.Lock()
         self._closing, self._closed = os.pipe()
         self._connections: list[Connection[Any, Any]] = []
@@ -275,13 +279,21 @@ class Ranks:
     def receive(self) -> PlanResult:
         """Wait for the result of a pass, which a rank of the last stage sends. Raises EngineError if a rank fails."""
         while True:
-            for each in wait(self._connections, BEAT_S):
+            began = time.monotonic()
+            ready = wait(self._connections, BEAT_S)
+            self._result_wait_s += time.monotonic() - began
+            for each in ready:
                 rank = self._connections.index(cast("Connection[Any, Any]", each)) + 1
                 message = self._receive(rank)
                 if isinstance(message, PlanResult):
                     return message
                 raise EngineError(f"rank {rank}: {message.text}")
             self._check()
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that the leader has waited for other ranks in passes."""
+        return self._result_wait_s + sum(link.waited_s for link in self._links)
 
     def recover(self) -> str:
         """Make all ranks leave the failed pass; returns the error of a rank, or "". Raises EngineError if one can't."""
@@ -418,6 +430,7 @@ class RanksExecutor:
         self._sampled: dict[int, int] = {}
         """The token of each slot that the last stage has sampled, for the next message to the other stages."""
         self._recoveries = 0
+        self._waited_s = 0.0
 
     @property
     def memory(self) -> KvMemory:
@@ -492,6 +505,10 @@ class RanksExecutor:
             if text and not isinstance(error, JoinFailed):
                 raise EngineError(text) from error
             raise
+        finally:
+            waited_s = self._ranks.waited_s
+            RANK_WAIT_SECONDS.inc(waited_s - self._waited_s)
+            self._waited_s = waited_s
 
 
 class _Left(Exception):

@@ -79,7 +79,7 @@ class LedgerEntry(_message.Message):
     def __init__(self, owner: _Optional[str] = ..., kind: _Optional[str] = ..., state: _Optional[str] = ..., pages: _Optional[int] = ..., bytes: _Optional[int] = ..., age_s: _Optional[float] = ..., deadline_s: _Optional[float] = ..., tenant: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class LedgerResponse(_message.Message):
-    __slots__ = ("process", "role", "incarnation", "entries", "pages_total", "pages_free", "pages_cached", "violation")
+    __slots__ = ("process", "role", "incarnation", "entries", "pages_total", "pages_free", "pages_cached", "violation", "tensor_parallel", "pipeline_parallel")
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +88,8 @@ class LedgerResponse(_message.Message):
     PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
     PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
     VIOLATION_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
+    PIPELINE_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     process: str
     role: str
     incarnation: str
@@ -96,4 +98,6 @@ class LedgerResponse(_message.Message):
     pages_free: int
     pages_cached: int
     violation: str
-    def __init__(self, process: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[str] = ..., entries: _Optional[_Iterable[_Union[LedgerEntry, _Mapping]]] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., violation: _Optional[str] = ...) -> None: ...
+    tensor_parallel: int
+    pipeline_parallel: int
+    def __init__(self, process: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[str] = ..., entries: _Optional[_Iterable[_Union[LedgerEntry, _Mapping]]] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., violation: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ...) -> None: ...

@@ -272,18 +272,32 @@ class GetModelRequest(_message.Message):
     model: str
     def __init__(self, model: _Optional[str] = ...) -> None: ...
 
+class WorkerGroup(_message.Message):
+    __slots__ = ("role", "workers", "tensor_parallel", "pipeline_parallel")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
+    PIPELINE_PARALLEL_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    workers: int
+    tensor_parallel: int
+    pipeline_parallel: int
+    def __init__(self, role: _Optional[str] = ..., workers: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ...) -> None: ...
+
 class GetModelResponse(_message.Message):
-    __slots__ = ("name", "max_model_len", "vocab_size", "eos_token_ids", "has_chat_template", "fingerprint")
+    __slots__ = ("name", "max_model_len", "vocab_size", "eos_token_ids", "has_chat_template", "fingerprint", "workers")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     max_model_len: int
     vocab_size: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     has_chat_template: bool
     fingerprint: str
-    def __init__(self, name: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerGroup]
+    def __init__(self, name: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., fingerprint: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerGroup, _Mapping]]] = ...) -> None: ...

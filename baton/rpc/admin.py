@@ -33,7 +33,10 @@ It returns the deleted blocks and bytes of each tier.
 
 _ENTRY_FIELDS = ("owner", "kind", "state", "pages", "bytes", "age_s", "deadline_s", "tenant", "detail")
 _TIER_FIELDS = ("name", "blocks", "bytes", "capacity_bytes", "hits", "misses", "bytes_per_second", "state")
-_LEDGER_FIELDS = ("process", "role", "incarnation", "pages_total", "pages_free", "pages_cached", "violation")
+_LEDGER_FIELDS = (
+    *("process", "role", "incarnation", "pages_total", "pages_free", "pages_cached", "violation"),
+    *("tensor_parallel", "pipeline_parallel"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
-from baton.completion import Cache, Delta, Messages, Model, Prompt
+from baton.completion import Cache, Delta, Messages, Model, Prompt, WorkerGroup
 from baton.config.values import parse_address
 from baton.errors import (
     BatonError,
@@ -294,6 +294,10 @@ def model(response: pb.GetModelResponse) -> Model:
         tuple(response.eos_token_ids),
         response.has_chat_template,
         response.fingerprint,
+        tuple(
+            WorkerGroup(each.role, each.workers, each.tensor_parallel, each.pipeline_parallel)
+            for each in response.workers
+        ),
     )
 
 

@@ -244,6 +244,11 @@ STEP_SECONDS = _histogram("baton_decode_step_seconds", "Duration of a decode ste
 BATCH_SIZE = _histogram(
     "baton_decode_batch_size", "Sequences in a decode step.", DECODE, (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 )
+RANK_WAIT_SECONDS = _counter(
+    "baton_rank_wait_seconds_total",
+    "Time that the leader of a worker has waited for its other ranks in passes; 0 without ranks.",
+    WORKERS,
+)
 
 # Transfer of KV.
 

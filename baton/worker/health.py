@@ -194,6 +194,8 @@ async def build_ledger(
         stats.free,
         stats.cached,
         violation,
+        identity.tensor_parallel,
+        identity.pipeline_parallel,
     )
 
 

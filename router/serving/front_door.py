@@ -25,10 +25,11 @@ import contextlib
 import hmac
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from baton.completion import WorkerGroup
 from baton.config.watched import watch_file
 from baton.errors import (
     BatonError,
@@ -45,6 +46,7 @@ from baton.keys import MAX_KEY_LENGTH, ApiKey, digest, parse
 from baton.rpc.channel import LATE_S
 from baton.telemetry.logs import about
 from baton.telemetry.metrics import CLIENTS_STALLED, REFUSED, REQUESTS, tenant_label
+from baton.worker.status import WorkerIdentity, WorkerRole
 from router.dispatcher import Dispatcher
 from router.output import OutputProcessor, Update
 from router.request import ChatPrompt, TextPrompt, UncheckedRequest
@@ -256,6 +258,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     has_chat_template: bool
     fingerprint: str
+    workers: tuple[WorkerGroup, ...]
 
 
 class FrontDoor:
@@ -373,6 +376,7 @@ class FrontDoor:
             self._model.eos_token_ids,
             tokenizer is not None and tokenizer.has_chat_template,
             identities[0].fingerprint if identities else "",
+            _groups(identities),
         )
 
     async def drain(self) -> None:
@@ -418,6 +422,14 @@ def _count_refusal(caller: Caller, error: BatonError, *, draining: bool = False)
     reason = error.reason if isinstance(error, Overloaded) else _REFUSALS.get(type(error))
     if reason is not None:
         REFUSED.labels(tenant_label(caller.tenant), "draining" if draining else reason).inc()
+
+
+def _groups(identities: Iterable[WorkerIdentity]) -> tuple[WorkerGroup, ...]:
+    """The workers by role and degrees, prefill first."""
+    counts = Counter((each.role, each.tensor_parallel, each.pipeline_parallel) for each in identities)
+    order = list(WorkerRole)
+    found = sorted(counts.items(), key=lambda item: (order.index(item[0][0]), item[0][1:]))
+    return tuple(WorkerGroup(role.value, count, tensor, pipeline) for (role, tensor, pipeline), count in found)
 
 
 def _once(item: T) -> Callable[[], Awaitable[T]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -150,6 +151,7 @@ class InferenceServicer:
             eos_token_ids=model.eos_token_ids,
             has_chat_template=model.has_chat_template,
             fingerprint=model.fingerprint,
+            workers=[inference_pb2.WorkerGroup(**asdict(group)) for group in model.workers],
         )
 
 

@@ -111,6 +111,8 @@ class RequestValidator:
             raise InvalidRequest("cache_salt", f"may have at most {MAX_CACHE_SALT_BYTES} bytes", size)
         self._check_counts(request.prompt)
         params = await self._params(request, tenant)
+        if params.stop and self._model.tokenizer is None:
+            raise InvalidRequest("stop", "the model has no tokenizer; send stop_token_ids", list(params.stop))
         field, prompt_ids = await self._prompt(request, tenant)
         limit, count = self.max_model_len(), len(prompt_ids)
         fits = min(limit, self._decode_capacity() or limit)

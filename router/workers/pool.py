@@ -306,7 +306,7 @@ class WorkerPool:
             self._namespaces[link.namespace] += 1
         link.accept()
         self.update_view(link)
-        _logger.info("%s worker %s joined", link.role.value, link.name)
+        _logger.info("%s worker %s joined%s", link.role.value, link.name, _degrees(link.status.identity))
 
     def _problem(self, link: WorkerLink, identity: WorkerIdentity) -> str | None:
         """The reason to refuse the worker; None if it matches the router and the other workers."""
@@ -353,6 +353,12 @@ class WorkerPool:
             return "it requires tickets, and this router has no --ticket-key"
         taken, signs = identity.ticket_key_ids, self._signer.key_id
         return f"it takes tickets of the keys {', '.join(k.hex() for k in taken)}, this router signs with {signs.hex()}"
+
+
+def _degrees(identity: WorkerIdentity) -> str:
+    """The degrees of a worker of several ranks, after a colon; "" for one rank."""
+    tensor, pipeline = identity.tensor_parallel, identity.pipeline_parallel
+    return f": tensor_parallel {tensor}, pipeline_parallel {pipeline}" if tensor * pipeline > 1 else ""
 
 
 def _short(fingerprint: str) -> str:

@@ -24,6 +24,7 @@ MOVED_ELSEWHERE = {
     "baton_retries_refused_total": "integration/test_router_faults.py",
     "baton_breakers_open": "integration/test_router_faults.py",
     "baton_wasted_prefill_tokens_total": "integration/test_prefill_ends.py",
+    "baton_rank_wait_seconds_total": "unit/engine/test_ranks.py",
     "baton_sequences_preempted_total": "integration/test_decode_svc.py",
     "baton_transfer_faults_total": "integration/test_fleet.py",
     "baton_exports_open": "integration/test_transfer.py",

@@ -147,6 +147,8 @@ async def test_chat_tokenize_detokenize_and_model(tmp_path: Path) -> None:
         assert (model.name, model.max_model_len, model.vocab_size) == (tmp_path.name, MAX_MODEL_LEN, 300)
         assert (list(model.eos_token_ids), model.has_chat_template) == ([257], True)
         assert model.fingerprint == "f" * 64
+        groups = [(each.role, each.workers, each.tensor_parallel, each.pipeline_parallel) for each in model.workers]
+        assert groups == [("prefill", 1, 1, 1), ("decode", 1, 1, 1)]
 
 
 async def test_a_report_that_is_cut_off_is_computed_again_without_a_seam(b: RouterRig) -> None:

@@ -1,8 +1,10 @@
 """`baton ledger`: one line an owner, and whichever name a certificate has."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -61,6 +63,19 @@ async def test_one_command_asks_routers_and_workers_and_no_worker_sees_the_key()
         assert "has a certificate of other names (" in strange.stderr
         named = await ledger(f"--target={decode.address}", *flags, "--server-name=prefill.baton")
         assert named.exit_code == 75
+
+
+async def test_a_worker_of_several_ranks_shows_its_degrees() -> None:
+    process = Process("decode")
+    async with served(process) as listener:
+        one = await ledger(f"--target={listener.address}")
+        process._ledger = replace(process._ledger, tensor_parallel=2, pipeline_parallel=3)
+        several = await ledger(f"--target={listener.address}")
+        listed = await ledger(f"--target={listener.address}", "--json")
+    assert "ranks" not in one.stdout
+    assert several.stdout.splitlines()[1] == "6 ranks: tensor parallel 2, pipeline parallel 3"
+    found = json.loads(listed.stdout)[0]
+    assert (found["tensor_parallel"], found["pipeline_parallel"]) == (2, 3)
 
 
 async def test_a_wrong_sum_and_a_silent_process_have_statuses_of_their_own() -> None:

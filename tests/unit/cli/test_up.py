@@ -86,8 +86,10 @@ def start(ups: list[Up], *flags: str, **behaviour: str) -> Up:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ready_and_stop(ups: list[Up], number: int) -> None:
-    up = start(ups, "--prefill=2")
-    assert re.fullmatch(r"ready grpc=127\.0\.0\.1:\d+ ops=\S+ model=bundled prefill=2 decode=1\n", up.ready())
+    up = start(ups, "--prefill=2", "--decode-tp=2")
+    assert re.fullmatch(
+        r"ready grpc=127\.0\.0\.1:\d+ ops=\S+ model=bundled prefill=2 decode=1 decode_tp=2\n", up.ready()
+    )
     pids = up.pids(4)
     up.process.send_signal(number)
     assert up.end() == 0

@@ -80,7 +80,7 @@ def test_a_client_only_install_says_what_is_missing(redis: str, missing: str, mo
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     result = invoke(f"--redis={redis}")
     assert result.exit_code == 2
-    assert result.stderr == f"error: workers need {missing}: pip install 'baton[worker]'\n"
+    assert result.stderr == f"error: workers need {missing}; in the checkout: pip install '.[worker]'\n"
 
 
 def test_services_get_what_was_asked_for_and_they_know(started: list[UpOptions], tmp_path: Path) -> None:

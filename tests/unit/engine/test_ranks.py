@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from baton.engine.core import EngineCore
 from baton.engine.model_runner import ModelRunner
 from baton.engine.ranks import LinkFiles, Ranks
 from baton.errors import ConfigError, EngineError
+from baton.telemetry.metrics import RANK_WAIT_SECONDS
 from tests.checkpoints import make_checkpoint
 from tests.contract.engines import MIXED, generate, prefill, state
 from tests.engine_calls import prefill_chunk
@@ -124,6 +126,28 @@ def test_the_death_of_a_rank_is_reported_and_ends_every_pass(degrees: dict[str, 
 def pids_of(engine: EngineCore) -> list[int]:
     found: list[int] = engine.executor._ranks.pids  # type: ignore[attr-defined]
     return found
+
+
+@pytest.mark.parametrize("degrees", [TP, PP], ids=str)
+def test_waiting_for_ranks_is_counted(
+    degrees: dict[str, int], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = ModelRunner.forward
+
+    def slow(self: ModelRunner, *of: Any) -> Any:
+        if threading.current_thread().name == "rank 1":
+            time.sleep(0.5)
+        return forward(self, *of)
+
+    monkeypatch.setattr(ModelRunner, "forward", slow)
+    before = waited_s()
+    with engine_of(checkpoint, **degrees) as engine:
+        prefill(engine, engine.reserve("r", 80), state(PROMPT))
+    assert waited_s() > before
+
+
+def waited_s() -> float:
+    return sum(each.value for metric in RANK_WAIT_SECONDS.collect() for each in metric.samples)
 
 
 class Still:

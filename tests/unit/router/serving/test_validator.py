@@ -84,6 +84,8 @@ async def test_the_models_defaults_hold_where_a_request_says_nothing() -> None:
 
     assert await params(seed=1) == SamplingParams(**defaults, seed=1)
     given = {"temperature": 1.0, "top_k": 0, "repetition_penalty": 1.0, "max_tokens": 5}
+    with pytest.raises(InvalidRequest, match=r"^stop: the model has no tokenizer; send stop_token_ids, got \['x'\]$"):
+        await params(stop=["x"])
     assert await params(seed=1, **given) == SamplingParams(max_tokens=5, seed=1)
     assert (await params(25)).max_tokens == 15, "the default is only the most"
     with pytest.raises(InvalidRequest, match=r"^max_tokens: 25 prompt tokens"):
