@@ -12,11 +12,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from baton.engine.rank import serve
-from baton.engine.ranks import LinkFiles
+from baton.engine.ranks import ExchangeFiles
 
 
 class RankThread:
-    """A rank on a thread (`baton.engine.ranks.Launch`). It has a process that does nothing, whose end is that of the
+    """A rank on a thread (`baton.engine.ranks.StartRank`). It has a process that does nothing, whose end is that of the
     rank.
     """
 
@@ -25,14 +25,14 @@ class RankThread:
         self.pid, self.poll = self._process.pid, self._process.poll
         self.kill, self.wait = self._process.kill, self._process.wait
         # The leader closes its own descriptors.
-        connection, beats, pages, *links = (os.dup(file) if file >= 0 else -1 for file in files)
-        memory = beats, pages, LinkFiles(*links)
+        connection, beats, pages, *exchanges = (os.dup(file) if file >= 0 else -1 for file in files)
+        memory = beats, pages, ExchangeFiles(*exchanges)
         run = threading.Thread(
             target=self._run, args=(Connection(connection), memory), name=f"rank {rank}", daemon=True
         )
         run.start()
 
-    def _run(self, connection: Connection[Any, Any], memory: tuple[int, int, LinkFiles]) -> None:
+    def _run(self, connection: Connection[Any, Any], memory: tuple[int, int, ExchangeFiles]) -> None:
         with connection:
             serve(connection, connection.recv(), *memory)
         self.kill()

@@ -16,10 +16,10 @@ from baton.engine.contract import EngineSpec, min_overlap_chunk
 from baton.engine.core import EngineCore
 from baton.engine.executor import InProcessExecutor
 from baton.engine.kv_memory import KvShard, ShardedMemory, TorchMemory
-from baton.engine.load import LoadedModel, Place, load_model
+from baton.engine.load import LoadedModel, RankPlace, load_model
 from baton.engine.model_runner import ModelRunner
 from baton.engine.process import pin_compute_threads
-from baton.engine.ranks import Launch, LinkFiles, Ranks, RanksExecutor, launch_process
+from baton.engine.ranks import ExchangeFiles, Ranks, RanksExecutor, StartRank, start_rank_process
 from baton.errors import ConfigError
 from baton.kv.format import KvFormat, attention_parts
 from baton.model.attention import KvCache, SegmentRing, SegmentSource, SegmentViews
@@ -58,13 +58,13 @@ def build(
     config: EngineConfig,
     steps_ahead: int | None = None,
     progress: LoadProgress | None = None,
-    launch: Launch = launch_process,
+    start_rank: StartRank = start_rank_process,
 ) -> EngineCore:
     """Load the model and allocate the pool; takes seconds to minutes, so not on an event loop.
 
     `steps_ahead` is that of the spec; by default 1 on CUDA, and 0 on a CPU, where `launch` computes the step.
-    `progress` is that of the load. `launch` starts the process of a rank; the calling thread must live as long as the
-    engine then. Raises ConfigError with a field that does not fit the machine or the model, ModelError for the
+    `progress` is that of the load. `start_rank` starts the process of a rank; the calling thread must live as long
+    as the engine then. Raises ConfigError with a field that does not fit the machine or the model, ModelError for the
     checkpoint.
     """
     progress = progress or LoadProgress()
@@ -72,12 +72,14 @@ def build(
     with ExitStack() as stack:
         ranks = place = None
         if config.ranks > 1:
-            floats = _check_ranks(config)
-            files = _link_files(config, floats)
-            ranks = Ranks(config, floats, files, launch)
+            # Of all cores of the process; each rank may use only its share of them (`cores.share`).
+            config = replace(config, threads=config.threads or max(1, cores.usable() // config.ranks))
+            buffer_floats = _check_ranks(config)
+            files = _exchange_files(config, buffer_floats)
+            ranks = Ranks(config, buffer_floats, files, start_rank)
             stack.callback(ranks.close)
-            places = [place_of(config, rank, each, floats) for rank, each in enumerate(files)]
-            ranks.attach([link for each in places for link in each.links])
+            places = [place_of(config, rank, each, buffer_floats) for rank, each in enumerate(files)]
+            ranks.attach([exchange for each in places for exchange in each.exchanges])
             place = places[0]
         model = load(config, progress, place)
         if ranks is not None:
@@ -89,7 +91,7 @@ def build(
     return engine
 
 
-def load(config: EngineConfig, progress: LoadProgress, place: Place | None = None) -> LoadedModel:
+def load(config: EngineConfig, progress: LoadProgress, place: RankPlace | None = None) -> LoadedModel:
     """Load the model, or with `place` the shard of its rank. Errors as in `build`."""
     path = resolve(config.model)
     model_config = ModelConfig.from_pretrained(path)
@@ -101,8 +103,8 @@ def load(config: EngineConfig, progress: LoadProgress, place: Place | None = Non
     kv_dtype = dtype if config.kv_dtype == "auto" else DTYPES[config.kv_dtype]
     kernels = kernels.unless(unsupported(model_config, dtype, kv_dtype), config.kernels)
     _log.info("kernels: %s", kernels)
-    if threads := config.threads or (place and max(1, cores.usable() // config.ranks)):
-        torch.set_num_threads(threads)
+    if config.threads:
+        torch.set_num_threads(config.threads)
     _check_free_memory("kv_memory", config.kv_memory, _home(config, device))
     model = load_model(
         path,
@@ -123,16 +125,16 @@ def load(config: EngineConfig, progress: LoadProgress, place: Place | None = Non
     return model
 
 
-def _packed_weights(config: EngineConfig, place: Place | None) -> str:
+def _packed_weights(config: EngineConfig, place: RankPlace | None) -> str:
     """Path of the file with the packed weights of a rank."""
     if place is None:
         return config.packed_weights
     paths = config.packed_weights.split(",")
     if len(paths) > 1:
-        return paths[place.number]
+        return paths[place.rank]
     if not paths[0]:
         return ""
-    return f"{paths[0]}.rank-{place.rank}-of-{config.tensor_parallel}.stage-{place.stage}-of-{place.stages}"
+    return f"{paths[0]}.rank-{place.tp_rank}-of-{config.tensor_parallel}.stage-{place.pp_rank}-of-{place.pp_size}"
 
 
 def assemble(
@@ -173,11 +175,11 @@ def assemble(
     shards = []
     for number in range(config.ranks):
         stage, rank = divmod(number, config.tensor_parallel)
-        own = replace(model, stage=stages[stage], parallel=replace(model.parallel, rank=rank))
+        own = replace(model, layers=stages[stage], parallel=replace(model.parallel, rank=rank))
         cache = (
             make_kv_cache(config, own, spec, SharedMemory(ranks.kv_files[number - 1], commits=False)) if number else kv
         )
-        shards.append(KvShard(TorchMemory(cache), own.stage, own.parallel.kv_heads(kv_format.heads)))
+        shards.append(KvShard(TorchMemory(cache), own.layers, own.parallel.kv_heads(kv_format.heads)))
     ranks.share_pages(spec)
     return EngineCore(spec, RanksExecutor(runner, ShardedMemory(shards), ranks, stages))
 
@@ -202,28 +204,30 @@ def make_runner(config: EngineConfig, model: LoadedModel, kv: KvCache, spec: Eng
     return ModelRunner(model, kv, spec, _source(config, model, kv, spec))
 
 
-def place_of(config: EngineConfig, rank: int, files: LinkFiles, floats: int) -> Place:
-    """The place of a rank, with its links over the memory in `files`."""
+def place_of(config: EngineConfig, rank: int, files: ExchangeFiles, buffer_floats: int) -> RankPlace:
+    """The place of a rank, with its exchanges over the memory in `files`."""
     stage, own = divmod(rank, config.tensor_parallel)
-    collective = Collective(files.collective, own, config.tensor_parallel, floats) if files.collective >= 0 else None
-    receive, send = (Channel(file, 4 * floats) if file >= 0 else None for file in (files.receive, files.send))
-    return Place(rank, own, stage, config.pipeline_parallel, collective, receive, send)
+    collective = (
+        Collective(files.collective, own, config.tensor_parallel, buffer_floats) if files.collective >= 0 else None
+    )
+    receive, send = (Channel(file, 4 * buffer_floats) if file >= 0 else None for file in (files.receive, files.send))
+    return RankPlace(rank, own, stage, config.pipeline_parallel, collective, receive, send)
 
 
-def _link_files(config: EngineConfig, floats: int) -> list[LinkFiles]:
-    """Memory for the links of all ranks: collectives of each stage, and channels between ranks of stages."""
+def _exchange_files(config: EngineConfig, buffer_floats: int) -> list[ExchangeFiles]:
+    """Memory for the exchanges of all ranks: collectives of each stage, and channels between ranks of stages."""
     tp, stages = config.tensor_parallel, config.pipeline_parallel
-    collectives = [shared_memory(tp, floats) if tp > 1 else -1 for _ in range(stages)]
-    channels = [channel_memory(4 * floats) for _ in range((stages - 1) * tp)]
+    collectives = [shared_memory(tp, buffer_floats) if tp > 1 else -1 for _ in range(stages)]
+    channels = [channel_memory(4 * buffer_floats) for _ in range((stages - 1) * tp)]
     none = [-1] * tp
     return [
-        LinkFiles(collectives[rank // tp], receive, send)
+        ExchangeFiles(collectives[rank // tp], receive, send)
         for rank, (receive, send) in enumerate(zip(none + channels, channels + none, strict=True))
     ]
 
 
 def _check_ranks(config: EngineConfig) -> int:
-    """Check that the model can be split over the ranks, and return the size of the buffers of their links.
+    """Check that the model can be split over the ranks, and return the size of the buffers of their exchanges.
 
     Raises ConfigError, which names the degrees that would do.
     """
@@ -244,7 +248,8 @@ def _check_ranks(config: EngineConfig) -> int:
     if len(config.packed_weights.split(",")) not in (1, config.ranks):
         raise ConfigError(f"packed_weights: must be one path or {config.ranks}, got {config.packed_weights!r}")
     if stages > 1 and (config.kv_home == "host" or config.host_memory):
-        raise ConfigError(f"pipeline_parallel: {stages} stages read KV of their device only, kv_home is host")
+        given = f"kv_home {config.kv_home} and host_memory {config.host_memory}"
+        raise ConfigError(f"pipeline_parallel: {stages} stages have no KV in host memory, got {given}")
     return exchange_floats(model.hidden_size)
 
 

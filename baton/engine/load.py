@@ -35,32 +35,33 @@ _PACKING = (Path(__file__).parents[1] / "model", Path(native_build.__file__).par
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of one rank in a worker of several, and its links to the others.
+class RankPlace:
+    """The place of one rank in a worker of several, and its exchanges to the others.
 
-    `number` counts all ranks, stage by stage; `rank` is its number among the tensor-parallel ranks of its `stage`.
+    `rank` counts all ranks, stage by stage. `tp_rank` is its number among the ranks of its stage, `pp_rank` that of the
+    stage, of `pp_size`.
     `collective` has the ranks of its stage, `receive` and `send` are channels from the stage before and to the next.
     """
 
-    number: int
     rank: int
-    stage: int
-    stages: int
+    tp_rank: int
+    pp_rank: int
+    pp_size: int
     collective: Collective | None
     receive: Channel | None
     send: Channel | None
 
     @property
-    def links(self) -> list[Collective | Channel]:
-        """The links that are there."""
-        return [link for link in (self.collective, self.receive, self.send) if link is not None]
+    def exchanges(self) -> list[Collective | Channel]:
+        """The exchanges that are there."""
+        return [exchange for exchange in (self.collective, self.receive, self.send) if exchange is not None]
 
 
 @dataclass(frozen=True)
 class LoadedModel:
     """A decoder with its properties; `fingerprint` is in hex (`baton.model.fingerprint`).
 
-    `stage` has the layers of the decoder, all or those of a pipeline's stage.
+    `layers` has the layers of the decoder, all or those of a pipeline's stage.
     """
 
     path: Path
@@ -70,7 +71,7 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     parallel: TensorParallel
-    stage: range
+    layers: range
 
     def new_kv_cache(
         self,
@@ -88,7 +89,7 @@ class LoadedModel:
         parts = attention_parts(dtype_name(dtype or self.dtype), heads, self.config.head_dim)
         return KvCache.allocate(
             parts,
-            num_layers=len(self.stage),
+            num_layers=len(self.layers),
             num_pages=num_pages,
             host_pages=host_pages,
             page_size=page_size,
@@ -106,7 +107,7 @@ def load_model(
     native: CDLL | None = None,
     packed_weights: str = "",
     progress: LoadProgress | None = None,
-    place: Place | None = None,
+    place: RankPlace | None = None,
 ) -> LoadedModel:
     """Load a checkpoint directory or hub name, to compute in `dtype` on `device`.
 
@@ -120,7 +121,7 @@ def load_model(
     config = ModelConfig.from_pretrained(path)
     stage, collective = range(config.num_layers), None
     if place is not None:
-        stage, collective = stages_of(config.num_layers, place.stages)[place.stage], place.collective
+        stage, collective = stages_of(config.num_layers, place.pp_size)[place.pp_rank], place.collective
     if collective is not None:
         exchanges = collective.all_reduce, collective.all_gather, collective.barrier
         parallel = TensorParallel(collective.rank, collective.size, *exchanges)
@@ -131,12 +132,12 @@ def load_model(
     decoder: Decoder | NativeDecoder | StageDecoder
     if native is None:
         decoder = loading()
-        if place is not None and place.stages > 1:
+        if place is not None and place.pp_size > 1:
             decoder = StageDecoder(decoder, place.receive, place.send)
     else:
         weights = _pack(loading, native, packed_weights, fingerprint, parallel, stage, progress)
         decoder = NativeDecoder(config, dtype, weights, native, torch.get_num_threads(), collective, stage)
-        if place is not None and place.stages > 1:
+        if place is not None and place.pp_size > 1:
             decoder = NativeStageDecoder(decoder, place.receive, place.send)
     return LoadedModel(
         path=path,
@@ -146,7 +147,7 @@ def load_model(
         dtype=dtype,
         device=options.device,
         parallel=parallel,
-        stage=stage,
+        layers=stage,
     )
 
 

@@ -98,7 +98,7 @@ class ModelRunner:
         self._device = model.device
         self._kv = kv
         self._native = self._decoder if isinstance(self._decoder, NativeDecoder | NativeStageDecoder) else None
-        self._samples = model.stage.stop == model.config.num_layers
+        self._samples = model.layers.stop == model.config.num_layers
         """Whether this rank has logits: those of a pipeline's earlier stages have none."""
         # A backend that can't be loaded should fail now, not in the first request.
         backend = select(model.device, model.dtype, kv.dtype, kv.page_size, kv.head_dim)

@@ -54,7 +54,7 @@ def _check_threads(threads: int, ranks: int) -> None:
         words = "threads: %d are more than the time of %.3g cores, to which a cgroup limits this process: they stall"
         _log.warning(words, threads, cores.quota())
     elif (total := max(1, threads) * ranks) > usable and ranks > 1:
-        words = "tensor_parallel: %d ranks have %d compute threads, on %d cores: they wait for each other"
+        words = "%d ranks have %d compute threads, on %d cores: they wait for each other"
         _log.warning(words, ranks, total, usable)
     elif usable < there:
         # torch's runtime reads this when it is loaded; it does not know the quota.

@@ -1,15 +1,15 @@
-"""Several ranks of one model on this host: the executor of the leader, which is rank 0, and its link to the others.
+"""Several ranks of one model on this host: the executor of the leader, which is rank 0, and its connections.
 
     EngineCore ── plan ──▶ RanksExecutor ──▶ the leader's ModelRunner
-                                │ pass, go on, stop                   ranks meet in collectives and channels
+                                │ pass, commands                      ranks meet in collectives and channels
                                 └──────────▶ RankServer ──▶ ModelRunner of rank 1 …
 
 Each rank has a shard of the model and of the KV, and computes the same passes in the same order. Only the leader
 decides. It sends each plan in one message, before it computes the pass itself.
 
 The ranks of a stage share each layer (tensor parallel). If a pass reports its layers, the other ranks wait after each
-layer for the leader's word: go on, stop, or compute another pass first. So ranks never disagree. All ranks of a stage
-sample the same tokens from the same logits.
+layer for a message of the leader: go on, end the pass, or compute another pass first. So ranks never disagree. All
+ranks of a stage sample the same tokens from the same logits.
 
 The stages of a pipeline have different layers (`baton.engine.pipeline`). The last one samples, and sends the result to
 the leader, whose next message has the tokens for the other stages. Layers are reported when the whole pass has ended,
@@ -20,7 +20,7 @@ Pages of all shards are memory that the leader maps too. So it reads and writes 
     a rank raises ──▶ collectives are aborted ──▶ all ranks leave the pass ──▶ the leader's `launch` raises; ranks go on
     a rank dies or stands still ──▶ collectives are aborted ──▶ `watch_failure`: the worker ends
 
-`baton.engine.rank` is the process of a rank.
+`baton.engine.rank` is the process of a rank, with the other end of these messages.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from baton.process.supervisor import bind_to_parent, describe_exit
 from baton.telemetry import logs
 from baton.telemetry.metrics import RANK_WAIT_SECONDS
 
-BEAT_S = 0.5
+HEARTBEAT_S = 0.5
 """Seconds between two beats of a rank."""
 
 _LOOK_S, _STILL_LOOKS = 1.0, 10
@@ -70,12 +70,12 @@ _log = logging.getLogger(__name__)
 class RankStart:
     """The first message to a rank: its number, and the settings of its engine and its log.
 
-    Ranks are numbered stage by stage. `floats` is the size of the buffers of collectives and channels. `cores` are
-    those of the worker.
+    Ranks are numbered stage by stage. `buffer_floats` is the size of the buffers of collectives and channels. `cores`
+    are those of the worker.
     """
 
     rank: int
-    floats: int
+    buffer_floats: int
     config: EngineConfig
     cores: tuple[int, ...]
     log: tuple[str, str, str]
@@ -83,22 +83,22 @@ class RankStart:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
-    """A plan to compute; with `reports`, the rank waits for the leader's word after each layer.
+class RunPass:
+    """A plan to compute. With `after_each_layer`, the rank waits for a command of the leader after each layer.
 
     `tokens` has the token that the last stage has sampled for each slot, for ranks of other stages.
     """
 
     plan: ForwardPlan
-    reports: bool = False
+    after_each_layer: bool = False
     tokens: Mapping[int, int] = field(default_factory=dict)
 
 
-class Word(enum.Enum):
-    """The leader's word between layers: go on, or stop. After a failed pass: leave it, and answer."""
+class RankCommand(enum.Enum):
+    """A command of the leader: after a layer, to go on or end the pass; after a failed pass, to leave it and answer."""
 
-    GO = enum.auto()
-    STOP = enum.auto()
+    CONTINUE = enum.auto()
+    END_PASS = enum.auto()
     RECOVER = enum.auto()
 
 
@@ -110,7 +110,7 @@ class RankFailure:
     text: str
 
 
-class Link(Protocol):
+class Exchange(Protocol):
     """Collectives or a channel, whose waits can be ended from outside (`baton.native`)."""
 
     @property
@@ -128,30 +128,34 @@ class StageRunner(Runner, Protocol):
         """Append the token that the last stage has sampled for each slot."""
 
 
-class Beats:
-    """Two numbers of each rank in shared memory: beats so far, and the work that it has done.
+class Heartbeats:
+    """Two numbers of each rank in shared memory: heartbeats so far, and its work.
 
-    The work is the progress of the load first, and `Runner.work_counter` afterwards.
+    The work is the progress of the load until the model is there, then `Runner.work_counter`: only a change of it has a
+    meaning.
     """
 
-    BYTES = 4096
+    def __init__(self, file: int, size: int) -> None:
+        """`file` is a descriptor of memory for `size` ranks, which may be closed afterwards."""
+        self._numbers = memoryview(mmap.mmap(file, self.bytes_of(size))).cast("q")
 
-    def __init__(self, file: int) -> None:
-        """`file` is a descriptor of at least BYTES bytes, which may be closed afterwards."""
-        self._numbers = memoryview(mmap.mmap(file, self.BYTES)).cast("q")
+    @staticmethod
+    def bytes_of(size: int) -> int:
+        """Bytes of the memory for `size` ranks."""
+        return 16 * size
 
-    def beat(self, rank: int, work: int) -> None:
-        """Record a beat of a rank."""
+    def record(self, rank: int, work: int) -> None:
+        """Record a heartbeat of a rank."""
         self._numbers[2 * rank] += 1
         self._numbers[2 * rank + 1] = work
 
-    def seen(self, rank: int) -> int:
-        """Number of beats of a rank."""
+    def count(self, rank: int) -> int:
+        """Number of heartbeats of a rank."""
         return self._numbers[2 * rank]
 
-    def work(self, size: int) -> int:
-        """The work of all ranks together, of `size` ranks."""
-        return sum(self._numbers[2 * rank + 1] for rank in range(size))
+    def work(self) -> int:
+        """The work of all ranks together."""
+        return sum(self._numbers[1::2])
 
 
 class RankProcess(Protocol):
@@ -164,12 +168,12 @@ class RankProcess(Protocol):
     def wait(self, timeout: float | None = None) -> int: ...
 
 
-Launch = Callable[[int, Sequence[int]], RankProcess]
-"""Starts the process of a rank, which inherits descriptors: connection, beats, KV pages, and then those of its links
-(`LinkFiles`)."""
+StartRank = Callable[[int, Sequence[int]], RankProcess]
+"""Starts the process of a rank, which inherits descriptors: connection, heartbeats, KV pages, and then those of its
+exchanges (`ExchangeFiles`)."""
 
 
-def launch_process(rank: int, files: Sequence[int]) -> RankProcess:
+def start_rank_process(rank: int, files: Sequence[int]) -> RankProcess:
     """Start `python -m baton.engine.rank`.
 
     It ends with the calling thread, even if this process is killed (`bind_to_parent`).
@@ -180,8 +184,8 @@ def launch_process(rank: int, files: Sequence[int]) -> RankProcess:
     return subprocess.Popen(bind_to_parent(command), pass_fds=given, stdin=quiet, stdout=quiet, start_new_session=True)
 
 
-class LinkFiles(NamedTuple):
-    """The descriptors of the memory of a rank's links; -1 for one that it does not have.
+class ExchangeFiles(NamedTuple):
+    """The descriptors of the memory of a rank's exchanges; -1 for one that it does not have.
 
     `collective` is for the ranks of its stage, `receive` and `send` for the stages before and after it.
     """
@@ -194,47 +198,54 @@ class LinkFiles(NamedTuple):
 class Ranks:
     """The leader's connections to the processes of the other ranks."""
 
-    def __init__(self, config: EngineConfig, floats: int, files: Sequence[LinkFiles], launch: Launch) -> None:
+    def __init__(
+        self, config: EngineConfig, buffer_floats: int, files: Sequence[ExchangeFiles], start_rank: StartRank
+    ) -> None:
         """Start the processes, which begin to load their shards.
 
-        `files` has the links of each rank, the leader's too; `close` closes them. `floats` is the size of their
-        buffers.
+        `files` has the exchanges of each rank, the leader's too; `close` closes them. `buffer_floats` is the size of
+        their buffers.
         """
         self.size = len(files)
         self.error: EngineError | None = None
         """The reason why no pass can be computed any more."""
         self._failed: Callable[[EngineError], object] = lambda _: None
-        self._links: Sequence[Link] = ()
+        self._exchanges: Sequence[Exchange] = ()
         self._result_wait_s = 0.0
         self._lock = threading.Lock()
         self._closing, self._closed = os.pipe()
         self._connections: list[Connection[Any, Any]] = []
         self._processes: list[RankProcess] = []
+        self._ends: list[int] = []
+        """Descriptors of the processes, which are readable when they have ended (pidfd_open(2))."""
         self.kv_files: list[int] = []
         """The memory of the pages of each rank but the leader."""
         self._files = {file for each in files for file in each if file >= 0}
         # Of the main thread: this one may have the leader's share already.
         own = tuple(os.sched_getaffinity(os.getpid()))
-        beats = _memory("baton-beats", Beats.BYTES)
-        self.beats = Beats(beats)
+        heartbeats = _memory("baton-heartbeats", Heartbeats.bytes_of(self.size))
+        self.heartbeats = Heartbeats(heartbeats, self.size)
         try:
             for rank in range(1, self.size):
-                start = RankStart(rank, floats, config, own, logs.settings())
-                self._start(start, beats, files[rank], launch)
+                start = RankStart(rank, buffer_floats, config, own, logs.settings())
+                self._start(start, heartbeats, files[rank], start_rank)
         except BaseException:
             self.close()
+            os.close(self._closing)
             raise
         finally:
-            os.close(beats)
+            os.close(heartbeats)
         self._watching = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watching.start()
 
-    def _start(self, start: RankStart, beats: int, links: LinkFiles, launch: Launch) -> None:
+    def _start(self, start: RankStart, heartbeats: int, exchanges: ExchangeFiles, start_rank: StartRank) -> None:
         ours, theirs = socket.socketpair()
+        self._connections.append(Connection(ours.detach()))
         self.kv_files.append(_memory(f"baton-kv-{start.rank}", 0))
         with theirs:
-            self._processes.append(launch(start.rank, (theirs.fileno(), beats, self.kv_files[-1], *links)))
-        self._connections.append(Connection(ours.detach()))
+            files = (theirs.fileno(), heartbeats, self.kv_files[-1], *exchanges)
+            self._processes.append(start_rank(start.rank, files))
+        self._ends.append(os.pidfd_open(self._processes[-1].pid))
         # A process that has ended already is noticed later.
         with contextlib.suppress(OSError):
             self._connections[-1].send(start)
@@ -244,9 +255,9 @@ class Ranks:
         """Process ids of the ranks, in their order."""
         return [process.pid for process in self._processes]
 
-    def attach(self, links: Sequence[Link]) -> None:
-        """Set the leader's ends of the links of all ranks, which are aborted when a rank fails."""
-        self._links = links
+    def attach(self, exchanges: Sequence[Exchange]) -> None:
+        """Set the leader's ends of the exchanges of all ranks, which are aborted when a rank fails."""
+        self._exchanges = exchanges
         self._check()
 
     def wait_loaded(self, progress: LoadProgress) -> None:
@@ -254,9 +265,9 @@ class Ranks:
         seen = -1
         for rank, connection in enumerate(self._connections, 1):
             progress.begin(f"waiting for rank {rank} to load its shard")
-            while not connection.poll(BEAT_S):
+            while not connection.poll(HEARTBEAT_S):
                 self._check()
-                if (work := self.beats.work(self.size)) != seen:
+                if (work := self.heartbeats.work()) != seen:
                     seen = work
                     progress.touch()
             self._expect(rank, None)
@@ -280,7 +291,7 @@ class Ranks:
         """Wait for the result of a pass, which a rank of the last stage sends. Raises EngineError if a rank fails."""
         while True:
             began = time.monotonic()
-            ready = wait(self._connections, BEAT_S)
+            ready = wait(self._connections, HEARTBEAT_S)
             self._result_wait_s += time.monotonic() - began
             for each in ready:
                 rank = self._connections.index(cast("Connection[Any, Any]", each)) + 1
@@ -293,15 +304,15 @@ class Ranks:
     @property
     def waited_s(self) -> float:
         """Seconds that the leader has waited for other ranks in passes."""
-        return self._result_wait_s + sum(link.waited_s for link in self._links)
+        return self._result_wait_s + sum(exchange.waited_s for exchange in self._exchanges)
 
     def recover(self) -> str:
         """Make all ranks leave the failed pass; returns the error of a rank, or "". Raises EngineError if one can't."""
         self._abort()
-        self.send(Word.RECOVER)
-        failures = [self._expect(rank, Word.RECOVER) for rank in range(1, self.size)]
-        for link in self._links:
-            link.reset()
+        self.send(RankCommand.RECOVER)
+        failures = [self._expect(rank, RankCommand.RECOVER) for rank in range(1, self.size)]
+        for exchange in self._exchanges:
+            exchange.reset()
         return "; ".join(filter(None, failures))
 
     def watch_failure(self, failed: Callable[[EngineError], object]) -> None:
@@ -327,12 +338,12 @@ class Ranks:
                 continue
             process.kill()
             process.wait()
-        for file in (*self._files, *self.kv_files):
+        for file in (*self._files, *self.kv_files, *self._ends):
             os.close(file)
 
     def _abort(self) -> None:
-        for link in self._links:
-            link.abort()
+        for exchange in self._exchanges:
+            exchange.abort()
 
     def _receive(self, rank: int) -> Any:
         try:
@@ -340,12 +351,12 @@ class Ranks:
         except (EOFError, OSError):
             raise self._lose(rank) from None
 
-    def _expect(self, rank: int, wanted: Word | None) -> str:
+    def _expect(self, rank: int, wanted: RankCommand | None) -> str:
         """Wait for the answer `wanted` of a rank; returns its error before it. Raises the error if None is wanted."""
         connection, found = self._connections[rank - 1], ""
         deadline = time.monotonic() + _RECOVER_S
         while True:
-            if not connection.poll(BEAT_S):
+            if not connection.poll(HEARTBEAT_S):
                 self._check()
                 if wanted is not None and time.monotonic() > deadline:
                     raise self._break(f"rank {rank} does not leave a failed pass")
@@ -384,11 +395,9 @@ class Ranks:
         return self.error
 
     def _watch(self) -> None:
-        """Notice the end of a rank at once, and a rank that stands still after _STILL_LOOKS looks."""
+        """End the worker when the process of a rank has ended, or has had no heartbeat for _STILL_LOOKS looks."""
         poll = select.poll()
-        poll.register(self._closing, select.POLLIN)
-        files = [os.pidfd_open(process.pid) for process in self._processes]
-        for file in files:
+        for file in (self._closing, *self._ends):
             poll.register(file, select.POLLIN)
         still, seen = [0] * self.size, [0] * self.size
         try:
@@ -396,19 +405,18 @@ class Ranks:
                 ready = [file for file, _ in poll.poll(1000 * _LOOK_S)]
                 if self._closing in ready:
                     return
-                for rank, (process, file) in enumerate(zip(self._processes, files, strict=True), 1):
-                    if file in ready:
-                        status = process.wait()
-                        self._break(f"rank {rank} (process {process.pid}) {describe_exit(status)}")
+                for rank, (process, end) in enumerate(zip(self._processes, self._ends, strict=True), 1):
+                    if end in ready:
+                        self._break(f"rank {rank} (process {process.pid}) {describe_exit(process.wait())}")
                     elif not ready:
-                        beats = self.beats.seen(rank)
-                        still[rank] = 0 if beats != seen[rank] else still[rank] + 1
-                        seen[rank] = beats
+                        count = self.heartbeats.count(rank)
+                        still[rank] = 0 if count != seen[rank] else still[rank] + 1
+                        seen[rank] = count
                         if still[rank] >= _STILL_LOOKS:
-                            self._break(f"rank {rank} (process {process.pid}) has stood still for {_STILL_LOOKS} s")
+                            seconds = _LOOK_S * _STILL_LOOKS
+                            self._break(f"rank {rank} (process {process.pid}) has stood still for {seconds:g} s")
         finally:
-            for file in (*files, self._closing):
-                os.close(file)
+            os.close(self._closing)
 
 
 def _memory(name: str, size: int) -> int:
@@ -437,7 +445,7 @@ class RanksExecutor:
         return self._memory
 
     def work_counter(self) -> int:
-        return self.runner.work_counter() + self._ranks.beats.work(self._ranks.size)
+        return self.runner.work_counter() + self._ranks.heartbeats.work()
 
     def launch(self, plan: ForwardPlan, on_layer: OnLayer | None = None) -> Callable[[], PlanResult]:
         if len(self._stages) > 1:
@@ -447,8 +455,8 @@ class RanksExecutor:
                     on_layer(layer)
             return lambda: found
         with self._recovered_on_error():
-            self._ranks.send(Pass(plan, on_layer is not None))
-            result = self.runner.sample(plan, self.runner.forward(plan, on_layer and self._spoken(on_layer)))
+            self._ranks.send(RunPass(plan, on_layer is not None))
+            result = self.runner.sample(plan, self.runner.forward(plan, on_layer and self._relayed(on_layer)))
 
         def read() -> PlanResult:
             with as_engine_errors():
@@ -460,7 +468,7 @@ class RanksExecutor:
         """Compute a pass in all stages, and wait for its result."""
         with self._recovered_on_error():
             tokens, self._sampled = self._sampled, {}
-            self._ranks.send(Pass(plan, tokens=tokens))
+            self._ranks.send(RunPass(plan, tokens=tokens))
             self.runner.append(tokens)
             self.runner.forward(plan, None)
             result = self._ranks.receive()
@@ -475,21 +483,21 @@ class RanksExecutor:
     def close(self) -> None:
         self._ranks.close()
 
-    def _spoken(self, on_layer: OnLayer) -> OnLayer:
+    def _relayed(self, on_layer: OnLayer) -> OnLayer:
         """`on_layer`, after which the ranks hear whether to go on."""
 
-        def spoken(layer: int) -> None:
+        def relayed(layer: int) -> None:
             before = self._recoveries
             try:
                 on_layer(layer)
             except PassEnded:
-                self._ranks.send(Word.STOP)
+                self._ranks.send(RankCommand.END_PASS)
                 raise
             if self._recoveries != before:
                 raise EngineError("undone, because a pass between its layers failed")
-            self._ranks.send(Word.GO)
+            self._ranks.send(RankCommand.CONTINUE)
 
-        return spoken
+        return relayed
 
     @contextlib.contextmanager
     def _recovered_on_error(self) -> Iterator[None]:
@@ -509,79 +517,3 @@ class RanksExecutor:
             waited_s = self._ranks.waited_s
             RANK_WAIT_SECONDS.inc(waited_s - self._waited_s)
             self._waited_s = waited_s
-
-
-class _Left(Exception):
-    """The rank leaves the pass that it computes, and those around it."""
-
-
-class RankServer:
-    """The loop of a rank: it computes the passes of the leader, and waits for its word."""
-
-    def __init__(
-        self,
-        connection: Connection[Any, Any],
-        runner: StageRunner,
-        links: Sequence[Link],
-        *,
-        samples: bool,
-        answers: bool,
-    ) -> None:
-        """`links` are those of this rank. A rank of the last stage `samples`; one of them `answers` with the result."""
-        self._connection = connection
-        self._runner = runner
-        self._links = links
-        self._samples = samples
-        self._answers = answers
-
-    def run(self) -> None:
-        """Compute passes until the leader has closed the connection."""
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                with contextlib.suppress(_Left):
-                    self._handle(self._connection.recv())
-
-    def _handle(self, message: object) -> None:
-        """Compute a pass, or leave a failed one. Words for a pass that this rank has left are ignored."""
-        if isinstance(message, Pass):
-            self._compute(message)
-        elif message is Word.RECOVER:
-            self._connection.send(Word.RECOVER)
-            raise _Left
-
-    def _compute(self, given: Pass) -> None:
-        try:
-            if not self._samples:
-                self._runner.append(given.tokens)
-            forwarded = self._runner.forward(given.plan, self._on_layer if given.reports else None)
-            result = self._runner.sample(given.plan, forwarded)() if self._samples else None
-            if self._answers:
-                self._connection.send(result)
-        except PassEnded:
-            pass
-        except (_Left, EOFError, OSError):
-            raise
-        except Exception as error:
-            if not any(link.aborted for link in self._links):
-                _log.exception("a pass failed")
-                self._connection.send(RankFailure(type(error).__name__, f"{type(error).__name__}: {error}"))
-            for link in self._links:
-                link.abort()
-            raise _Left from None
-
-    def _on_layer(self, _layer: int) -> None:
-        while (message := self._connection.recv()) is not Word.GO:
-            if message is Word.STOP:
-                raise PassEnded
-            self._handle(message)
-
-
-def beat(beats: Beats, rank: int, work: Callable[[], int]) -> None:
-    """Record a beat of this rank with its work each BEAT_S seconds, on a thread of its own, as long as it lives."""
-
-    def run() -> None:
-        while True:
-            beats.beat(rank, work())
-            time.sleep(BEAT_S)
-
-    threading.Thread(target=run, name="beats", daemon=True).start()

@@ -28,8 +28,8 @@ def available_cpus(text: str) -> frozenset[int]:
 
 
 def affinity() -> int:
-    """Cores that the kernel may run this process on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that the kernel may run this process on; the calling thread may have fewer."""
+    return len(os.sched_getaffinity(os.getpid())) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def share(number: int, count: int, threads: int, among: Sequence[int]) -> frozenset[int]:
@@ -40,7 +40,8 @@ def share(number: int, count: int, threads: int, among: Sequence[int]) -> frozen
     """
     if len(among) < count * max(1, threads):
         return frozenset(among)
-    return frozenset(sorted(among)[number::count])
+    each = len(among) // count
+    return frozenset(sorted(among)[number * each : (number + 1) * each])
 
 
 def usable() -> int:

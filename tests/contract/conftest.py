@@ -64,7 +64,7 @@ def make_torch(
         kernels = "torch"  # There are no native ones for it.
     chosen["kv_memory"] = page_bytes * pages
     config = EngineConfig(str(checkpoint), device=device, threads=1, kernels=kernels, tensor_parallel=ranks, **chosen)
-    return build(config, steps_ahead, launch=RankThread)
+    return build(config, steps_ahead, start_rank=RankThread)
 
 
 @pytest.fixture(params=["fake", *KERNELS, "hosted", pytest.param("ranks", marks=pytest.mark.long)])

@@ -1,23 +1,22 @@
-"""Several ranks of one model: failures of a pass, of a rank, and of its start. Ranks are threads, with real links."""
+"""Several ranks of one model: failures of a pass, of a rank, and of its start. Ranks are threads."""
 
 import contextlib
 import os
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from baton.engine import factory, ranks
 from baton.engine.config import EngineConfig
 from baton.engine.core import EngineCore
 from baton.engine.model_runner import ModelRunner
-from baton.engine.ranks import LinkFiles, Ranks
+from baton.engine.ranks import ExchangeFiles, Ranks
 from baton.errors import ConfigError, EngineError
-from baton.telemetry.metrics import RANK_WAIT_SECONDS
 from tests.checkpoints import make_checkpoint
 from tests.contract.engines import MIXED, generate, prefill, state
 from tests.engine_calls import prefill_chunk
@@ -33,9 +32,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def engine_of(checkpoint: Path, launch: Any = RankThread, **degrees: int) -> Iterator[EngineCore]:
-    settings = {"dtype": "float32", "kernels": "torch", "threads": 1, "slots": 4, "max_model_len": 256}
-    engine = factory.build(EngineConfig(str(checkpoint), kv_memory=1 << 22, **settings, **degrees), launch=launch)  # type: ignore[arg-type]
+def engine_of(checkpoint: Path, start_rank: Any = RankThread, **degrees: int) -> Iterator[EngineCore]:
+    settings = {"dtype": "float32", "kernels": "torch", "threads": 1, "slots": 4, "max_model_len": 256} | degrees
+    engine = factory.build(EngineConfig(str(checkpoint), kv_memory=1 << 22, **settings), start_rank=start_rank)  # type: ignore[arg-type]
     try:
         yield engine
         engine.audit()
@@ -62,8 +61,11 @@ def fails_once(monkeypatch: pytest.MonkeyPatch, method: str, where: Callable[[st
     monkeypatch.setattr(ModelRunner, method, failing)
 
 
-@pytest.mark.parametrize("degrees", [TP, PP], ids=str)
-@pytest.mark.parametrize("rank", ["MainThread", "rank 1", "rank 2"])
+@pytest.mark.parametrize(
+    ("degrees", "rank"),
+    [(TP, "MainThread"), (TP, "rank 1"), (PP, "MainThread"), (PP, "rank 1"), (PP, "rank 2")],
+    ids=str,
+)
 @pytest.mark.parametrize("method", ["forward", "_update"])
 def test_a_pass_fails_as_a_whole_and_the_next_ones_are_right(
     degrees: dict[str, int],
@@ -73,8 +75,6 @@ def test_a_pass_fails_as_a_whole_and_the_next_ones_are_right(
     expected: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if degrees == TP and rank == "rank 2":
-        rank = "rank 1"
     with engine_of(checkpoint, **degrees) as engine:
         handle = engine.reserve("r/1", 80)
         prefill(engine, handle, state(PROMPT))
@@ -113,8 +113,8 @@ def test_the_death_of_a_rank_is_reported_and_ends_every_pass(degrees: dict[str, 
         generate(engine, state(PROMPT), 3)
         reported, seen = list[EngineError](), threading.Event()
         engine.watch_failure(lambda error: (reported.append(error), seen.set()))
-        os.kill(pids_of(engine)[0], 9)
-        assert seen.wait(10)
+        os.kill(ranks_of(engine).pids[0], 9)
+        assert seen.wait(60)
         assert [str(error).split(")")[1] for error in reported] == [" was killed by SIGKILL"]
         with pytest.raises(EngineError, match=r"rank 1 .* was killed by SIGKILL"):
             prefill(engine, engine.reserve("r", 80), state(PROMPT))
@@ -123,31 +123,9 @@ def test_the_death_of_a_rank_is_reported_and_ends_every_pass(degrees: dict[str, 
         assert late == reported
 
 
-def pids_of(engine: EngineCore) -> list[int]:
-    found: list[int] = engine.executor._ranks.pids  # type: ignore[attr-defined]
+def ranks_of(engine: EngineCore) -> Ranks:
+    found: Ranks = engine.executor._ranks  # type: ignore[attr-defined]
     return found
-
-
-@pytest.mark.parametrize("degrees", [TP, PP], ids=str)
-def test_waiting_for_ranks_is_counted(
-    degrees: dict[str, int], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forward = ModelRunner.forward
-
-    def slow(self: ModelRunner, *of: Any) -> Any:
-        if threading.current_thread().name == "rank 1":
-            time.sleep(0.5)
-        return forward(self, *of)
-
-    monkeypatch.setattr(ModelRunner, "forward", slow)
-    before = waited_s()
-    with engine_of(checkpoint, **degrees) as engine:
-        prefill(engine, engine.reserve("r", 80), state(PROMPT))
-    assert waited_s() > before
-
-
-def waited_s() -> float:
-    return sum(each.value for metric in RANK_WAIT_SECONDS.collect() for each in metric.samples)
 
 
 class Still:
@@ -162,26 +140,37 @@ class Still:
 
 def test_a_rank_that_stands_still_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "_LOOK_S", 0.01)
-    none = LinkFiles(-1, -1, -1)
+    none = ExchangeFiles(-1, -1, -1)
     made = Ranks(EngineConfig("m", **TP), 64, [none, none], Still)
     try:
         reported, seen = list[EngineError](), threading.Event()
         made.watch_failure(lambda error: (reported.append(error), seen.set()))
-        assert seen.wait(10)
-        assert str(reported[0]).endswith("has stood still for 10 s")
+        assert seen.wait(60)
+        assert str(reported[0]).endswith("has stood still for 0.1 s")
     finally:
         made.close()
 
 
 def test_a_rank_that_beats_is_left_alone(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "_LOOK_S", 0.3)
-    monkeypatch.setattr(ranks, "_STILL_LOOKS", 4)
+    monkeypatch.setattr(ranks, "_LOOK_S", 0.6)
+    monkeypatch.setattr(ranks, "_STILL_LOOKS", 60)
     with engine_of(checkpoint, **TP) as engine:
-        looked = threading.Event()
-        before = engine.executor._ranks.beats.seen(1)  # type: ignore[attr-defined]
-        while engine.executor._ranks.beats.seen(1) < before + 3:  # type: ignore[attr-defined]
-            looked.wait(0.1)
-        assert engine.executor._ranks.error is None  # type: ignore[attr-defined]
+        own, waiting = ranks_of(engine), threading.Event()
+        before = own.heartbeats.count(1)
+        while own.heartbeats.count(1) < before + 2:
+            waiting.wait(0.1)
+        assert own.error is None
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(16, 4), (3, 1)])
+def test_cores_are_divided_by_the_ranks_once(
+    cores: int, expected: int, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_to = list[int]()
+    monkeypatch.setattr(factory.cores, "usable", lambda: cores)
+    monkeypatch.setattr(torch, "set_num_threads", set_to.append)
+    with engine_of(checkpoint, threads=0, tensor_parallel=2, pipeline_parallel=2):
+        assert set_to == [expected] * 4
 
 
 def test_a_rank_that_can_not_start_says_why(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,6 +194,10 @@ def test_a_rank_that_can_not_start_says_why(checkpoint: Path, monkeypatch: pytes
             "^tensor_parallel: num_attention_heads 4 is not divisible by 3 ranks; 1, 2, 4 would do$",
         ),
         ({"pipeline_parallel": 4}, "^pipeline_parallel: 4 is above num_hidden_layers, 3$"),
+        (
+            {"pipeline_parallel": 2, "host_memory": 4096},
+            "^pipeline_parallel: 2 stages have no KV in host memory, got kv_home auto and host_memory 4096$",
+        ),
         ({"tensor_parallel": 0}, "^tensor_parallel: must be 1 or more, got 0$"),
     ],
     ids=str,

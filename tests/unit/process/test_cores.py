@@ -69,3 +69,10 @@ def test_core_lists_are_parsed(text: str, cpus: set[int]) -> None:
 def test_invalid_core_lists_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="cpus: must be a list like 0-3,8, got"):
         parse_cpus(text)
+
+
+def test_shares_of_ranks_are_disjoint_and_next_to_each_other() -> None:
+    among = [3, 1, 0, 2, 7, 5, 6, 4]
+    assert [sorted(cores.share(number, 4, 2, among)) for number in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [sorted(cores.share(number, 3, 0, among)) for number in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    assert [cores.share(number, 2, 5, among) for number in range(2)] == [frozenset(among)] * 2
