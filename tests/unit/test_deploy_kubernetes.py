@@ -211,15 +211,20 @@ def test_every_file_is_used() -> None:
 
 
 def test_the_snippets_of_the_docs_fit(tmp_path: Path) -> None:
-    """The label and prefix of a fleet, and the patch that names the routers' hosts."""
+    """The label and prefix of a fleet, the patch that names the routers' hosts, and that of decode workers of ranks."""
     blocks = re.findall(r"^```yaml\n((?:resources|patches):.*?)^```", DOCS, re.DOTALL | re.MULTILINE)
-    fleet, patch = sorted(blocks, key=lambda block: block.startswith("patches"))
+    fleet, *patches = sorted(blocks, key=lambda block: block.startswith("patches"))
+    patch = "patches:\n" + "".join(block.removeprefix("patches:\n") for block in patches)
     here = os.path.relpath(KUBERNETES / "overlays", tmp_path)
     (tmp_path / "kustomization.yaml").write_text(fleet.replace("..", here) + patch)
     documents = build(tmp_path)
     assert names_of(documents, "Certificate") >= {"chat-baton-router"}
     (router,) = (each for each in of_kind(documents, "Certificate") if name_of(each) == "chat-baton-router")
     assert router["spec"]["dnsNames"] == ["router.baton", "localhost", "chat-baton-router", "baton-router.baton.svc"]
+    (decode,) = (each for each in of_kind(documents, "Deployment") if name_of(each) == "chat-baton-decode")
+    environment = {each["name"]: each for each in decode["spec"]["template"]["spec"]["containers"][0]["env"]}
+    assert environment["BATON_TENSOR_PARALLEL"]["value"] == "2"
+    assert environment["BATON_THREADS"] == {"name": "BATON_THREADS", "value": "4"}
 
 
 # ------------------------------------------------------------------------------------------------- pods
