@@ -394,6 +394,8 @@ class Ranks:
                         seen[rank] = beats
                         if still[rank] >= _STILL_LOOKS:
                             self._break(f"rank {rank} (process {process.pid}) has stood still for {_STILL_LOOKS} s")
+                            # It would not end within the time that `close` gives it.
+                            process.kill()
         finally:
             for file in (*files, self._closing):
                 os.close(file)
