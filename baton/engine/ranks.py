@@ -415,6 +415,8 @@ class Ranks:
                         if still[rank] >= _STILL_LOOKS:
                             seconds = _LOOK_S * _STILL_LOOKS
                             self._break(f"rank {rank} (process {process.pid}) has stood still for {seconds:g} s")
+                            # It would not end within the time that `close` gives it.
+                            process.kill()
         finally:
             os.close(self._closing)
 

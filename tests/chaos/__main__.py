@@ -1,11 +1,12 @@
 """`python -m tests.chaos`: the matrix, for as long as asked; see report.py for what it writes.
 
     python -m tests.chaos --minutes 30 --seed 1
+    python -m tests.chaos --ranks
     python -m tests.chaos --case decode/kill/decoding --case redis/stop/prefilling --keep-logs /tmp/logs
 
-All cases run once, storms, damage and floods more often (cases.py has the order), then cases at random until the
-minutes are used up. Exits with 1 if anything was hung, wrong, leaked, lost or not healthy again, or if a flood of one
-tenant delayed another beyond the bar.
+All cases but those of workers with several ranks run once, storms, damage and floods more often (cases.py has the
+order), then cases at random until the minutes are used up. Exits with 1 if anything was hung, wrong, leaked, lost,
+orphaned or not healthy again, or if a flood of one tenant delayed another beyond the bar.
 """
 
 import argparse
@@ -17,7 +18,8 @@ import time
 from pathlib import Path
 
 from tests.chaos import flood, report
-from tests.chaos.cases import Case, parse, plan
+from tests.chaos import ranks as of_ranks
+from tests.chaos.cases import RANK_FAULTS, RANKS, Case, parse, plan
 from tests.chaos.fleet import Fleet, Shape
 from tests.chaos.runner import run_case
 from tests.chaos.scene import Row
@@ -29,16 +31,17 @@ async def run(arguments: argparse.Namespace, directory: Path) -> list[Row]:
     """Run cases one after the other; a fleet that a case leaves sick is replaced."""
     rng = random.Random(arguments.seed)
     end = time.monotonic() + 60 * arguments.minutes
-    todo = [parse(name) for name in arguments.case] or plan(rng)
+    todo = [parse(name) for name in arguments.case] or (rng.sample(RANKS, len(RANKS)) if arguments.ranks else plan(rng))
     again, rows = list(todo), []
     while todo:
         fresh = directory / f"fleet-{len(rows)}"
         fresh.mkdir()
         shape = shape_of(todo[0])
+        mix = of_ranks.RealMix(rng) if shape.real else None
         async with Fleet.running(shape, fresh) as fleet:
             while todo and shape_of(todo[0]) is shape:
                 case = todo.pop(0)
-                rows.append(await attempt(fleet, case, rng))
+                rows.append(await attempt(fleet, case, rng, mix))
                 if not todo and time.monotonic() < end and not arguments.case:
                     todo = rng.sample(again, len(again))
                 if time.monotonic() > end and len(rows) >= len(again):
@@ -50,14 +53,22 @@ async def run(arguments: argparse.Namespace, directory: Path) -> list[Row]:
 
 def shape_of(case: Case) -> Shape:
     """The fleet that a case needs."""
+    if case.fault in RANK_FAULTS:
+        return of_ranks.SHAPE
     return flood.SHAPE if case.fault == "flood" else SHAPE
 
 
-async def attempt(fleet: Fleet, case: Case, rng: random.Random) -> Row:
+async def attempt(fleet: Fleet, case: Case, rng: random.Random, mix: of_ranks.RealMix | None) -> Row:
     """Run a case and tell of it; whatever the harness itself raises is a problem of the case."""
     began = time.monotonic()
     try:
-        row = await (flood.run_flood if case.fault == "flood" else run_case)(fleet, case, rng)
+        if case.fault == "flood":
+            row = await flood.run_flood(fleet, case, rng)
+        elif mix is not None:
+            mix.refresh()
+            row = await run_case(fleet, case, rng, mix, rate=of_ranks.RATE)
+        else:
+            row = await run_case(fleet, case, rng)
     except Exception as error:
         row = Row(case, problems=[f"the case could not be run: {error!r}"])
     took = time.monotonic() - began
@@ -75,6 +86,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--case", action="append", default=[], help="TARGET/FAULT/STATE; may be repeated")
+    parser.add_argument("--ranks", action="store_true", help="the cases of workers with several ranks, each once")
     parser.add_argument("--keep-logs", type=Path, help="directory for the processes' logs")
     arguments = parser.parse_args()
     began = time.monotonic()
@@ -82,10 +94,10 @@ def main() -> int:
         directory = arguments.keep_logs or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
         rows = asyncio.run(run(arguments, directory))
-    text = report.table(rows, SHAPE, seed=arguments.seed, seconds=time.monotonic() - began)
+    text = report.table(rows, shape_of(rows[0].case), seed=arguments.seed, seconds=time.monotonic() - began)
     print(text)
     if not arguments.case:
-        report.write("chaos", text)
+        report.write("chaos-ranks" if arguments.ranks else "chaos", text)
     return int(any(row.problems for row in rows))
 
 

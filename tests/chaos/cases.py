@@ -7,14 +7,20 @@ damaged records (tests/chaos/damage.py) and floods (tests/chaos/flood.py).
 import asyncio
 import random
 import signal
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from tests.chaos.fleet import Fleet
+import psutil
+
+from tests.chaos.fleet import REAL_TOKEN_BYTES, Fleet
+from tests.chaos.process import TOKEN_BYTES
 
 TARGETS = ("router", "prefill", "decode", "redis")
 FAULTS = ("kill", "stop", "hang", "cut", "pair", "slow", "reset", "restart", "names")
 STATES = ("waiting", "prefilling", "transferring", "decoding")
+
+RANK_FAULTS = ("rank-kill", "rank-stop", "leader-kill", "leader-stop")
+"""Of workers with several ranks: rank 1 or the leader, which is rank 0, is killed or stands still."""
 
 SLOW_RATES = {"kv": 80_000, "redis": 80_000}
 """Bytes per second of slow links by the first part of their name: less than what the mixed load needs."""
@@ -26,6 +32,7 @@ TRANSFER_RATE = 300_000
 """Bytes per second of KV links before a fault that is to hit a transfer: enough for the load, with long transfers."""
 
 HOLD_S = {"kill": 1.5, "slow": 6.0, "reset": 6.0, "restart": 0.0, "hang": 0.0}
+HOLD_S |= {"rank-kill": 0.0, "rank-stop": 0.0, "leader-kill": 1.5, "leader-stop": 9.0}
 HOLD_S |= dict.fromkeys(("stop", "cut", "pair", "names"), 9.0)
 """Length of a fault; long enough that a silent peer must have been noticed."""
 
@@ -73,18 +80,19 @@ class Case:
 
 
 MATRIX = [Case(target, fault, state) for target in TARGETS for fault in FAULTS for state in STATES]
+RANKS = [Case(target, fault, state) for target in ("prefill", "decode") for fault in RANK_FAULTS for state in STATES]
 STORM = Case("workers", "storm", "mixed")
 DAMAGE = Case("redis", "damage", "mixed")
 FLOODS = [
     Case("tenant", "flood", kind) for kind in ("choices", "prompts", "tokenize", "detokenize", "unread", "cancels")
 ]
-CASES = [*(case for case in MATRIX if case.applicable), STORM, DAMAGE, *FLOODS]
+CASES = [*(case for case in MATRIX if case.applicable), STORM, DAMAGE, *FLOODS, *RANKS]
 
 CELLS_BETWEEN_STORMS = 20
 
 
 def plan(rng: random.Random) -> list[Case]:
-    """All cases, those that are not in the old matrix early and more than once."""
+    """All cases but those of RANKS, those that are not in the old matrix early and more than once."""
     cells = [case for case in MATRIX if case.applicable]
     first = [case for case in cells if case.fault == "reset"]
     rest = [case for case in cells if case.fault != "reset"]
@@ -107,14 +115,18 @@ def parse(name: str) -> Case:
     return case
 
 
-async def inject(fleet: Fleet, case: Case, name: str, other: str) -> None:
-    """Do it to the process `name`; `other` is the peer of a pair."""
+async def inject(fleet: Fleet, case: Case, name: str, other: str, ranks: Sequence[psutil.Process] = ()) -> None:
+    """Do it to the process `name`; `other` is the peer of a pair, `ranks` are those of the process but for itself."""
     process = fleet.processes[name]
     match case.fault:
-        case "kill":
+        case "kill" | "leader-kill":
             process.send(signal.SIGKILL)
-        case "stop":
+        case "stop" | "leader-stop":
             process.send(signal.SIGSTOP)
+        case "rank-kill":
+            ranks[0].kill()
+        case "rank-stop":
+            ranks[0].suspend()
         case "restart":
             process.send(signal.SIGTERM)
         case "hang":
@@ -167,10 +179,16 @@ async def heal(fleet: Fleet, case: Case, name: str) -> str:
     """Undo it, and wait until the process serves; what went wrong, in words, or ""."""
     process, trouble = fleet.processes[name], ""
     match case.fault:
-        case "kill":
+        case "kill" | "leader-kill":
             await process.ended()
             await fleet.restart(name)
-        case "stop":
+        case "rank-kill" | "rank-stop":
+            code = await process.ended()
+            if code != 1:
+                trouble = f"{name} ended with status {code} after the end of a rank"
+                await process.kill()
+            await fleet.restart(name)
+        case "stop" | "leader-stop":
             process.send(signal.SIGCONT)
         case "names":
             resolve_names(fleet)
@@ -195,13 +213,14 @@ async def heal(fleet: Fleet, case: Case, name: str) -> str:
 async def prepare(fleet: Fleet, case: Case) -> None:
     """Slow the KV links where a transfer is to be hit."""
     if case.state == "transferring":
+        rate = TRANSFER_RATE * (REAL_TOKEN_BYTES // TOKEN_BYTES if fleet.shape.real else 1)
         for name in fleet.prefill:
-            await fleet.mode("slow", f"kv-{name}", rate=TRANSFER_RATE)
+            await fleet.mode("slow", f"kv-{name}", rate=rate)
 
 
 async def ease(fleet: Fleet, case: Case, name: str) -> None:
     """Let links that `prepare` slowed pass again, but for those that the fault concerns."""
     await asyncio.sleep(1.0)
-    if case.state == "transferring" and case.fault in ("kill", "stop", "reset", "restart"):
+    if case.state == "transferring" and case.fault in ("kill", "stop", "reset", "restart", *RANK_FAULTS):
         for each in fleet.prefill:
             await fleet.mode("pass", f"kv-{each}")

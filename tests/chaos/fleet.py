@@ -13,12 +13,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import random
 import signal
 import socket
 import subprocess
 import sys
+import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +35,15 @@ from tests.redis_server import BINARIES
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "a secret of the chaos suite"
+MARK = "CHAOS_FLEET"
+"""Environment variable that tells the processes of one fleet from all others."""
+
+RANK_MODULE = "baton.engine.rank"
+
+PAGE_TOKENS = 16
+REAL_TOKEN_BYTES = 6144
+"""KV of a token of the bundled model in float32."""
+
 EXIT_S = 60.0
 """More than any drain and stop may last."""
 
@@ -57,13 +68,25 @@ class Shape:
     """Most streams of each tenant, None for no limit; with tenants the routers ask for API keys."""
     stall_s: float = 3.0
     """An engine that hangs is replaced after about three times as long."""
+    prefill_ranks: tuple[int, int] = (1, 1)
+    """Tensor and pipeline parallel degrees. Workers with ranks have the real engine, and the bundled model."""
+    decode_ranks: tuple[int, int] = (1, 1)
+
+    @property
+    def real(self) -> bool:
+        """Whether the workers have the real engine."""
+        return (self.prefill_ranks, self.decode_ranks) != ((1, 1), (1, 1))
+
+    def ranks(self, name: str) -> int:
+        """Number of ranks of a worker."""
+        return math.prod(self.prefill_ranks if name.startswith("p") else self.decode_ranks)
 
 
 class Process:
     """A command that can be started, signalled and started again at the same addresses."""
 
-    def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
-        self.name, self.command, self.log = name, command, log
+    def __init__(self, name: str, command: Sequence[str], log: Path, mark: str) -> None:
+        self.name, self.command, self.log, self.mark = name, command, log, mark
         self.popen: subprocess.Popen[bytes] | None = None
         self.starts = 0
 
@@ -74,7 +97,7 @@ class Process:
 
     def start(self) -> None:
         """Start it; only the main thread may, because the process dies with the thread that started it."""
-        environ = {**os.environ, "BATON_FLEET_SECRET": SECRET, "PYTHONPATH": str(ROOT)}
+        environ = {**os.environ, "BATON_FLEET_SECRET": SECRET, "PYTHONPATH": str(ROOT), MARK: self.mark}
         with self.log.open("ab") as log:
             log.write(f"--- start {self.starts} of {self.name}\n".encode())
             log.flush()
@@ -140,6 +163,7 @@ class Fleet:
         self.routers = [f"r{i}" for i in range(shape.routers)]
         self.prefill = [f"p{i}" for i in range(shape.prefill)]
         self.decode = [f"d{i}" for i in range(shape.decode)]
+        self.mark = uuid.uuid4().hex
         self._directory = directory
         self._taken: set[int] = set()
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -187,8 +211,9 @@ class Fleet:
         for name in self.prefill:
             await self._start_prefill(name)
         for name in self.decode:
-            flags = ["--step-time", str(self.shape.step_time), "--slots", str(self.shape.slots)]
-            self._start_worker(name, "decode", [*flags, "--pages", str(self.shape.decode_pages)])
+            flags = ["--slots", str(self.shape.slots)]
+            flags += [] if self.shape.real else ["--step-time", str(self.shape.step_time)]
+            self._start_worker(name, "decode", self.shape.decode_pages, flags)
         for name in self.routers:
             await self._start_router(name)
         await self.tell_pids()
@@ -199,15 +224,22 @@ class Fleet:
         redis = await self._link(f"redis-{name}", (name, "redis"), self.control["redis"])
         kv = self._port()
         shared = await self._link(f"kv-{name}", ("*", name), kv, peers=self.decode)
-        flags = ["--chunk-time", str(self.shape.chunk_time), "--pages", str(self.shape.prefill_pages)]
+        flags = [] if self.shape.real else ["--chunk-time", str(self.shape.chunk_time)]
         flags += ["--chunk-size", str(self.shape.chunk_size), "--redis", f"redis://localhost:{redis}/0"]
         flags += ["--kv", f"127.0.0.1:{kv}", "--kv-advertise", f"127.0.0.1:{shared}"]
-        self._start_worker(name, "prefill", flags)
+        self._start_worker(name, "prefill", self.shape.prefill_pages, flags)
 
-    def _start_worker(self, name: str, role: str, flags: Sequence[str]) -> None:
+    def _start_worker(self, name: str, role: str, pages: int, flags: Sequence[str]) -> None:
         self.control[name], self.ops[name] = self._port(), self._port()
-        command = [sys.executable, "-m", "tests.chaos.process", role, *flags]
-        command += ["--model-len", str(self.shape.model_len)]
+        if self.shape.real:
+            tensor, pipeline = self.shape.prefill_ranks if role == "prefill" else self.shape.decode_ranks
+            command = [sys.executable, "-m", f"{role}_svc", *flags, "--dtype", "float32", "--threads", "1"]
+            command += ["--tensor-parallel", str(tensor), "--pipeline-parallel", str(pipeline)]
+            command += ["--kv-memory", str(pages * PAGE_TOKENS * REAL_TOKEN_BYTES)]
+            command += ["--max-model-len", str(self.shape.model_len)]
+        else:
+            command = [sys.executable, "-m", "tests.chaos.process", role, *flags, "--pages", str(pages)]
+            command += ["--model-len", str(self.shape.model_len)]
         command += ["--control", f"127.0.0.1:{self.control[name]}", "--ops", f"127.0.0.1:{self.ops[name]}"]
         command += ["--worker-id", name, "--drain-s", str(self.shape.drain_s), "--stall-s", str(self.shape.stall_s)]
         self._add(name, command)
@@ -228,7 +260,7 @@ class Fleet:
         self._add(name, command)
 
     def _add(self, name: str, command: Sequence[str]) -> None:
-        process = self.processes[name] = Process(name, command, self._directory / f"{name}.log")
+        process = self.processes[name] = Process(name, command, self._directory / f"{name}.log", self.mark)
         process.start()
 
     def _port(self) -> int:
@@ -277,6 +309,19 @@ class Fleet:
     async def heal_links(self) -> None:
         for name in self.links:
             await self.mode("pass", name)
+
+    def ranks_of(self, name: str) -> list[psutil.Process]:
+        """Processes of the ranks of a running worker, without its leader."""
+        return [each for each in self.all_ranks() if each.ppid() == self.processes[name].pid]
+
+    def all_ranks(self) -> list[psutil.Process]:
+        """Processes of ranks that workers of this fleet have started, orphans as well."""
+        found = []
+        for each in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if RANK_MODULE in each.cmdline() and each.environ().get(MARK) == self.mark:
+                    found.append(each)
+        return found
 
     async def restart(self, name: str) -> None:
         """Start a process that has ended, and wait until it is healthy."""

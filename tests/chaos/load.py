@@ -57,12 +57,11 @@ class Spec:
     timeout: float | None = None
     cancel_after: float | None = None
     pause: float | None = None
+    known: tuple[tuple[int, ...], ...] = ()
+    """At least `max_tokens` tokens of each choice, if they are not the fake engine's."""
 
     def expected(self, choice: int) -> Expected:
-        params = SamplingParams(temperature=0.0) if self.seed is None else SamplingParams(seed=self.seed)
-        tokens = expected_tokens(
-            self.prompt, self.max_tokens, params=params, choice_index=choice, vocab_size=VOCABULARY
-        )
+        tokens = list(self.known[choice][: self.max_tokens]) if self.known else self._fake(choice)
         if self.stop_token in tokens:
             end = tokens.index(self.stop_token)
             return Expected(tokens[: end + 1], FinishReason.STOP, "".join(pieces(tokens[:end])))
@@ -75,6 +74,10 @@ class Spec:
                 if at >= 0:
                     return Expected(tokens[:count], FinishReason.STOP, text[:at])
         return Expected(tokens, FinishReason.LENGTH, text)
+
+    def _fake(self, choice: int) -> list[int]:
+        params = SamplingParams(temperature=0.0) if self.seed is None else SamplingParams(seed=self.seed)
+        return expected_tokens(self.prompt, self.max_tokens, params=params, choice_index=choice, vocab_size=VOCABULARY)
 
     def following(self, prefix: tuple[int, ...]) -> Spec:
         """The same with a longer prompt."""
@@ -233,7 +236,11 @@ class Mix:
             spec = replace(spec, logprobs=rng.choice((0, 1, 20, 20)))
             if rng.random() < 0.5:
                 spec = replace(spec, pause=rng.uniform(0.5, 3.0))
-        chosen = rng.random()
+        return self._leaving(spec)
+
+    def _leaving(self, spec: Spec) -> Spec:
+        """Now and then with a client that cancels, or with a deadline."""
+        rng, chosen = self._rng, self._rng.random()
         if chosen < self._cancels:
             return replace(spec, cancel_after=rng.uniform(0.0, 1.2))
         if chosen < self._cancels + self._deadlines:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -102,6 +103,15 @@ async def settle(fleet: Fleet, bound: float) -> tuple[Leak, float]:
         if left.clean or waited > bound:
             return left, waited
         await asyncio.sleep(0.25)
+
+
+def rank_faults(fleet: Fleet) -> tuple[int, list[str]]:
+    """Number of ranks without a worker, and workers that do not have all of their ranks, in words."""
+    leaders = {fleet.processes[name].pid: name for name in fleet.workers}
+    found = Counter(leaders.get(rank.ppid(), "") for rank in fleet.all_ranks())
+    return found[""], [
+        f"{name} has {1 + found[name]} ranks" for name in fleet.workers if 1 + found[name] != fleet.shape.ranks(name)
+    ]
 
 
 class Detector:

@@ -30,7 +30,10 @@ def cells(row: Row) -> dict[str, str]:
         **{end: str(row.counts[end]) for end in _ENDS},
         "lost": str(row.lost),
         "leaked bytes": str(row.leaked),
+        "orphans": str(row.orphans),
         "detect s": _seconds(row.detect),
+        "ended s": _seconds(row.ended),
+        "back s": _seconds(row.back),
         "longest gap s": _seconds(row.stall),
         "slowest refusal s": _seconds(row.refusal),
         "healthy s": _seconds(row.heal),
@@ -46,7 +49,7 @@ def line(row: Row) -> str:
 def table(rows: Sequence[Row], shape: Shape, *, seed: int, seconds: float) -> str:
     rows = sorted(rows, key=lambda row: CASES.index(row.case))
     sums = ", ".join(f"{end} {sum(row.counts[end] for row in rows)}" for end in _ENDS)
-    kills = [row for row in rows if (row.case.target, row.case.fault) == ("decode", "kill")]
+    kills = [row for row in rows if row.case.target == "decode" and row.case.fault.endswith("kill")]
     lost = sum(row.lost + row.counts["hung"] + row.counts["untyped"] for row in kills)
     found = [cells(row) for row in rows]
     body = [list(found[0]), ["---"] * len(found[0]), *(list(each.values()) for each in found)]
@@ -58,7 +61,8 @@ def table(rows: Sequence[Row], shape: Shape, *, seed: int, seconds: float) -> st
             *heading(seed, seconds, shape),
             "",
             f"**{len(rows)} cases, {sum(row.sent for row in rows)} requests: {sums}, lost "
-            f"{sum(row.lost for row in rows)}, leaked bytes {sum(row.leaked for row in rows)}.** Decode kills: "
+            f"{sum(row.lost for row in rows)}, leaked bytes {sum(row.leaked for row in rows)}, orphans "
+            f"{sum(row.orphans for row in rows)}.** Decode kills: "
             f"{len(kills)}, accepted streams lost in them: {lost}.",
             "",
             *("| " + " | ".join(each) + " |" for each in body),

@@ -8,7 +8,9 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+
+import psutil
 
 from baton.client import AsyncClient
 from baton.errors import BatonError
@@ -17,7 +19,7 @@ from tests.chaos.cases import Case
 from tests.chaos.damage import damage
 from tests.chaos.fleet import Fleet
 from tests.chaos.load import Load, Mix, Outcome
-from tests.chaos.observe import SERVED, Detector, counter, ledger
+from tests.chaos.observe import SERVED, Detector, counter, ledger, rank_faults
 from tests.chaos.scene import TOLD, Row, Scene, told
 from tests.chaos.storm import storm
 
@@ -29,6 +31,7 @@ STATE_BOUND_S = 15.0
 END_BOUND_S = 45.0
 """Within this after the fault is healed every request has ended; routers wait 10 s for workers that are gone."""
 HEALTH_BOUND_S = 40.0
+ORPHAN_BOUND_S = 1.0
 LEAK_BOUND_S = 20.0
 """A lease and its margin."""
 
@@ -39,13 +42,15 @@ async def clients_of(fleet: Fleet) -> AsyncIterator[dict[str, AsyncClient]]:
         yield {name: await stack.enter_async_context(AsyncClient(fleet.address(name))) for name in fleet.routers}
 
 
-async def run_case(fleet: Fleet, case: Case, rng: random.Random, *, rate: float = RATE, hold: float = 1.0) -> Row:
-    """Run a case on a healthy fleet; `hold` scales how long the fault lasts."""
+async def run_case(
+    fleet: Fleet, case: Case, rng: random.Random, mix: Mix | None = None, *, rate: float = RATE, hold: float = 1.0
+) -> Row:
+    """Run a case on a healthy fleet; `hold` scales how long the fault lasts. `mix` is of the fake engine by default."""
     act = {"storm": storm, "damage": damage}.get(case.fault, _cell)
     row = Row(case)
     await cases.prepare(fleet, case)
     async with clients_of(fleet) as clients:
-        load = Load(clients, Mix(rng), rng)
+        load = Load(clients, mix or Mix(rng), rng)
         background = asyncio.create_task(load.open_loop(rate))
         try:
             await asyncio.sleep(0.5)
@@ -60,12 +65,17 @@ async def run_case(fleet: Fleet, case: Case, rng: random.Random, *, rate: float 
         for outcome in late:
             row.problems.append(await describe(fleet, outcome))
     await row.settle(fleet, LEAK_BOUND_S)
+    left, lacking = rank_faults(fleet)
+    row.orphans += left
+    row.problems += lacking + [f"{row.orphans} ranks without a leader"] * bool(row.orphans)
     return row
 
 
 async def _cell(scene: Scene) -> float:
     """A cell of the matrix: reach the state, inject, hold and heal; when it began, on the monotonic clock."""
     fleet, case, load, row = scene.fleet, scene.case, scene.load, scene.row
+    # Found beforehand, since a search would outlast some states.
+    ranks = {name: fleet.ranks_of(name) for name in fleet.workers if fleet.shape.ranks(name) > 1}
     name, other, row.in_state = await _reach(fleet, case, load, scene.rng)
     row.hit = f"{name}-{other}" if case.fault == "pair" else name
     if not row.in_state:
@@ -73,17 +83,40 @@ async def _cell(scene: Scene) -> float:
     detector = Detector(fleet)
     async with detector.watching():
         began = time.monotonic()
-        await cases.inject(fleet, case, name, other)
+        ending = asyncio.create_task(_end(fleet, name, ranks.get(name, ())))
+        await cases.inject(fleet, case, name, other, ranks.get(name, ()))
         await cases.ease(fleet, case, name)
         await cases.hold(fleet, case, name, max(0.0, scene.hold * cases.HOLD_S[case.fault] - 1.0))
         if trouble := await cases.heal(fleet, case, name):
             row.problems.append(trouble)
+        if ending.done():
+            ended, row.orphans = ending.result()
+            row.ended, row.back = ended - began, time.monotonic() - began
+        ending.cancel()
         await asyncio.sleep(1.0)
     seen = [outcome.ended for outcome in load.outcomes if outcome.end == "failed" and outcome.ended > began]
     if detector.first:
         seen.append(detector.first)
     row.detect = min(seen) - began if seen else None
     return began
+
+
+async def _end(fleet: Fleet, name: str, ranks: Sequence[psutil.Process]) -> tuple[float, int]:
+    """Wait for the end of a process: when it was, and how many of its ranks still run a second later."""
+    ended, popen = 0.0, fleet.processes[name].popen
+    while True:
+        if not ended and (popen is None or popen.poll() is not None):
+            ended = time.monotonic()
+        left = sum(map(_runs, ranks))
+        if ended and (not left or time.monotonic() > ended + ORPHAN_BOUND_S):
+            return ended, left
+        await asyncio.sleep(0.01)
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 async def _reach(fleet: Fleet, case: Case, load: Load, rng: random.Random) -> tuple[str, str, int]:

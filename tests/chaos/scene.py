@@ -31,6 +31,12 @@ class Row:
     leaked: int = 0
     detect: float | None = None
     """From the fault until a router counts a failed attempt or a client sees a status."""
+    ended: float | None = None
+    """From the fault until the process that was hit has ended."""
+    back: float | None = None
+    """From the fault until its successor serves."""
+    orphans: int = 0
+    """Ranks that outlived their leader by more than a second, or were left at the end."""
     stall: float = 0.0
     """Longest time without a token in a stream that went on after the fault."""
     refusal: float | None = None

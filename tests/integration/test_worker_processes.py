@@ -10,11 +10,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 
 from baton.config.worker import DecodeConfig
 from baton.errors import ConfigError
 from baton.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from baton.process.supervisor import parse_listeners
 from baton.request import SamplingParams
 from baton.rpc.channel import control_channel
 from baton.rpc.convert import sampling_to_proto
@@ -23,6 +25,7 @@ from baton.worker.status import WIRE_VERSION
 from decode_svc.app import run
 from tests.checkpoints import make_checkpoint
 from tests.kernels import needs_native
+from tests.processes import gone
 
 START_S = 60
 
@@ -86,6 +89,29 @@ async def test_serves_drains_and_ends(module: str, use: Callable[[Process, grpc.
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+@needs_native
+async def test_ranks_end_with_their_leader_killed_or_drained() -> None:
+    """Two workers of two ranks: one is killed, the other one drains."""
+    flags = ("--dtype", "float32", "--kv-memory", "16MiB", "--tensor-parallel", "2")
+    killed, drained = await asyncio.gather(start("decode_svc", *flags), start("decode_svc", *flags))
+    try:
+        async with asyncio.timeout(START_S):
+            lines = [(await each.stdout.readline()).decode() for each in (killed, drained)]
+            ranks = [child.pid for each in (killed, drained) for child in psutil.Process(each.pid).children()]
+            assert len(ranks) == 2
+            killed.kill()
+            async with control_channel(parse_listeners(lines[1])["control"]) as channel:
+                await holds_pages_while_it_drains(drained, channel)
+        await said(drained)
+        assert drained.returncode == 0
+        assert gone(ranks, within_s=5.0)
+    finally:
+        for each in (killed, drained):
+            if each.returncode is None:
+                each.kill()
+            await each.communicate()
 
 
 @pytest.mark.parametrize("listener", ["control", "kv", "ops"])

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -138,15 +139,22 @@ class Still:
         self.connection = os.dup(files[0])
 
 
-def test_a_rank_that_stands_still_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_stands_still_is_reported_and_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "_LOOK_S", 0.01)
     none = ExchangeFiles(-1, -1, -1)
-    made = Ranks(EngineConfig("m", **TP), 64, [none, none], Still)
+    started: list[Still] = []
+
+    def launch(rank: int, files: Sequence[int]) -> Still:
+        started.append(Still(rank, files))
+        return started[-1]
+
+    made = Ranks(EngineConfig("m", **TP), 64, [none, none], launch)
     try:
         reported, seen = list[EngineError](), threading.Event()
         made.watch_failure(lambda error: (reported.append(error), seen.set()))
         assert seen.wait(60)
         assert str(reported[0]).endswith("has stood still for 0.1 s")
+        assert started[0].wait(60) == -signal.SIGKILL
     finally:
         made.close()
 
