@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import logging
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,19 @@ from baton.pb import decode_pb2, inference_pb2, prefill_pb2
 from baton.request import RemoteExport
 from baton.rpc.convert import export_from_proto
 from router.request_runner import Attempt
-from tests.integration.router_rig import RouterRig, router_rig, whole
-from tests.integration.router_stubs import KV, LENGTH, MAX_MODEL_LEN, STOP, DownStream, letter, never_ending, text
+from tests.integration.router_rig import RouterRig, router_rig, until, whole
+from tests.integration.router_stubs import (
+    KV,
+    LENGTH,
+    MAX_MODEL_LEN,
+    STOP,
+    DownStream,
+    StubDecode,
+    StubPrefill,
+    letter,
+    never_ending,
+    text,
+)
 
 
 async def test_a_request_gets_its_text_tokens_usage_and_finish_reason(b: RouterRig) -> None:
@@ -147,8 +159,21 @@ async def test_chat_tokenize_detokenize_and_model(tmp_path: Path) -> None:
         assert (model.name, model.max_model_len, model.vocab_size) == (tmp_path.name, MAX_MODEL_LEN, 300)
         assert (list(model.eos_token_ids), model.has_chat_template) == ([257], True)
         assert model.fingerprint == "f" * 64
-        groups = [(each.role, each.workers, each.tensor_parallel, each.pipeline_parallel) for each in model.workers]
-        assert groups == [("prefill", 1, 1, 1), ("decode", 1, 1, 1)]
+
+
+async def test_workers_are_shown_by_their_degrees(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def change(stub: StubPrefill | StubDecode) -> None:
+        if stub.identity.worker_id != "decode-0":
+            stub.identify(tensor_parallel=2)
+
+    caplog.set_level(logging.INFO)
+    async with router_rig(tmp_path, decode=3, change=change) as b:
+        await until(b.app, lambda: len(b.app.pool.fleet.decode) == 3)
+        model = await b.client.GetModel(inference_pb2.GetModelRequest())
+    groups = [(each.role, each.workers, each.tensor_parallel, each.pipeline_parallel) for each in model.workers]
+    assert groups == [("prefill", 1, 2, 1), ("decode", 1, 1, 1), ("decode", 2, 2, 1)]
+    joined = [each.getMessage().partition(" joined")[2] for each in caplog.records if " joined" in each.getMessage()]
+    assert sorted(joined) == ["", *[": tensor_parallel 2, pipeline_parallel 1"] * 3]
 
 
 async def test_a_report_that_is_cut_off_is_computed_again_without_a_seam(b: RouterRig) -> None:
