@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from baton.engine.core import EngineCore
 from baton.engine.model_runner import ModelRunner
 from baton.engine.ranks import ExchangeFiles, Ranks
 from baton.errors import ConfigError, EngineError
+from baton.telemetry.metrics import RANK_WAIT_SECONDS
 from tests.checkpoints import make_checkpoint
 from tests.contract.engines import MIXED, generate, prefill, state
 from tests.engine_calls import prefill_chunk
+from tests.metrics import count
 from tests.rank_threads import RankThread
 
 PROMPT = list(range(3, 60))
@@ -127,6 +130,24 @@ def test_the_death_of_a_rank_is_reported_and_ends_every_pass(degrees: dict[str, 
 def ranks_of(engine: EngineCore) -> Ranks:
     found: Ranks = engine.executor._ranks  # type: ignore[attr-defined]
     return found
+
+
+@pytest.mark.parametrize("degrees", [TP, PP], ids=str)
+def test_waiting_for_ranks_is_counted(
+    degrees: dict[str, int], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = ModelRunner.forward
+
+    def slow(self: ModelRunner, *of: Any) -> Any:
+        if threading.current_thread().name == "rank 1":
+            time.sleep(0.5)
+        return forward(self, *of)
+
+    monkeypatch.setattr(ModelRunner, "forward", slow)
+    before = count(RANK_WAIT_SECONDS)
+    with engine_of(checkpoint, **degrees) as engine:
+        prefill(engine, engine.reserve("r", 80), state(PROMPT))
+    assert count(RANK_WAIT_SECONDS) > before
 
 
 class Still:
