@@ -98,6 +98,12 @@ def test_the_oracle_agrees_with_hand_made_numbers() -> None:
     assert SPEC.expected(1)[0][0] == 25
 
 
+def test_the_oracle_takes_tokens_that_a_real_engine_has_computed() -> None:
+    spec = replace(SPEC, known=((8, 9, 10, 11), (12, 13, 14, 15)))
+    assert [spec.expected(choice).tokens for choice in range(2)] == [[8, 9, 10], [12, 13, 14]]
+    assert replace(spec, stop_token=13).expected(1)[:2] == ([12, 13], FinishReason.STOP)
+
+
 def test_the_oracle_finds_what_is_wrong() -> None:
     assert ended("finished").end == "finished"
     assert ended("finished", change=2).end == "wrong"
