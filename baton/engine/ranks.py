@@ -314,7 +314,9 @@ class Ranks:
                 process.wait(max(0.0, deadline - time.monotonic()))
                 continue
             process.kill()
-            process.wait()
+            # The kernel may not end it soon, for instance during a read from a file server that does not answer.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
         for file in (*self._files, *self.kv_files):
             os.close(file)
 
@@ -368,6 +370,9 @@ class Ranks:
         if first:
             _log.error("%s: the worker ends", reason)
             self._abort()
+            # A thread may be inside a send to a rank that is frozen, or inside the receipt of its message.
+            for process in self._processes:
+                process.kill()
             failed(self.error)
         return self.error
 

@@ -130,10 +130,9 @@ class Still:
     """A rank that never beats."""
 
     def __init__(self, rank: int, files: Sequence[int]) -> None:
-        self._process = subprocess.Popen(["sleep", "infinity"])
+        self._process = subprocess.Popen(["sleep", "infinity"], pass_fds=files[:1])
         self.pid, self.poll = self._process.pid, self._process.poll
         self.kill, self.wait = self._process.kill, self._process.wait
-        self.connection = os.dup(files[0])
 
 
 def test_a_rank_that_stands_still_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +144,18 @@ def test_a_rank_that_stands_still_is_reported(monkeypatch: pytest.MonkeyPatch) -
         made.watch_failure(lambda error: (reported.append(error), seen.set()))
         assert seen.wait(10)
         assert str(reported[0]).endswith("has stood still for 10 s")
+    finally:
+        made.close()
+
+
+def test_a_send_to_a_frozen_rank_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_LOOK_S", 0.01)
+    none = LinkFiles(-1, -1, -1)
+    made = Ranks(EngineConfig("m", **TP), 64, [none, none], Still)
+    try:
+        # More than the socket holds.
+        with pytest.raises(EngineError, match="has stood still for 10 s"):
+            made.send(bytes(1 << 22))
     finally:
         made.close()
 
