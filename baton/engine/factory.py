@@ -73,6 +73,8 @@ def build(
         ranks = place = None
         if config.ranks > 1:
             floats = _check_ranks(config)
+            # Counted here, because a rank may use its own part of the cores only.
+            config = replace(config, threads=config.threads or cores.threads_each(config.ranks))
             files = _link_files(config, floats)
             ranks = Ranks(config, floats, files, launch)
             stack.callback(ranks.close)
@@ -101,8 +103,8 @@ def load(config: EngineConfig, progress: LoadProgress, place: Place | None = Non
     kv_dtype = dtype if config.kv_dtype == "auto" else DTYPES[config.kv_dtype]
     kernels = kernels.unless(unsupported(model_config, dtype, kv_dtype), config.kernels)
     _log.info("kernels: %s", kernels)
-    if threads := config.threads or (place and max(1, cores.usable() // config.ranks)):
-        torch.set_num_threads(threads)
+    if config.threads:
+        torch.set_num_threads(config.threads)
     _check_free_memory("kv_memory", config.kv_memory, _home(config, device))
     model = load_model(
         path,
