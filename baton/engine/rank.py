@@ -16,7 +16,7 @@ from typing import Any
 
 from baton.engine.process import prepare
 from baton.engine.ranks import Beats, LinkFiles, RankFailure, RankServer, RankStart, beat
-from baton.errors import BatonError
+from baton.errors import BatonError, ModelError
 from baton.process import cores
 from baton.process.load_progress import LoadProgress
 from baton.telemetry import logs
@@ -52,6 +52,8 @@ def serve(connection: Connection[Any, Any], start: RankStart, beats: int, pages:
         model = load(start.config, progress, place)
         connection.send(None)
         spec = connection.recv()
+        if model.fingerprint != spec.fingerprint:
+            raise ModelError(f"{start.config.model}: the checkpoint has changed while the ranks loaded it")
         runner = make_runner(start.config, model, make_kv_cache(start.config, model, spec, SharedMemory(pages)), spec)
         works.append(runner.work_counter)
         connection.send(None)

@@ -30,6 +30,7 @@ import enum
 import logging
 import mmap
 import os
+import pickle
 import select
 import socket
 import subprocess
@@ -266,9 +267,10 @@ class Ranks:
     def send(self, message: object) -> None:
         """Send a message to all ranks. Raises EngineError if one has died."""
         self._check()
+        data = pickle.dumps(message)
         for rank, connection in enumerate(self._connections, 1):
             try:
-                connection.send(message)
+                connection.send_bytes(data)
             except OSError:
                 raise self._lose(rank) from None
 

@@ -5,17 +5,22 @@ import os
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from baton.config.worker import DecodeConfig
 from baton.engine import factory, ranks
 from baton.engine.config import EngineConfig
 from baton.engine.core import EngineCore
 from baton.engine.model_runner import ModelRunner
 from baton.engine.ranks import LinkFiles, Ranks
-from baton.errors import ConfigError, EngineError
+from baton.errors import ConfigError, EngineError, ModelError
+from baton.process import cores
+from baton.process.load_progress import LoadProgress
+from baton.worker import start
 from tests.checkpoints import make_checkpoint
 from tests.contract.engines import MIXED, generate, prefill, state
 from tests.engine_calls import prefill_chunk
@@ -182,6 +187,34 @@ def test_a_rank_that_can_not_start_says_why(checkpoint: Path, monkeypatch: pytes
     monkeypatch.setattr(factory, "load", refusing)
     with pytest.raises(ConfigError, match=r"^rank 1: packed_weights: no space$"), engine_of(checkpoint, **TP):
         pass
+
+
+def test_a_checkpoint_that_changes_during_the_load_is_refused(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, other = factory.load, make_checkpoint("qwen2", tmp_path, seed=1)
+
+    def load_of(config: EngineConfig, *of: Any) -> Any:
+        of_rank = threading.current_thread().name.startswith("rank")
+        return load(replace(config, model=str(other)) if of_rank else config, *of)
+
+    monkeypatch.setattr(factory, "load", load_of)
+    with (
+        pytest.raises(ModelError, match=r"^rank 1: .*: the checkpoint has changed while the ranks loaded it$"),
+        engine_of(checkpoint, **TP),
+    ):
+        pass
+
+
+def test_ranks_use_all_cores_of_the_worker(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = set(range(16))
+    monkeypatch.setattr(cores, "quota", lambda: None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(own))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, given: (own.clear(), own.update(given)))
+    built = list[EngineConfig]()
+    monkeypatch.setattr(factory, "build", lambda config, **_: built.append(config))
+    start._build(DecodeConfig(model=str(checkpoint), tensor_parallel=2), LoadProgress())
+    assert (built[0].threads, len(own)) == (8, 8)
 
 
 @pytest.mark.parametrize(
