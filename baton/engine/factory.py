@@ -72,9 +72,9 @@ def build(
     with ExitStack() as stack:
         ranks = place = None
         if config.ranks > 1:
-            # Of all cores of the process; each rank may use only its share of them (`cores.share`).
-            config = replace(config, threads=config.threads or max(1, cores.usable() // config.ranks))
             buffer_floats = _check_ranks(config)
+            # Counted here, because a rank may use its own part of the cores only.
+            config = replace(config, threads=config.threads or cores.threads_each(config.ranks))
             files = _exchange_files(config, buffer_floats)
             ranks = Ranks(config, buffer_floats, files, start_rank)
             stack.callback(ranks.close)

@@ -30,7 +30,7 @@ from baton.engine.ranks import (
     RunPass,
     StageRunner,
 )
-from baton.errors import BatonError
+from baton.errors import BatonError, ModelError
 from baton.process import cores
 from baton.process.load_progress import LoadProgress
 from baton.telemetry import logs
@@ -68,6 +68,8 @@ def serve(
         model = load(start.config, progress, place)
         connection.send(None)
         spec = connection.recv()
+        if model.fingerprint != spec.fingerprint:
+            raise ModelError(f"{start.config.model}: the checkpoint has changed while the ranks loaded it")
         runner = make_runner(start.config, model, make_kv_cache(start.config, model, spec, SharedMemory(pages)), spec)
         works.append(runner.work_counter)
         connection.send(None)

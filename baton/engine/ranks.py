@@ -30,6 +30,7 @@ import enum
 import logging
 import mmap
 import os
+import pickle
 import select
 import socket
 import subprocess
@@ -281,9 +282,10 @@ class Ranks:
     def send(self, message: object) -> None:
         """Send a message to all ranks. Raises EngineError if one has died."""
         self._check()
+        data = pickle.dumps(message)
         for rank, connection in enumerate(self._connections, 1):
             try:
-                connection.send(message)
+                connection.send_bytes(data)
             except OSError:
                 raise self._lose(rank) from None
 
@@ -337,7 +339,9 @@ class Ranks:
                 process.wait(max(0.0, deadline - time.monotonic()))
                 continue
             process.kill()
-            process.wait()
+            # The kernel may not end it soon, for instance during a read from a file server that does not answer.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
         for file in (*self._files, *self.kv_files, *self._ends):
             os.close(file)
 
@@ -391,6 +395,9 @@ class Ranks:
         if first:
             _log.error("%s: the worker ends", reason)
             self._abort()
+            # A thread may be inside a send to a rank that is frozen, or inside the receipt of its message.
+            for process in self._processes:
+                process.kill()
             failed(self.error)
         return self.error
 
@@ -415,8 +422,6 @@ class Ranks:
                         if still[rank] >= _STILL_LOOKS:
                             seconds = _LOOK_S * _STILL_LOOKS
                             self._break(f"rank {rank} (process {process.pid}) has stood still for {seconds:g} s")
-                            # It would not end within the time that `close` gives it.
-                            process.kill()
         finally:
             os.close(self._closing)
 

@@ -17,6 +17,7 @@ from baton.config.values import parse_cpus
 from baton.errors import ConfigError
 
 _GROUPS, _MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+_CPUS = Path("/sys/devices/system/cpu")
 
 
 def available_cpus(text: str) -> frozenset[int]:
@@ -36,12 +37,29 @@ def share(number: int, count: int, threads: int, among: Sequence[int]) -> frozen
     """The cores of process `number` of `count` that compute together, with `threads` threads each.
 
     Their sets are disjoint, so that none waits for a core that another one uses. A scheduler may keep processes that
-    wake each other on one core: a step of two ranks then took twice as long. All of `among`, if they are too few.
+    wake each other on one core: a step of two ranks then took twice as long. A set has neighbours: cores of one socket,
+    and all hardware threads of a core. All of `among`, if they are too few.
     """
     if len(among) < count * max(1, threads):
         return frozenset(among)
-    each = len(among) // count
-    return frozenset(sorted(among)[number * each : (number + 1) * each])
+    ordered, size = sorted(among, key=_place), len(among)
+    return frozenset(ordered[size * number // count : size * (number + 1) // count])
+
+
+def _place(cpu: int) -> tuple[int, ...]:
+    """The socket and the core of a hardware thread, as far as they are known, and its own number."""
+    folder, found = _CPUS / f"cpu{cpu}" / "topology", []
+    for name in ("physical_package_id", "core_id"):
+        try:
+            found.append(int((folder / name).read_text()))
+        except (OSError, ValueError):
+            found.append(0)
+    return (*found, cpu)
+
+
+def threads_each(count: int) -> int:
+    """Number of compute threads of each of `count` processes that compute together, on the cores of the caller."""
+    return max(1, usable() // count)
 
 
 def usable() -> int:

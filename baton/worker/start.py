@@ -13,7 +13,7 @@ import faulthandler
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -185,6 +185,7 @@ def _build(config: WorkerConfig, progress: LoadProgress) -> Engine:
     settings = config.engine_config()
     if settings.ranks > 1:
         among = tuple(os.sched_getaffinity(0))
+        settings = replace(settings, threads=settings.threads or cores.threads_each(settings.ranks))
         os.sched_setaffinity(0, cores.share(0, settings.ranks, settings.threads, among))
     engine = build(settings, progress=progress)
     allocator.prefault(_SPARE_BYTES)

@@ -7,19 +7,24 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from baton.config.worker import DecodeConfig
 from baton.engine import factory, ranks
 from baton.engine.config import EngineConfig
 from baton.engine.core import EngineCore
 from baton.engine.model_runner import ModelRunner
 from baton.engine.ranks import ExchangeFiles, Ranks
-from baton.errors import ConfigError, EngineError
+from baton.errors import ConfigError, EngineError, ModelError
+from baton.process import cores
+from baton.process.load_progress import LoadProgress
 from baton.telemetry.metrics import RANK_WAIT_SECONDS
+from baton.worker import start
 from tests.checkpoints import make_checkpoint
 from tests.contract.engines import MIXED, generate, prefill, state
 from tests.engine_calls import prefill_chunk
@@ -154,10 +159,9 @@ class Still:
     """A rank that never beats."""
 
     def __init__(self, rank: int, files: Sequence[int]) -> None:
-        self._process = subprocess.Popen(["sleep", "infinity"])
+        self._process = subprocess.Popen(["sleep", "infinity"], pass_fds=files[:1])
         self.pid, self.poll = self._process.pid, self._process.poll
         self.kill, self.wait = self._process.kill, self._process.wait
-        self.connection = os.dup(files[0])
 
 
 def test_a_rank_that_stands_still_is_reported_and_killed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,6 +180,18 @@ def test_a_rank_that_stands_still_is_reported_and_killed(monkeypatch: pytest.Mon
         assert seen.wait(60)
         assert str(reported[0]).endswith("has stood still for 0.1 s")
         assert started[0].wait(60) == -signal.SIGKILL
+    finally:
+        made.close()
+
+
+def test_a_send_to_a_frozen_rank_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_LOOK_S", 0.01)
+    none = ExchangeFiles(-1, -1, -1)
+    made = Ranks(EngineConfig("m", **TP), 64, [none, none], Still)
+    try:
+        # More than the socket holds.
+        with pytest.raises(EngineError, match=r"has stood still for 0.1 s"):
+            made.send(bytes(1 << 22))
     finally:
         made.close()
 
@@ -213,6 +229,34 @@ def test_a_rank_that_can_not_start_says_why(checkpoint: Path, monkeypatch: pytes
     monkeypatch.setattr(factory, "load", refusing)
     with pytest.raises(ConfigError, match=r"^rank 1: packed_weights: no space$"), engine_of(checkpoint, **TP):
         pass
+
+
+def test_a_checkpoint_that_changes_during_the_load_is_refused(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, other = factory.load, make_checkpoint("qwen2", tmp_path, seed=1)
+
+    def load_of(config: EngineConfig, *of: Any) -> Any:
+        of_rank = threading.current_thread().name.startswith("rank")
+        return load(replace(config, model=str(other)) if of_rank else config, *of)
+
+    monkeypatch.setattr(factory, "load", load_of)
+    with (
+        pytest.raises(ModelError, match=r"^rank 1: .*: the checkpoint has changed while the ranks loaded it$"),
+        engine_of(checkpoint, **TP),
+    ):
+        pass
+
+
+def test_ranks_use_all_cores_of_the_worker(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = set(range(16))
+    monkeypatch.setattr(cores, "quota", lambda: None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(own))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, given: (own.clear(), own.update(given)))
+    built = list[EngineConfig]()
+    monkeypatch.setattr(factory, "build", lambda config, **_: built.append(config))
+    start._build(DecodeConfig(model=str(checkpoint), tensor_parallel=2), LoadProgress())
+    assert (built[0].threads, len(own)) == (8, 8)
 
 
 @pytest.mark.parametrize(

@@ -71,8 +71,26 @@ def test_invalid_core_lists_are_refused(text: str) -> None:
         parse_cpus(text)
 
 
-def test_shares_of_ranks_are_disjoint_and_next_to_each_other() -> None:
-    among = [3, 1, 0, 2, 7, 5, 6, 4]
-    assert [sorted(cores.share(number, 4, 2, among)) for number in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert [sorted(cores.share(number, 3, 0, among)) for number in range(3)] == [[0, 1], [2, 3], [4, 5]]
-    assert [cores.share(number, 2, 5, among) for number in range(2)] == [frozenset(among)] * 2
+def test_ranks_have_whole_cores_of_one_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Hardware threads 0 and 4, 1 and 5 and so on are one core; a socket has two cores.
+    for cpu in range(8):
+        topology = tmp_path / f"cpu{cpu}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "physical_package_id").write_text(f"{cpu % 4 // 2}\n")
+        (topology / "core_id").write_text(f"{cpu % 2}\n")
+    monkeypatch.setattr(cores, "_CPUS", tmp_path)
+    assert [sorted(cores.share(rank, 2, 2, range(8))) for rank in range(2)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert [sorted(cores.share(rank, 4, 2, range(8))) for rank in range(4)] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert cores.share(1, 3, 3, range(8)) == frozenset(range(8))
+
+
+def test_shares_are_disjoint_and_have_enough_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "_CPUS", tmp_path)
+    shares = [cores.share(rank, 3, 2, range(8)) for rank in range(3)]
+    assert [sorted(share) for share in shares] == [[0, 1], [2, 3, 4], [5, 6, 7]]
+
+
+@pytest.mark.parametrize(("count", "threads"), [(2, 4), (3, 2), (16, 1)])
+def test_threads_of_processes_that_compute_together(count: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "usable", lambda: 8)
+    assert cores.threads_each(count) == threads
