@@ -78,6 +78,7 @@ def build(
             files = _link_files(config, floats)
             ranks = Ranks(config, floats, files, launch)
             stack.callback(ranks.close)
+            progress.check = ranks.check
             places = [place_of(config, rank, each, floats) for rank, each in enumerate(files)]
             ranks.attach([link for each in places for link in each.links])
             place = places[0]

@@ -244,7 +244,7 @@ class Ranks:
     def attach(self, links: Sequence[Link]) -> None:
         """Set the leader's ends of the links of all ranks, which are aborted when a rank fails."""
         self._links = links
-        self._check()
+        self.check()
 
     def wait_loaded(self, progress: LoadProgress) -> None:
         """Wait until all ranks have loaded their shards. Raises the error of the first rank that could not."""
@@ -252,7 +252,7 @@ class Ranks:
         for rank, connection in enumerate(self._connections, 1):
             progress.begin(f"waiting for rank {rank} to load its shard")
             while not connection.poll(BEAT_S):
-                self._check()
+                self.check()
                 if (work := self.beats.work(self.size)) != seen:
                     seen = work
                     progress.touch()
@@ -266,7 +266,7 @@ class Ranks:
 
     def send(self, message: object) -> None:
         """Send a message to all ranks. Raises EngineError if one has died."""
-        self._check()
+        self.check()
         data = pickle.dumps(message)
         for rank, connection in enumerate(self._connections, 1):
             try:
@@ -283,7 +283,7 @@ class Ranks:
                 if isinstance(message, PlanResult):
                     return message
                 raise EngineError(f"rank {rank}: {message.text}")
-            self._check()
+            self.check()
 
     def recover(self) -> str:
         """Make all ranks leave the failed pass; returns the error of a rank, or "". Raises EngineError if one can't."""
@@ -338,7 +338,7 @@ class Ranks:
         deadline = time.monotonic() + _RECOVER_S
         while True:
             if not connection.poll(BEAT_S):
-                self._check()
+                self.check()
                 if wanted is not None and time.monotonic() > deadline:
                     raise self._break(f"rank {rank} does not leave a failed pass")
                 continue
@@ -351,7 +351,8 @@ class Ranks:
                     raise kinds.get(message.kind, EngineError)(f"rank {rank}: {message.text}")
                 found = found or f"rank {rank}: {message.text}"
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise EngineError if no pass can be computed any more."""
         if self.error is not None:
             raise EngineError(str(self.error))
 

@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -186,6 +187,27 @@ def test_a_rank_that_can_not_start_says_why(checkpoint: Path, monkeypatch: pytes
 
     monkeypatch.setattr(factory, "load", refusing)
     with pytest.raises(ConfigError, match=r"^rank 1: packed_weights: no space$"), engine_of(checkpoint, **TP):
+        pass
+
+
+def test_the_death_of_a_rank_ends_the_load(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load, started = factory.load, list[RankThread]()
+
+    def launch(rank: int, files: Sequence[int]) -> RankThread:
+        started.append(RankThread(rank, files))
+        return started[-1]
+
+    def endless(config: EngineConfig, progress: LoadProgress, *of: Any) -> Any:
+        if threading.current_thread().name.startswith("rank"):
+            return load(config, progress, *of)
+        started[0].kill()
+        for _ in range(10_000):
+            progress.touch()
+            time.sleep(0.001)
+        return None
+
+    monkeypatch.setattr(factory, "load", endless)
+    with pytest.raises(EngineError, match=r"rank 1 .* was killed by SIGKILL"), engine_of(checkpoint, launch, **TP):
         pass
 
 
