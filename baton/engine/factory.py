@@ -75,9 +75,14 @@ def build(
             buffer_floats = _check_ranks(config)
             # Counted here, because a rank may use its own part of the cores only.
             config = replace(config, threads=config.threads or cores.threads_each(config.ranks))
-            files = _exchange_files(config, buffer_floats)
-            ranks = Ranks(config, buffer_floats, files, start_rank)
+            try:
+                files = _exchange_files(config, buffer_floats)
+                ranks = Ranks(config, buffer_floats, files, start_rank)
+            except (OSError, AttributeError) as error:
+                # Such as a kernel or a sandbox without memfd_create or pidfd_open.
+                raise ConfigError(f"{config.ranks} ranks can't be started: {error}") from error
             stack.callback(ranks.close)
+            progress.check = ranks.check
             places = [place_of(config, rank, each, buffer_floats) for rank, each in enumerate(files)]
             ranks.attach([exchange for each in places for exchange in each.exchanges])
             place = places[0]

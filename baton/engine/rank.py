@@ -73,7 +73,8 @@ def serve(
         runner = make_runner(start.config, model, make_kv_cache(start.config, model, spec, SharedMemory(pages)), spec)
         works.append(runner.work_counter)
         connection.send(None)
-    except EOFError:
+    except (EOFError, ConnectionError):
+        # The leader is gone.
         return
     except Exception as error:
         if not isinstance(error, BatonError):

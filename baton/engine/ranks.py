@@ -259,7 +259,7 @@ class Ranks:
     def attach(self, exchanges: Sequence[Exchange]) -> None:
         """Set the leader's ends of the exchanges of all ranks, which are aborted when a rank fails."""
         self._exchanges = exchanges
-        self._check()
+        self.check()
 
     def wait_loaded(self, progress: LoadProgress) -> None:
         """Wait until all ranks have loaded their shards. Raises the error of the first rank that could not."""
@@ -267,7 +267,7 @@ class Ranks:
         for rank, connection in enumerate(self._connections, 1):
             progress.begin(f"waiting for rank {rank} to load its shard")
             while not connection.poll(HEARTBEAT_S):
-                self._check()
+                self.check()
                 if (work := self.heartbeats.work()) != seen:
                     seen = work
                     progress.touch()
@@ -281,7 +281,7 @@ class Ranks:
 
     def send(self, message: object) -> None:
         """Send a message to all ranks. Raises EngineError if one has died."""
-        self._check()
+        self.check()
         data = pickle.dumps(message)
         for rank, connection in enumerate(self._connections, 1):
             try:
@@ -301,7 +301,7 @@ class Ranks:
                 if isinstance(message, PlanResult):
                     return message
                 raise EngineError(f"rank {rank}: {message.text}")
-            self._check()
+            self.check()
 
     @property
     def waited_s(self) -> float:
@@ -361,7 +361,7 @@ class Ranks:
         deadline = time.monotonic() + _RECOVER_S
         while True:
             if not connection.poll(HEARTBEAT_S):
-                self._check()
+                self.check()
                 if wanted is not None and time.monotonic() > deadline:
                     raise self._break(f"rank {rank} does not leave a failed pass")
                 continue
@@ -374,7 +374,8 @@ class Ranks:
                     raise kinds.get(message.kind, EngineError)(f"rank {rank}: {message.text}")
                 found = found or f"rank {rank}: {message.text}"
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise EngineError if no pass can be computed any more."""
         if self.error is not None:
             raise EngineError(str(self.error))
 
@@ -417,7 +418,8 @@ class Ranks:
                         self._break(f"rank {rank} (process {process.pid}) {describe_exit(process.wait())}")
                     elif not ready:
                         count = self.heartbeats.count(rank)
-                        still[rank] = 0 if count != seen[rank] else still[rank] + 1
+                        # Until the first one Python starts, which takes long on a busy machine.
+                        still[rank] = 0 if count != seen[rank] or not count else still[rank] + 1
                         seen[rank] = count
                         if still[rank] >= _STILL_LOOKS:
                             seconds = _LOOK_S * _STILL_LOOKS

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,6 +55,9 @@ class _End:
         self._handle: int | None = self._function("open")(*arguments)
         if self._handle is None:
             raise EngineError(self._error())
+        self._unmapping = weakref.finalize(self, self._function("close"), self._handle)
+        # At the exit of the process another thread may still be inside a call.
+        self._unmapping.atexit = False
 
     def abort(self) -> None:
         """End all waits of all ends with an error, now and until `reset`."""
@@ -69,10 +73,9 @@ class _End:
         self._function("reset")(self._open())
 
     def close(self) -> None:
-        """Unmap the memory. Nothing may use this end during and after this."""
-        if self._handle is not None:
-            self._function("close")(self._handle)
-            self._handle = None
+        """Unmap the memory, now and not when this end is gone. Nothing may use it during and after this. Idempotent."""
+        self._handle = None
+        self._unmapping()
 
     @property
     def waited_s(self) -> float:

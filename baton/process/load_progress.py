@@ -41,6 +41,8 @@ class LoadProgress:
         """The name of the worker that loads."""
         self.publish: Callable[[], None] = lambda: None
         """Called after each piece, by one thread at a time."""
+        self.check: Callable[[], None] = lambda: None
+        """Called before a piece is counted; it raises if the load is in vain."""
         self.moves = 0
         """The number of pieces so far."""
         self._clock = clock
@@ -93,7 +95,8 @@ class LoadProgress:
         self.add(done - self.done)
 
     def touch(self) -> None:
-        """Record progress that is not counted in bytes."""
+        """Record progress that is not counted in bytes. Raises the error of `check`."""
+        self.check()
         with self._lock:
             self.moves += 1
             self._moved_at = self._clock()

@@ -19,7 +19,7 @@ from baton.engine import factory, ranks
 from baton.engine.config import EngineConfig
 from baton.engine.core import EngineCore
 from baton.engine.model_runner import ModelRunner
-from baton.engine.ranks import ExchangeFiles, Ranks
+from baton.engine.ranks import ExchangeFiles, Heartbeats, Ranks
 from baton.errors import ConfigError, EngineError, ModelError
 from baton.process import cores
 from baton.process.load_progress import LoadProgress
@@ -156,12 +156,13 @@ def test_waiting_for_ranks_is_counted(
 
 
 class Still:
-    """A rank that never beats."""
+    """A rank that has one heartbeat."""
 
     def __init__(self, rank: int, files: Sequence[int]) -> None:
         self._process = subprocess.Popen(["sleep", "infinity"], pass_fds=files[:1])
         self.pid, self.poll = self._process.pid, self._process.poll
         self.kill, self.wait = self._process.kill, self._process.wait
+        Heartbeats(files[1], 2).record(rank, 0)
 
 
 def test_a_rank_that_stands_still_is_reported_and_killed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,6 +219,18 @@ def test_cores_are_divided_by_the_ranks_once(
         assert set_to == [expected] * 4
 
 
+@pytest.mark.parametrize("missing", ["memfd_create", "pidfd_open"])
+def test_a_system_without_what_ranks_need_is_named(
+    missing: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(os, missing, refuse)
+    with pytest.raises(ConfigError, match=r"^2 ranks can't be started: .*Function not implemented"):
+        factory.build(EngineConfig(str(checkpoint), threads=1, **TP), start_rank=Still)
+
+
 def test_a_rank_that_can_not_start_says_why(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load = factory.load
 
@@ -228,6 +241,27 @@ def test_a_rank_that_can_not_start_says_why(checkpoint: Path, monkeypatch: pytes
 
     monkeypatch.setattr(factory, "load", refusing)
     with pytest.raises(ConfigError, match=r"^rank 1: packed_weights: no space$"), engine_of(checkpoint, **TP):
+        pass
+
+
+def test_the_death_of_a_rank_ends_the_load(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load, started = factory.load, list[RankThread]()
+
+    def launch(rank: int, files: Sequence[int]) -> RankThread:
+        started.append(RankThread(rank, files))
+        return started[-1]
+
+    def endless(config: EngineConfig, progress: LoadProgress, *of: Any) -> Any:
+        if threading.current_thread().name.startswith("rank"):
+            return load(config, progress, *of)
+        started[0].kill()
+        for _ in range(10_000):
+            progress.touch()
+            time.sleep(0.001)
+        return None
+
+    monkeypatch.setattr(factory, "load", endless)
+    with pytest.raises(EngineError, match=r"rank 1 .* was killed by SIGKILL"), engine_of(checkpoint, launch, **TP):
         pass
 
 

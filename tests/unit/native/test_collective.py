@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -120,3 +121,19 @@ def test_memory_and_ranks_that_do_not_fit_are_refused() -> None:
     os.close(fd)
     with pytest.raises(EngineError, match="ranks' memory"):
         Collective(fd, 0, 2, 16)
+
+
+def test_memory_is_unmapped_with_the_last_reference() -> None:
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:baton-ranks")
+
+    before, fd = mapped(), shared_memory(2, 64)
+    ranks = [Collective(fd, rank, 2, 64) for rank in range(2)]
+    os.close(fd)
+    reduce = ranks[0].all_reduce
+    assert mapped() == before + 2
+    ranks.clear()
+    # A method is a reference.
+    assert mapped() == before + 1
+    del reduce
+    assert mapped() == before
