@@ -28,7 +28,7 @@ from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
 
 from baton.config.options import Settings
 from baton.config.roles import command
-from baton.errors import BatonError
+from baton.errors import BatonError, EngineError
 from baton.process.executors import LookupThreads
 from baton.process.supervisor import ready_line
 from baton.telemetry.logs import writes_json
@@ -75,7 +75,7 @@ S = TypeVar("S", bound=Settings)
 def main(role: str, package: str, settings: type[S], run: Callable[[S], Running]) -> NoReturn:
     """Run a service until a signal, and end the process: status 0 after a drain, 1 if it failed.
 
-    Bad settings are printed, with status 2. `run` may load things that take long: --help and bad settings are handled
+    Bad settings are printed, with status 2, and a failure of the engine at its start, with status 1. `run` may load things that take long: --help and bad settings are handled
     before it is called.
     """
 
@@ -86,6 +86,8 @@ def main(role: str, package: str, settings: type[S], run: Callable[[S], Running]
             print(f"{role}: {error.name} is not installed; in the checkout: pip install '.[worker]'", file=sys.stderr)
         except BatonError as error:
             print(f"{role}: {error}", file=sys.stderr)
+            if isinstance(error, EngineError):
+                sys.exit(1)
         sys.exit(2)
 
     for number in stop_signals():
