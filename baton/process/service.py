@@ -75,8 +75,8 @@ S = TypeVar("S", bound=Settings)
 def main(role: str, package: str, settings: type[S], run: Callable[[S], Running]) -> NoReturn:
     """Run a service until a signal, and end the process: status 0 after a drain, 1 if it failed.
 
-    Bad settings are printed, with status 2, and a failure of the engine at its start, with status 1. `run` may load things that take long: --help and bad settings are handled
-    before it is called.
+    Bad settings are printed, with status 2, and a failure of the engine at its start, with status 1. `run` may load
+    things that take long: --help and bad settings are handled before it is called.
     """
 
     def start(config: S) -> NoReturn:
