@@ -46,7 +46,7 @@ class StageDecoder:
         on_layer: Callable[[int], None] | None = None,
         sampled: Sequence[int] | None = None,
     ) -> Tensor:
-        """Compute as `Decoder.forward` does, with its arguments: `[len(sampled), hidden]`, or `[0, hidden]` before the last.
+        """Compute as `Decoder.forward` does. Before the last stage the result is empty, `[0, hidden]`.
 
         Raises EngineError after an abort of a channel, with pages in host memory, and with `on_layer`, since the layers
         of other stages end at other times.
