@@ -12,7 +12,8 @@ wrong. Finished KV is kept until its export has ended. Whenever no job is left, 
 `ChunkRunner` shares the one engine. A job waits in `acquire_engine`. When the engine is free, the job that the
 scheduler chooses gets it until it leaves `async with acquire_engine`. After every layer, and after each part of the
 prompt's logprobs, a running chunk checks whether its job was aborted or is late, and tells the export how many tokens
-are final. Then it runs the chunks of jobs that the scheduler has chosen meanwhile: they preempt it.
+are final. Then it runs the chunks of jobs that the scheduler has chosen meanwhile: they preempt it. With pipeline
+stages, all this happens when the whole chunk is computed.
 """
 
 from __future__ import annotations

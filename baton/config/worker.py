@@ -37,8 +37,9 @@ class WorkerConfig(Settings):
     )
     packed_weights: str = option(
         "",
-        help="Path of a file, on a tmpfs, through which the workers of a host share the weights of native kernels. "
-        "The first worker writes it. Empty: each worker has its own weights.",
+        help="PATH of a file, on a tmpfs, through which the workers of a host share the weights of native kernels. "
+        "The first worker writes it. Each of several ranks has its own: .rank-I-of-N.stage-J-of-M is added to PATH. "
+        "Empty: each worker has its own weights.",
     )
     max_model_len: int = option(
         0, help="Largest number of tokens of prompt and output together; 0: the limit of the model.", minimum=0

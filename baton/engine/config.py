@@ -65,7 +65,9 @@ class EngineConfig:
     tensor_parallel  number of ranks that share each layer
     pipeline_parallel  number of stages, each with some of the layers
     pin_threads      whether each compute thread gets a core of its own
-    packed_weights   file in which the workers of a host share the weights of native kernels; "" means no sharing
+    packed_weights   file in which the workers of a host share the weights of native kernels; "" means no sharing.
+                     With several ranks: one path for each, with commas, or one to which
+                     `.rank-I-of-N.stage-J-of-M` is added
     """
 
     model: str

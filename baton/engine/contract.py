@@ -139,7 +139,10 @@ class EngineSequence:
 
 
 OnLayer = Callable[[int], None]
-"""Called with the index of a layer when the chunk's KV of that layer is final. If it raises, the chunk ends."""
+"""Called with the index of a layer when the chunk's KV of that layer is final. If it raises, the chunk ends.
+
+In a pipeline it is called for all layers when the pass has ended, so the pass can't be shortened.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +150,12 @@ class PromptChunk:
     """Tokens `[start, end)` of a prompt, whose KV is to be computed in all layers.
 
     KV of `[0, start)` must be in the handle's pages already. With `on_layer`, the pass stops after each layer to call
-    it. For each state of `sample` one token is sampled after position `end - 1`. With `prompt_logprobs`, the pass also
-    computes the log-probability of the token after each position, with that many alternatives. This is done in parts.
-    After each part, the `on_layer` of each chunk of the pass is called again with the last layer, because a part may
-    take longer than a layer.
+    it; a pipeline calls it for all layers at the end of the pass. For each state of `sample` one token is sampled after
+    position `end - 1`.
+
+    With `prompt_logprobs`, the pass also computes the log-probability of the token after each position, with that many
+    alternatives. This is done in parts. After each part, the `on_layer` of each chunk of the pass is called again with
+    the last layer, because a part may take longer than a layer.
     """
 
     handle: KvHandle

@@ -1,4 +1,4 @@
-"""The engine: it turns requests of services into bookkeeping (KvManager) and plans (Executor).
+"""The engine: it makes plans from the calls of services. KvManager keeps pages and slots, the Executor runs plans.
 
     services ──▶ EngineCore ──▶ KvManager    pages, handles, cached blocks, slots
                      │ ForwardPlan
@@ -528,7 +528,7 @@ class InflightPasses:
         return [launched for launched in self.passes if not launched.was_read]
 
     def add(self, launched: LaunchedPass) -> None:
-        """Add the newest pass."""
+        """Add the newest pass, and count its sampled tokens as in flight."""
         self.passes.append(launched)
         for each, sampled in zip(launched.batch, launched.sampled, strict=True):
             each.in_flight_tokens += sampled

@@ -74,7 +74,7 @@ class Executor(Protocol):
 
     @property
     def memory(self) -> KvMemory:
-        """The memory of the pages of the rank in this process."""
+        """The memory of the pages of all ranks."""
 
     def work_counter(self) -> int:
         """Number that changes while the ranks compute (`Engine.work_counter`)."""

@@ -428,7 +428,7 @@ class ShardedMemory:
         self._shards = shards
         places = [(shard.layers, shard.heads) for shard in shards]
         self._first = [shard for index, shard in enumerate(shards) if places.index(places[index]) == index]
-        """The first shard of each place."""
+        """The first shard of each pair of layers and heads; others with the same pair have copies."""
         self._stages = list(dict.fromkeys(shard.layers for shard in shards))
         self._heads = max(shard.heads.stop for shard in shards)
         parts = shards[0].memory.kv.parts.values()

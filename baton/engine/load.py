@@ -123,8 +123,7 @@ def load_model(
     if place is not None:
         stage, collective = stages_of(config.num_layers, place.pp_size)[place.pp_rank], place.collective
     if collective is not None:
-        exchanges = collective.all_reduce, collective.all_gather, collective.barrier
-        parallel = TensorParallel(collective.rank, collective.size, *exchanges)
+        parallel = collective.tensor_parallel
     parallel = parallel or TensorParallel()
     options = TensorOptions(dtype, torch.device(device), repacked=native is not None)
     fingerprint = model_fingerprint(config, weights_digest(path, progress), dtype_name(dtype))

@@ -84,7 +84,7 @@ class _Forwarded:
 
 
 class ModelRunner:
-    """Runner of a model in torch or in native kernels; made by `baton.engine.factory.build`."""
+    """Runner of a model in torch or in native kernels; made by `baton.engine.factory.make_runner`."""
 
     def __init__(self, model: LoadedModel, kv: KvCache, spec: EngineSpec, source: SegmentSource | None = None) -> None:
         """`source` brings KV from host memory to the device. Native kernels need none: they read it directly."""
@@ -338,7 +338,7 @@ class ModelRunner:
     ) -> tuple[TokenInfo, ...] | NoToken:
         """Log-probabilities of the successors of a prompt's row, computed in parts; NoToken if logits are not finite.
 
-        `places` has the row of `hidden` for the index of each token. `on_layer` is called after each part.
+        `places` maps the index of a token in the pass to its row in `hidden`. `on_layer` is called after each part.
         """
         rows, prompt = max(1, _LOGITS_AT_ONCE // self._spec.vocab_size), each.prompt
         infos: list[TokenInfo] = []

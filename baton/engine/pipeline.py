@@ -5,7 +5,8 @@
 A pass goes through the stages in pieces of its tokens, so that a stage computes one piece while the next stage computes
 the piece before. m pieces take m + p - 1 turns through p stages instead of m p (Huang et al. 2019, arXiv:1811.06965,
 without the backward pass). The pieces of a sequence follow each other, so the KV of earlier tokens is always there.
-Pieces are not small: each reads all weights of the stage, and kernels need rows.
+Pieces are not small: each reads all weights of the stage, and kernels need rows. A decode step is one piece, because it
+takes about as long as its reads of the weights.
 """
 
 from __future__ import annotations
@@ -45,15 +46,16 @@ class StageDecoder:
         on_layer: Callable[[int], None] | None = None,
         sampled: Sequence[int] | None = None,
     ) -> Tensor:
-        """Compute as `Decoder.forward` does; the result is empty unless this is the last stage.
+        """Compute as `Decoder.forward` does. Before the last stage the result is empty, `[0, hidden]`.
 
-        `on_layer` must be None: the layers of other stages end at other times.
+        Raises EngineError after an abort of a channel, with pages in host memory, and with `on_layer`, since the layers
+        of other stages end at other times.
         """
         if on_layer is not None or batch.host is not None:
             raise EngineError("a pass through a pipeline reports no layers, and reads KV of its device only")
         wanted = range(batch.num_tokens) if sampled is None else sampled
         found = [torch.empty((0, self.config.hidden_size), dtype=self._dtype)]
-        for piece in pieces_of(batch.num_tokens):
+        for piece in [range(batch.num_tokens)] if batch.is_step else pieces_of(batch.num_tokens):
             own = batch if len(piece) == batch.num_tokens else batch.select(piece)
             reads = [token - piece.start for token in wanted if token in piece] if self._send is None else None
             hidden = self._compute(token_ids[piece.start : piece.stop], own, kv, reads)
@@ -107,7 +109,7 @@ class NativeStageDecoder(StageDecoder):
 
 
 def pieces_of(tokens: int) -> Iterator[range]:
-    """The tokens of each piece of a pass of `tokens` tokens."""
+    """The tokens of each piece of a pass of `tokens` tokens that is not a decode step."""
     size = max(_MIN_TOKENS, -(-tokens // _PIECES))
     for first in range(0, tokens, size):
         yield range(first, min(first + size, tokens))

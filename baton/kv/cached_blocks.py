@@ -53,7 +53,7 @@ _ROOT, _UNCACHED, _HEADS, _FIRST = 0, 1, (2, 3), 4
 SLICE_NODES, SLICE_PAGES = 32, 1 << 14
 """The most that is evicted, removed or checked at once, which takes about a millisecond."""
 
-_SHARDS = 256
+_BUCKETS = 256
 """Number of dicts of names, by the last byte of a digest: a single large dict takes many milliseconds to grow."""
 
 
@@ -111,7 +111,7 @@ class CachedBlockIndex:
             self._newer[head] = self._older[head] = head
         self._unused: list[int] = []
         # Nodes by each block of their first unit.
-        self._named: list[dict[bytes, int]] = [{} for _ in range(_SHARDS)]
+        self._named: list[dict[bytes, int]] = [{} for _ in range(_BUCKETS)]
         self._others: dict[bytes, dict[int, None]] = {}
         """Further nodes by a block of their first unit that another node has too."""
         self._stored, self._dropped = bytearray(), bytearray()

@@ -44,10 +44,10 @@ class Loadable(Protocol):
     """A module that loads tensors of a checkpoint, part by part."""
 
     def parts(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of the full tensor in the checkpoint, by the name of each part."""
+        """The shape of each tensor to load, as in the checkpoint, by part, such as "weight" or "q.weight"."""
 
     def load_shard(self, part: str, tensor: Tensor) -> None:
-        """Keep this rank's share of the full tensor of a part."""
+        """Keep this rank's share of a part's tensor, which has the shape that `parts` says."""
 
 
 @dataclass(frozen=True)

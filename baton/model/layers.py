@@ -48,13 +48,16 @@ class TensorParallel:
     barrier: Callable[[], None] = _pass
 
     def divide(self, what: str, total: int) -> int:
-        """Each rank's part of `total`. Raises ModelError, which says `what` it is, if the ranks do not divide it."""
+        """`total` divided by the ranks. Raises ModelError, which names `what`, if there is a remainder."""
         if total % self.size:
             raise ModelError(f"{what} {total} is not divisible by {self.size} tensor-parallel ranks")
         return total // self.size
 
     def of_kv_heads(self, kv_heads: int) -> TensorParallel:
-        """This rank's place among those that hold different KV heads: several ranks hold one head if they are more."""
+        """This rank's place among those with different KV heads. If ranks are more than heads, neighbours share one.
+
+        Raises ModelError if they can't share them evenly.
+        """
         if self.size <= kv_heads:
             return self
         if self.size % kv_heads:
@@ -236,7 +239,7 @@ class ParallelLMHead(Linear):
         return {"weight": self._shape}
 
     def load_shard(self, part: str, tensor: Tensor) -> None:
-        """Keep this rank's rows of the full projection."""
+        """Keep this rank's rows of the full projection, `[vocab, hidden]`. Not called if it is tied."""
         storage = self.storage
         storage.weight = self._options.empty_linear(*storage.weight.shape)
         storage.load(part, 0, tensor[self._first : self._first + storage.weight.shape[0]])

@@ -60,7 +60,7 @@ class LogitsProcessor:
 
     @classmethod
     def of(cls, rows: Sequence[tuple[int, RowProcessor, bool]], device: torch.device) -> LogitsProcessor:
-        """Make the tensors of a batch from (index, tensors, whether the row may end now) of each row."""
+        """Make the tensors of a batch. `rows` has the index of each row, its tensors, and whether it may end now."""
         bans = [(row, part.ending) for row, part, may_end in rows if part.ending is not None and not may_end]
         bias = [(row, part.bias) for row, part, _ in rows if part.bias is not None]
         return cls(

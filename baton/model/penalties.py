@@ -56,7 +56,10 @@ class PenaltyEntry:
 
 @dataclass(frozen=True, slots=True)
 class PenalizedRows:
-    """Rows of a batch whose entries lie in one slab: their indices in the batch and in the slab, int64 `[P]` each."""
+    """The P rows of a batch whose entries are in one slab.
+
+    `rows` has their indices in the batch, `indices` those in the slab; both are int64 `[P]`.
+    """
 
     slab: _Slab
     entries: Sequence[PenaltyEntry]

@@ -71,12 +71,12 @@ def draw_limited(tiles: LogitTiles, draws: Draws, limits: Limits, lowest: Lowest
             mass[beyond] = limits.top_p[beyond] * mass_above(tiles, draws.take(beyond), _below(floor[beyond]))
     kept = (weights.cumsum(-1) - weights < mass) & (values >= floor)
     # A row that is not finite keeps none.
-    threshold = values.gather(1, (kept.sum(-1, keepdim=True) - 1).clamp_(min=0))
-    scores = scores_of(values, ids.to(torch.int32), draws.keys).masked_fill_(values < threshold, -math.inf)
+    least_kept = values.gather(1, (kept.sum(-1, keepdim=True) - 1).clamp_(min=0))
+    scores = scores_of(values, ids.to(torch.int32), draws.keys).masked_fill_(values < least_kept, -math.inf)
     tokens = ids.gather(1, scores.argmax(-1, keepdim=True))[:, 0]
     if window < tiles.vocab:
         # Equal logits just beyond the window would be kept too.
-        wide = (values[:, -1:] >= threshold)[:, 0].nonzero()[:, 0]
+        wide = (values[:, -1:] >= least_kept)[:, 0].nonzero()[:, 0]
         if len(wide):
             tokens[wide] = draw_wide(tiles, draws.take(wide), floor[wide], limits.top_p[wide], mass[wide], lowest)
     return tokens

@@ -24,7 +24,7 @@ from baton.model.checkpoint import weight_files
 from baton.model.decoder import CheckpointTensor, Decoder
 from baton.model.layers import TensorParallel
 from baton.process.load_progress import PIECE, LoadProgress
-from baton.process.madvise import bring
+from baton.process.madvise import populate_file
 
 _COMPARED_ROWS = 4096
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -125,7 +125,7 @@ def bring_pieces(tensor: Tensor, progress: LoadProgress) -> None:
     """Bring a view of a file into memory, and count its bytes."""
     for start in range(0, tensor.nbytes, PIECE):
         size = min(PIECE, tensor.nbytes - start)
-        bring(tensor.data_ptr() + start, size, min(PIECE, tensor.nbytes - start - size))
+        populate_file(tensor.data_ptr() + start, size, min(PIECE, tensor.nbytes - start - size))
         progress.add(size, address=tensor.untyped_storage().data_ptr())
 
 

@@ -23,7 +23,7 @@ class BatonLayer(ctypes.Structure):
 
 
 class BatonModel(ctypes.Structure):
-    """Shape and weights."""
+    """Sizes of the model, and the addresses of its weights."""
 
     _fields_ = [
         *_fields(integers="layers hidden inner vocab heads kv_heads head_dim type"),
@@ -41,7 +41,7 @@ class BatonKv(ctypes.Structure):
 
 
 class BatonBatch(ctypes.Structure):
-    """New tokens and page tables of sequences."""
+    """Lengths and page tables of the sequences of a pass."""
 
     _fields_ = [
         ("sequences", c_int64),

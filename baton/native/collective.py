@@ -1,9 +1,9 @@
 """Exchanges between the ranks of one host, over memory that they share (src/collective.h, src/channel.h).
 
 The leader makes the memory with `shared_memory` or `channel_memory`, and passes its file descriptor to the ranks. Each
-tensor-parallel rank opens a Collective over it, and gives it to its NativeDecoder, or its methods to
-`baton.model.layers.TensorParallel`; all of them make the same calls in the same order. Two stages of a pipeline open a
-Channel, through which hidden states go from one to the next.
+tensor-parallel rank opens a Collective over it, for its NativeDecoder, or for torch's layers as a TensorParallel
+(`baton.model.layers`). All of them make the same calls in the same order. Two stages of a pipeline open a Channel,
+through which hidden states go from one to the next.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from baton.errors import EngineError
+from baton.model.layers import TensorParallel
 from baton.native.library import load
 
 
@@ -111,6 +112,11 @@ class Collective(_End):
         """
         super().__init__("collective", library, fd, rank, size, floats)
         self.rank, self.size = rank, size
+
+    @property
+    def tensor_parallel(self) -> TensorParallel:
+        """This rank's place, with these exchanges, for the layers of a model."""
+        return TensorParallel(self.rank, self.size, self.all_reduce, self.all_gather, self.barrier)
 
     @property
     def address(self) -> int:

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import byref
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from baton.model.attention import AttentionBatch, KvCache
 from baton.model.config import ModelConfig
 from baton.model.families import AttentionKind, MlpKind
 from baton.native import abi
+from baton.native.collective import Collective
 from baton.native.packed import PACKED_DTYPES, TYPES, PackedWeights
 
 _MAX_HEAD_DIM = 256
@@ -55,25 +55,11 @@ class NativeOutput:
     logits: Tensor | None
 
 
-class Ranks(Protocol):
-    """One rank's exchanges with the other tensor-parallel ranks; `baton.native.collective.Collective` explains them.
-
-    `address` is that of a `BatonRanks` (src/model.h).
-    """
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def address(self) -> int: ...
-
-
 class NativeDecoder:
     """A decoder that computes with native kernels, on a CPU; used by one thread at a time.
 
-    With ranks, each rank makes the same calls in the same order, and has the same results, except for its own heads in
-    its KvCache. After an error, `abort` of the ranks ends the calls of the others.
+    With a collective, each rank makes the same calls in the same order, and has the same results, except for its own
+    heads in its KvCache. After an error, `abort` of the collective ends the calls of the others.
     """
 
     def __init__(
@@ -83,21 +69,21 @@ class NativeDecoder:
         weights: PackedWeights,
         library: ctypes.CDLL,
         threads: int,
-        ranks: Ranks | None = None,
+        collective: Collective | None = None,
         stage: range | None = None,
     ) -> None:
         """Start `threads` - 1 threads beside the caller's; `dtype` is that of the weights. Raises EngineError.
 
         `config` is that of the whole model; `weights` are this rank's. `stage` has the layers of a pipeline stage, by
-        their indices in the whole model; all by default. `ranks` stay open as long as the decoder.
+        their indices in the whole model; all by default. `collective` stays open as long as the decoder.
         """
         self.config = config
         self.stage = range(config.num_layers) if stage is None else stage
-        self._ranks = ranks
+        self._collective = collective
         self._library = library
         self._threads = threads
         self._weights = weights
-        self._model, self._layers = _describe(config, self.stage, dtype, weights.addresses, ranks)
+        self._model, self._layers = _describe(config, self.stage, dtype, weights.addresses, collective)
         self._kv: tuple[weakref.ref[KvCache], abi.BatonKv, object] | None = None
         self._workspace = library.baton_native_workspace_new()
         if not self._workspace:
@@ -278,10 +264,14 @@ class NativeDecoder:
 
 
 def _describe(
-    config: ModelConfig, stage: range, dtype: torch.dtype, addresses: Mapping[str, int], ranks: Ranks | None
+    config: ModelConfig,
+    stage: range,
+    dtype: torch.dtype,
+    addresses: Mapping[str, int],
+    collective: Collective | None,
 ) -> tuple[abi.BatonModel, object]:
     """The struct of a rank's share of a stage of the model, and the array of layers to which it points."""
-    size = ranks.size if ranks else 1
+    size = collective.size if collective else 1
     layers = (abi.BatonLayer * len(stage))()
     for index, layer in enumerate(config.layers[stage.start : stage.stop]):
         prefix = f"layers.{index}."
@@ -304,7 +294,7 @@ def _describe(
         addresses.get("norm"),
         addresses["frequencies"],
         config.rope.attention_factor,
-        ranks.address if ranks else None,
+        collective.address if collective else None,
     )
     return model, layers
 

@@ -15,7 +15,7 @@ from baton.errors import ModelError
 from baton.model.decoder import Decoder, DecoderLayer, GatedMlp, GroupedAttention
 from baton.native import abi
 from baton.process.load_progress import PIECE, LoadProgress
-from baton.process.madvise import bring
+from baton.process.madvise import populate_file
 
 TYPES = {torch.float32: abi.FLOAT32, torch.bfloat16: abi.BFLOAT16, torch.float16: abi.FLOAT16}
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
@@ -182,7 +182,7 @@ def _pack(
         for begin in range(0, count, stripe):
             own = view[begin : begin + stripe]
             size = len(own) * row_bytes
-            bring(own.data_ptr(), size, min(size, (count - begin - len(own)) * row_bytes))
+            populate_file(own.data_ptr(), size, min(size, (count - begin - len(own)) * row_bytes))
             # Kernels read no float64, which checkpoints rarely have.
             part = (own if own.dtype in TYPES else own.to(memory.dtype)).contiguous()
             library.baton_native_pack(

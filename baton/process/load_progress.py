@@ -75,7 +75,7 @@ class LoadProgress:
             self._first = self.done
 
     def place(self, address: int, file: str) -> None:
-        """Record that memory at this address shows a file; `add` may name the address instead of the file."""
+        """Record that `file` is mapped at `address`, so that `add` can be given the address instead."""
         self._places[address] = file
 
     def add(self, count: int, file: str = "", address: int = 0) -> None:

@@ -25,7 +25,7 @@ def advise(address: int, length: int, advice: int) -> int:
     return ctypes.get_errno() if failed else 0
 
 
-def bring(address: int, length: int, ahead: int = 0) -> None:
+def populate_file(address: int, length: int, ahead: int = 0) -> None:
     """Bring `length` bytes of a mapped file into memory, as far as possible, and begin to read the `ahead` after them.
 
     The file is then read in long runs, and not page by page as it is used.

@@ -58,7 +58,7 @@ _log = logging.getLogger(__name__)
 
 
 class End(NamedTuple):
-    """The end of a process that nobody had asked for."""
+    """The unexpected end of a process."""
 
     words: str
     """Name of the process, how it ended, and its last line."""

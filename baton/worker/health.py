@@ -1,6 +1,6 @@
 """Reasons for a worker to stop, and their detection: no progress, wrong values, or pages without owner.
 
-    progress ──(limit_s without any)──▶ stalled: NOT_SERVING ──(HANG_CHECKS more looks without any)──▶ hung: replaced
+    progress ──(limit_s without any)──▶ stalled: NOT_SERVING ──(HANG_CHECKS - 1 more without any)──▶ hung: replaced
 
 A hang is counted in looks, not in seconds: a process that was stopped for an hour is not hung when it goes on.
 

@@ -68,9 +68,9 @@ class AttentionBatch:
         return cls(queries, contexts, page_tables, page_size, host)
 
     def select(self, tokens: Sequence[int]) -> AttentionBatch:
-        """Some of the new tokens alone, by their places among all, ascending: runs of one sequence are sequences.
+        """A batch of some of the new tokens, given by ascending indices among all.
 
-        All pages must be on the device.
+        Each run of consecutive tokens of one sequence is a sequence of the batch. All pages must be on the device.
         """
         rows, queries, contexts = list[int](), list[int](), list[int]()
         row = 0
