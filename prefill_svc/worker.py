@@ -370,7 +370,7 @@ class PrefillWorker:
         """Whether another job with pages is about to compute most of what this one needs, soon enough."""
         return any(
             self._prefix.should_defer(
-                job, other, self._scheduler.rank(other.scheduled) - self._scheduler.rank(job.scheduled)
+                job, other, self._scheduler.priority(other.scheduled) - self._scheduler.priority(job.scheduled)
             )
             for other in self._open_jobs.values()
             if other.handle is not None and other.error is None

@@ -312,7 +312,7 @@ class FrontDoor:
             with self._admit(caller):
                 admitted = True
                 self._validator.check_model(request.model)
-                self._dispatcher.check(caller.tenant, needs_decode=request.max_tokens != 1)
+                self._dispatcher.check_admission(caller.tenant, needs_decode=request.max_tokens != 1)
                 checked = await self._validator.validate(
                     request,
                     arrived=arrived,
