@@ -21,7 +21,7 @@
 use at most half of the pages. A single such context may use more. The oldest attempt and the attempt with the fewest
 pending choices take turns. Every fork ends; decision 10 has the proof.
 
-After a preemption, the pages that the batch needs for its next steps do not count as free (`BatchPages.kept`).
+After a preemption, the pages that the batch needs for its next steps do not count as free (`BatchPages.kept_pages`).
 
 **Claims** (`Claims`) keep small reservations from starving large ones. A reservation that is refused because pages are
 missing leaves a claim. Half of the pages that are free then, and half of the pages that come free later, are set aside
@@ -423,7 +423,7 @@ class Admission:
 
     def _check_claims(self, claimant: Claimant, need: int) -> None:
         """Raise OutOfPages if these pages are kept for the batch or another claim. Counts shared pages too."""
-        free, kept_for_batch = self._free(), self._batch_pages.kept
+        free, kept_for_batch = self._free(), self._batch_pages.kept_pages
         set_aside = self.claims.pages_set_aside(claimant)
         if (set_aside or kept_for_batch) and need > free - set_aside:
             stats = self._engine.stats()
@@ -451,7 +451,7 @@ class Admission:
     def _free(self) -> int:
         """Number of free and cached pages that the batch does not need."""
         stats = self._engine.stats()
-        return max(stats.free + stats.cached - self._batch_pages.kept, 0)
+        return max(stats.free + stats.cached - self._batch_pages.kept_pages, 0)
 
     def _with_reclaim(self, take: abc.Callable[[], T]) -> T:
         """Call `take`; if pages are missing, free those that no request holds and call it again."""

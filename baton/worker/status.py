@@ -232,7 +232,7 @@ MAX_NAMES = 2048
 """Largest number of names in one message; the others follow in the next ones."""
 
 _POOL, _HOST = 1, 2
-_SHARDS = 256
+_BUCKETS = 256
 """Number of dicts of names, by their last byte: a single large dict takes many milliseconds to grow or to list."""
 
 
@@ -261,9 +261,9 @@ class PrefixChangeFeed:
         self._changed = changed
         self._inbox: deque[tuple[int, Sequence[bytes] | None, bool]] = deque()
         self._merged = 0
-        """Number of digests of the first change in the inbox that are merged; of shards, if all names are dropped."""
+        """Number of digests of the first change in the inbox that are merged; of buckets, if all names are dropped."""
         self._due = False
-        self._tiers: list[dict[bytes, int]] = [{} for _ in range(_SHARDS)]
+        self._tiers: list[dict[bytes, int]] = [{} for _ in range(_BUCKETS)]
         self._subscribers: set[PrefixSubscriber] = set()
         engine.watch_prefixes(partial(self._put, _POOL))
         cache.watch(partial(self._put, _HOST))
@@ -308,13 +308,13 @@ class PrefixChangeFeed:
             tier, names, is_stored = self._next_names()
             merged += len(names)
             for name in names:
-                shard = self._tiers[name[-1]]
-                before = shard.get(name, 0)
+                bucket = self._tiers[name[-1]]
+                before = bucket.get(name, 0)
                 after = before | tier if is_stored else before & ~tier
                 if after:
-                    shard[name] = after
+                    bucket[name] = after
                 elif before:
-                    del shard[name]
+                    del bucket[name]
                 if bool(before) != bool(after):
                     changes[name] = is_stored
         if changes:
@@ -326,7 +326,7 @@ class PrefixChangeFeed:
         """A slice of the first change in the inbox."""
         tier, digests, is_stored = self._inbox[0]
         if digests is None:
-            names, end = [name for name, tiers in self._tiers[self._merged].items() if tiers & tier], _SHARDS
+            names, end = [name for name, tiers in self._tiers[self._merged].items() if tiers & tier], _BUCKETS
             self._merged += 1
         else:
             names = [digest[:NAME_BYTES] for digest in digests[self._merged : self._merged + MAX_NAMES]]
@@ -339,14 +339,14 @@ class PrefixChangeFeed:
 
 
 class PrefixSubscriber:
-    """The changes that one watcher has not received yet, by shard."""
+    """The changes that one watcher has not received yet, by bucket."""
 
     def __init__(self, cached: Sequence[Mapping[bytes, int]]) -> None:
         self._cached = cached
         self._reset = True
         self._unsent: list[dict[bytes, bool]] = [{} for _ in cached]
         self._listed = 0
-        """Number of shards listed since the last reset. The others are listed later, with their blocks of that time."""
+        """Number of buckets listed since the last reset. The others come later, with their blocks of that time."""
 
     @property
     def has_changes(self) -> bool:

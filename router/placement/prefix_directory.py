@@ -114,7 +114,7 @@ MAX_FORGOTTEN = 4096
 
 V = TypeVar("V")
 
-_Shards: TypeAlias = list[dict[bytes, V]]
+_Buckets: TypeAlias = list[dict[bytes, V]]
 """256 dicts, indexed by the last byte of a name, because a single dict of 200,000 names takes 7 ms to grow."""
 
 _MAX_MASK_BITS = 8
@@ -151,7 +151,7 @@ class PrefixMatch:
 NO_MATCH = PrefixMatch(())
 
 
-def _shards() -> _Shards[Any]:
+def _buckets() -> _Buckets[Any]:
     return [{} for _ in range(256)]
 
 
@@ -160,10 +160,10 @@ class PrefixIndex:
 
     def __init__(self, most: int = MAX_BLOCKS) -> None:
         self._most = most
-        self._blocks: _Shards[tuple[str, ...] | set[str]] = _shards()
+        self._blocks: _Buckets[tuple[str, ...] | set[str]] = _buckets()
         self._alone: dict[str, tuple[str, ...]] = {}
         """A tuple of one worker for each worker, shared by all blocks that only it holds."""
-        self._by_worker: dict[str, _Shards[float | None]] = {}
+        self._by_worker: dict[str, _Buckets[float | None]] = {}
         """By worker and name: the time until which a block is expected; None if the worker has reported it."""
         self._expected: deque[tuple[float, str, list[bytes]]] = deque()
         self._size = 0
@@ -184,7 +184,7 @@ class PrefixIndex:
         """Apply a report of names (NAME_BYTES bytes each); a name in both lists was dropped after it was stored."""
         blocks = self._of(worker)
         if reset:
-            self._drop(worker, [name for shard in blocks for name, until in shard.items() if until is None])
+            self._drop(worker, [name for bucket in blocks for name, until in bucket.items() if until is None])
         for name in stored:
             if not name[0] & self._mask:
                 self._store(worker, blocks, name, None)
@@ -248,16 +248,16 @@ class PrefixIndex:
                 high = middle
         return low
 
-    def _of(self, worker: str) -> _Shards[float | None]:
+    def _of(self, worker: str) -> _Buckets[float | None]:
         if (blocks := self._by_worker.get(worker)) is None:
-            blocks = self._by_worker[worker] = _shards()
+            blocks = self._by_worker[worker] = _buckets()
         return blocks
 
     def _count_holders(self, digest: bytes) -> int:
         name = digest[:NAME_BYTES]
         return len(self._blocks[name[-1]].get(name, ()))
 
-    def _store(self, worker: str, blocks: _Shards[float | None], name: bytes, until: float | None) -> None:
+    def _store(self, worker: str, blocks: _Buckets[float | None], name: bytes, until: float | None) -> None:
         own = blocks[name[-1]]
         if name not in own:
             self._size += 1

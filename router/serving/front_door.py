@@ -80,7 +80,7 @@ ANONYMOUS = Caller(admin=True)
 """The caller of all calls if there is no file of keys."""
 
 
-class Tenants:
+class ApiKeys:
     """Identifies callers by their keys, and counts the streams of each tenant. Use it on the event loop only."""
 
     def __init__(self, path: str = "", fleet_secret: str = "") -> None:
@@ -271,7 +271,7 @@ class FrontDoor:
         pool: WorkerPool,
         dispatcher: Dispatcher,
         request_runner: RequestRunner,
-        tenants: Tenants,
+        api_keys: ApiKeys,
         stalls: StallGuard,
         *,
         request_timeout_s: float,
@@ -282,7 +282,7 @@ class FrontDoor:
         self._pool = pool
         self._dispatcher = dispatcher
         self._request_runner = request_runner
-        self._tenants = tenants
+        self._api_keys = api_keys
         self._stalls = stalls
         self._request_timeout_s = request_timeout_s
         self._idle = asyncio.Event()
@@ -293,7 +293,7 @@ class FrontDoor:
 
     def authenticate(self, authorization: Sequence[str]) -> Caller:
         """The caller with the key in the values of the header `authorization`. Raises Unauthenticated."""
-        return self._tenants.caller(authorization)
+        return self._api_keys.caller(authorization)
 
     @contextlib.asynccontextmanager
     async def generate(
@@ -394,7 +394,7 @@ class FrontDoor:
             try:
                 if self._draining:
                     raise Unavailable("the router is draining")
-                stack.enter_context(self._tenants.stream(caller))
+                stack.enter_context(self._api_keys.stream(caller))
             except BatonError as error:
                 _count_refusal(caller, error, draining=self._draining)
                 raise
