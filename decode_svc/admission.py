@@ -107,7 +107,10 @@ class SlotForecast:
         return min(max(self._slots // FORK_HEADROOM_DIVISOR, wanted), self._slots // 2)
 
     def lookahead(self, now: float) -> int:
-        """Number of sequences that may exist beyond the slots, because slots will come free in time."""
+        """Number of sequences that may be reserved beyond the slots, because slots will come free in time.
+
+        It is completions per second × seconds until a reservation is ready, and at most a quarter of the slots.
+        """
         return min(int(self.rate(now) * self._lead_s.value), self._slots // 4)
 
     def check(self, held: int, now: float) -> None:

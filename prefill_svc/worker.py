@@ -10,9 +10,10 @@ worker that dies is not lost either. After a fault of the engine all cached bloc
 wrong. Finished KV is kept until its export has ended. Whenever no job is left, the worker audits itself.
 
 `ChunkRunner` shares the one engine. A job waits in `acquire_engine`. When the engine is free, the job that the
-scheduler chooses gets it until it leaves `async with acquire_engine`. After every layer, and after each part of the
-prompt's logprobs, a running chunk checks whether its job was aborted or is late, and tells the export how many tokens
-are final. Then it runs the chunks of jobs that the scheduler has chosen meanwhile: they preempt it.
+scheduler chooses gets it until it leaves `async with acquire_engine`. After every layer (with pipeline stages, after
+the chunk), and after each part of the prompt's logprobs, a running chunk checks whether its job was aborted or is late,
+and tells the export how many tokens are final. Then it runs the chunks of jobs that the scheduler has chosen meanwhile:
+they preempt it.
 """
 
 from __future__ import annotations

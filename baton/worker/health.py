@@ -1,6 +1,6 @@
 """Reasons for a worker to stop, and their detection: no progress, wrong values, or pages without owner.
 
-    progress ──(limit_s without any)──▶ stalled: NOT_SERVING ──(HANG_CHECKS more looks without any)──▶ hung: replaced
+    progress ──(limit_s without any)──▶ stalled: NOT_SERVING ──(HANG_CHECKS − 1 more looks without)──▶ hung: replaced
 
 A hang is counted in looks, not in seconds: a process that was stopped for an hour is not hung when it goes on.
 
@@ -100,7 +100,7 @@ _PROMPT_TOKENS = 16
 
 
 class NoTokenCounter:
-    """Requests without a token since the last good token; with several of them it tests the engine."""
+    """Counts requests that got no token since the last token. If there are several, the worker tests its engine."""
 
     def __init__(self) -> None:
         self._requests: set[str] = set()

@@ -143,11 +143,11 @@ def _key(authorization: Sequence[str]) -> str:
 
 
 class ClientStream(Generic[T]):
-    """The items for one client, as an iterator. When the next item is asked for, the client has taken the one before.
+    """The items for one client, as an iterator.
 
-    `take` returns the next item and raises StopAsyncIteration after the last one. `is_finished` tells whether the
-    request has ended, so that all items wait only for the client. `names` has the request's id, if there is one, for
-    the log.
+    The call for the next item shows that the client has taken the one before. `take` returns the next item and raises
+    StopAsyncIteration after the last one. `is_finished` tells whether the request has ended, so that all items wait
+    only for the client. `names` has the request's id, if there is one, for the log.
     """
 
     def __init__(
