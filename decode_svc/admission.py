@@ -163,25 +163,6 @@ class SlotForecast:
         return SPAN_S * -math.expm1(-max(now - self._began, 1.0) / SPAN_S)
 
 
-class OutOfUnclaimedPages(OutOfPages):
-    """Enough pages are free, but they are for the batch, or set aside for another claim."""
-
-    def __init__(self, needed: int, free: int, total: int, set_aside: int, kept_for_batch: int) -> None:
-        super().__init__(needed, free, total)
-        batch = f", {kept_for_batch} are kept for sequences that run" if kept_for_batch else ""
-        claim = f", and {set_aside} are kept for a larger request that waits" if set_aside else ""
-        self.args = (f"{self.args[0]}{batch}{claim}",)
-
-
-class OutOfContextPages(OutOfPages):
-    """Contexts of choices that wait to be forked already have their share of the pages."""
-
-    def __init__(self, needed: int, free: int, total: int) -> None:
-        super().__init__(needed, free, total)
-        problem = f"the context needs {needed} pages while its further choices wait"
-        self.args = (f"{problem}; {free} of the {total} for such contexts are free",)
-
-
 @dataclass(slots=True)
 class _Claim:
     claimant: Claimant
@@ -430,10 +411,12 @@ class Admission:
         set_aside = self.claims.pages_set_aside(claimant)
         if (set_aside or kept_for_batch) and need > free - set_aside:
             stats = self._engine.stats()
-            raise OutOfUnclaimedPages(need, stats.free + stats.cached, stats.total, set_aside, kept_for_batch)
+            batch = f", {kept_for_batch} are kept for sequences that run" if kept_for_batch else ""
+            claim = f", and {set_aside} are kept for a larger request that waits" if set_aside else ""
+            raise OutOfPages(need, stats.free + stats.cached, stats.total, batch + claim)
 
     def _check_contexts(self, claimant: Claimant, pages: int, now: float) -> None:
-        """Raise OutOfContextPages, and make a claim, if kept contexts would have more than their share of the pages."""
+        """Raise OutOfPages, and make a claim, if kept contexts would have more than their share of the pages."""
         # A context larger than the share is kept only while no other one is.
         most, free = self._max_context_pages, self._free_context_pages
         need = min(pages, most)
@@ -441,7 +424,7 @@ class Admission:
         set_aside = self._context_claims.pages_set_aside(claimant)
         if need > free - set_aside:
             self._context_claims.add(claimant, need, now)
-            raise OutOfContextPages(pages, free - set_aside, most)
+            raise OutOfPages(pages, free - set_aside, most, " for contexts whose further choices wait")
 
     @property
     def _max_context_pages(self) -> int:
