@@ -94,10 +94,10 @@ class Overloaded(BatonError):
 
 
 class OutOfPages(Overloaded):
-    """A page pool can't hold what was asked."""
+    """A page pool can't hold what was asked; `note` ends the message."""
 
-    def __init__(self, needed: int, free: int, total: int) -> None:
-        super().__init__(f"needs {needed} pages, {free} of {total} are free")
+    def __init__(self, needed: int, free: int, total: int, note: str = "") -> None:
+        super().__init__(f"needs {needed} pages, {free} of {total} are free{note}")
         self.needed, self.free, self.total = needed, free, total
 
 

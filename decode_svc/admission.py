@@ -21,7 +21,7 @@
 use at most half of the pages. A single such context may use more. The oldest attempt and the attempt with the fewest
 pending choices take turns. Every fork ends; decision 10 has the proof.
 
-After a preemption, the pages that the batch needs for its next steps do not count as free (`BatchPages.kept`).
+After a preemption, the pages that the batch needs for its next steps do not count as free (`BatchPages.kept_pages`).
 
 **Claims** (`Claims`) keep small reservations from starving large ones. A reservation that is refused because pages are
 missing leaves a claim. Half of the pages that are free then, and half of the pages that come free later, are set aside
@@ -107,7 +107,10 @@ class SlotForecast:
         return min(max(self._slots // FORK_HEADROOM_DIVISOR, wanted), self._slots // 2)
 
     def lookahead(self, now: float) -> int:
-        """Number of sequences that may exist beyond the slots, because slots will come free in time."""
+        """Number of sequences that may be reserved beyond the slots, because slots will come free in time.
+
+        It is completions per second × seconds until a reservation is ready, and at most a quarter of the slots.
+        """
         return min(int(self.rate(now) * self._lead_s.value), self._slots // 4)
 
     def check(self, held: int, now: float) -> None:
@@ -158,25 +161,6 @@ class SlotForecast:
     def _span_s(self, now: float) -> float:
         """Seconds that the weights stand for; less at first, because only the time since the start counts."""
         return SPAN_S * -math.expm1(-max(now - self._began, 1.0) / SPAN_S)
-
-
-class OutOfUnclaimedPages(OutOfPages):
-    """Enough pages are free, but they are for the batch, or set aside for another claim."""
-
-    def __init__(self, needed: int, free: int, total: int, set_aside: int, kept_for_batch: int) -> None:
-        super().__init__(needed, free, total)
-        batch = f", {kept_for_batch} are kept for sequences that run" if kept_for_batch else ""
-        claim = f", and {set_aside} are kept for a larger request that waits" if set_aside else ""
-        self.args = (f"{self.args[0]}{batch}{claim}",)
-
-
-class OutOfContextPages(OutOfPages):
-    """Contexts of choices that wait to be forked already have their share of the pages."""
-
-    def __init__(self, needed: int, free: int, total: int) -> None:
-        super().__init__(needed, free, total)
-        problem = f"the context needs {needed} pages while its further choices wait"
-        self.args = (f"{problem}; {free} of the {total} for such contexts are free",)
 
 
 @dataclass(slots=True)
@@ -423,14 +407,16 @@ class Admission:
 
     def _check_claims(self, claimant: Claimant, need: int) -> None:
         """Raise OutOfPages if these pages are kept for the batch or another claim. Counts shared pages too."""
-        free, kept_for_batch = self._free(), self._batch_pages.kept
+        free, kept_for_batch = self._free(), self._batch_pages.kept_pages
         set_aside = self.claims.pages_set_aside(claimant)
         if (set_aside or kept_for_batch) and need > free - set_aside:
             stats = self._engine.stats()
-            raise OutOfUnclaimedPages(need, stats.free + stats.cached, stats.total, set_aside, kept_for_batch)
+            batch = f", {kept_for_batch} are kept for sequences that run" if kept_for_batch else ""
+            claim = f", and {set_aside} are kept for a larger request that waits" if set_aside else ""
+            raise OutOfPages(need, stats.free + stats.cached, stats.total, batch + claim)
 
     def _check_contexts(self, claimant: Claimant, pages: int, now: float) -> None:
-        """Raise OutOfContextPages, and make a claim, if kept contexts would have more than their share of the pages."""
+        """Raise OutOfPages, and make a claim, if kept contexts would have more than their share of the pages."""
         # A context larger than the share is kept only while no other one is.
         most, free = self._max_context_pages, self._free_context_pages
         need = min(pages, most)
@@ -438,7 +424,7 @@ class Admission:
         set_aside = self._context_claims.pages_set_aside(claimant)
         if need > free - set_aside:
             self._context_claims.add(claimant, need, now)
-            raise OutOfContextPages(pages, free - set_aside, most)
+            raise OutOfPages(pages, free - set_aside, most, " for contexts whose further choices wait")
 
     @property
     def _max_context_pages(self) -> int:
@@ -451,7 +437,7 @@ class Admission:
     def _free(self) -> int:
         """Number of free and cached pages that the batch does not need."""
         stats = self._engine.stats()
-        return max(stats.free + stats.cached - self._batch_pages.kept, 0)
+        return max(stats.free + stats.cached - self._batch_pages.kept_pages, 0)
 
     def _with_reclaim(self, take: abc.Callable[[], T]) -> T:
         """Call `take`; if pages are missing, free those that no request holds and call it again."""

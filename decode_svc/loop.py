@@ -151,7 +151,7 @@ class DecodeLoop:
 
     def _emit_report(self, report: StepReport) -> None:
         report.running = self._scheduler.running
-        if self._batch_pages.replay:
+        if self._batch_pages.replay_pages:
             self._count_kept_pages()
         self._emit(report)
 
@@ -204,9 +204,9 @@ class DecodeLoop:
     def _preempt(self, report: StepReport) -> None:
         """End the youngest sequence; its router replays it."""
         sequence, total = self._scheduler.youngest(), self._engine.stats().total
-        freed = self._batch_pages.replay = self._engine.spec.pages_for(sequence.handle.capacity)
+        freed = self._batch_pages.replay_pages = self._engine.spec.pages_for(sequence.handle.capacity)
         # Until they are counted.
-        self._batch_pages.kept = total
+        self._batch_pages.kept_pages = total
         owner = sequence.handle.owner
         message = f"{owner} is preempted and frees {freed} of {total} pages: the batch needs pages and none is free"
         _log.info("%s", message, extra=about(sequence.request_id))
@@ -216,9 +216,9 @@ class DecodeLoop:
     def _count_kept_pages(self) -> None:
         """Count the pages to keep for the batch: none if it has room beside a replay of what was preempted last."""
         stats, missing = self._engine.stats(), self._scheduler.missing_pages()
-        if not self._scheduler.running or missing + self._batch_pages.replay <= stats.free + stats.cached:
-            missing = self._batch_pages.replay = 0
-        self._batch_pages.kept = missing
+        if not self._scheduler.running or missing + self._batch_pages.replay_pages <= stats.free + stats.cached:
+            missing = self._batch_pages.replay_pages = 0
+        self._batch_pages.kept_pages = missing
 
     def _launch(self) -> None:
         """Launch a step if the batch is not empty."""

@@ -109,13 +109,13 @@ class StepOutput:
 class BatchPages:
     """Pages that are kept for the batch after a preemption. The engine thread sets them; any thread may read them.
 
-    `kept` is the number of free pages that nobody else may take, because the batch needs them for ROOM_TOKENS more
-    tokens. It is 0 unless a sequence was preempted, and 0 again as soon as there is room for the batch and for the
-    replay of that sequence, which takes `replay` pages.
+    `kept_pages` is the number of free pages that nobody else may take, because the batch needs them for ROOM_TOKENS
+    more tokens. It is 0 unless a sequence was preempted, and 0 again as soon as there is room for the batch and for the
+    replay of that sequence, which takes `replay_pages`.
     """
 
-    kept: int = 0
-    replay: int = 0
+    kept_pages: int = 0
+    replay_pages: int = 0
 
 
 class DecodeScheduler:

@@ -16,6 +16,12 @@ answer has a time after which to retry, unless the reservation can never be gran
 slots and pages come free: `resume_waiting` checks that after each event. `decode_svc.attempts` has the pages and states
 of an attempt.
 
+A sequence's handle is freed, and its final blocks are published, where the sequence ends:
+
+    it finishes or is preempted           engine thread (`DecodeLoop`); publishes
+    it fails                              engine thread; publishes nothing
+    it is cancelled, or its attempt ends  event loop (`Attempts`); publishes unless the engine has failed
+
 Everything here runs on the asyncio loop; the engine thread gets only plain messages and KV handles. If the engine
 thread ends, or the audit of the idle worker finds pages without owner, the worker can't go on. Then `failed` gets the
 exception, and the supervisor starts another process.

@@ -109,7 +109,7 @@ class WriteBacks:
 
     def _pin(self, published: PublishedBlocks) -> KvHandle | None:
         """Pin the leading blocks that are still cached; returns None if no block after the context is among them."""
-        if not self._batch_pages.kept:
+        if not self._batch_pages.kept_pages:
             # If a block is evicted in between, the handle has an empty page in its place.
             with contextlib.suppress(OutOfPages, EngineError):
                 cached = self._engine.match_prefix(published.digests)

@@ -138,7 +138,7 @@ class PrefillJob:
     lifecycle        its state, and the deadline of the state
     handle           the handle of its pages, None before they are allocated
     export           the export of its KV, None if no decode worker fetches it
-    prefix           the state of its cached blocks; only `PrefixLoader` changes it
+    prefix           the state of its cached blocks; only `PrefixLoader` and `LongPromptSaver` change it
     computed_tokens  number of leading tokens whose KV is final
     computing_end    end of the chunk that the engine thread computes, or has computed last
     error            the error that stopped it, or None

@@ -89,7 +89,7 @@ def chunk_size(prompt_tokens: int, configured: int, rate: float, min_overlap: in
     return min(prompt_tokens, max(min_overlap, min(size, max(least, int(rate * CHUNK_S)))))
 
 
-class Stage(enum.Enum):
+class PromptStage(enum.Enum):
     """The stages of a prompt."""
 
     LOOKUP = "lookup"
@@ -113,7 +113,7 @@ class ScheduledJob:
     pages: int
     order: int
     tenant: bytes = b""
-    stage: Stage = Stage.LOOKUP
+    stage: PromptStage = PromptStage.LOOKUP
     covered_tokens: int = 0
     started: bool = False
     overtaken_s: float = 0.0
@@ -189,7 +189,7 @@ class PrefillScheduler:
 
     def finish_lookup(self, job: ScheduledJob, cached: int, *, needs_load: bool = False) -> None:
         """End the look-up: about `cached` leading tokens are cached, and some must be loaded if `needs_load`."""
-        job.covered_tokens, job.stage, job.needs_load = cached, Stage.WAITING, needs_load
+        job.covered_tokens, job.stage, job.needs_load = cached, PromptStage.WAITING, needs_load
 
     def next_allocation(
         self, now: float, deferred: Collection[ScheduledJob] = (), refused: Collection[ScheduledJob] = ()
@@ -201,8 +201,8 @@ class PrefillScheduler:
         """
         prepared = loading = 0
         for job in self._allocation_order(now, deferred):
-            if job.stage is not Stage.WAITING:
-                waits = job.stage is Stage.LOADING and job.needs_load
+            if job.stage is not PromptStage.WAITING:
+                waits = job.stage is PromptStage.LOADING and job.needs_load
                 prepared, loading = prepared + (not waits), loading + waits
             elif prepared + loading * job.needs_load < PREPARED_AHEAD and job not in deferred and job not in refused:
                 return job
@@ -210,13 +210,13 @@ class PrefillScheduler:
 
     def waiting_for_pages(self) -> list[ScheduledJob]:
         """All WAITING prompts."""
-        return [job for job in self._jobs if job.stage is Stage.WAITING]
+        return [job for job in self._jobs if job.stage is PromptStage.WAITING]
 
     def record_allocation(
         self, job: ScheduledJob, cached: int, *, in_host: bool = False, needs_load: bool = False
     ) -> None:
         """Record that the prompt has its pages, some `in_host` memory, and `cached` tokens in them or to be loaded."""
-        job.stage, job.in_host, job.needs_load = Stage.LOADING, in_host, needs_load
+        job.stage, job.in_host, job.needs_load = PromptStage.LOADING, in_host, needs_load
         self.set_cached_tokens(job, cached)
 
     def mark_refused(self, job: ScheduledJob, now: float) -> None:
@@ -230,7 +230,7 @@ class PrefillScheduler:
 
     def make_ready(self, job: ScheduledJob, computed_tokens: int) -> None:
         """Record that the KV of the first `computed_tokens` is in place, so that the next chunk may be computed."""
-        job.covered_tokens, job.stage = computed_tokens, Stage.READY
+        job.covered_tokens, job.stage = computed_tokens, PromptStage.READY
 
     def next_chunk(self, running: ScheduledJob | None = None) -> tuple[ScheduledJob, int] | None:
         """The prompt to compute next and the end of its chunk; None if no prompt is READY.
@@ -238,7 +238,7 @@ class PrefillScheduler:
         While `running` computes a chunk, the result is a prompt that preempts it after a layer, or None. Such a prompt
         comes before `running`, is shorter, and needs one chunk.
         """
-        ready = [job for job in self._jobs if job.stage is Stage.READY]
+        ready = [job for job in self._jobs if job.stage is PromptStage.READY]
         if not ready:
             return None
         job = self._turn_order(ready if running is None else [running, *ready])[0]
@@ -256,7 +256,7 @@ class PrefillScheduler:
 
     def start_chunk(self, job: ScheduledJob) -> None:
         """Record that a chunk of the prompt is being computed."""
-        job.stage = Stage.COMPUTING
+        job.stage = PromptStage.COMPUTING
 
     def finish_chunk(self, job: ScheduledJob, end: int, seconds: float) -> None:
         """Record that a chunk up to `end` took `seconds`.
@@ -283,8 +283,8 @@ class PrefillScheduler:
             if other.tenant == job.tenant and other.order < job.order:
                 other.overtaken_s += seconds
 
-    def rank(self, job: ScheduledJob) -> float:
-        """The prompt's remaining tokens less its credit for being overtaken; the lowest of a tenant goes first."""
+    def priority(self, job: ScheduledJob) -> float:
+        """Remaining tokens less the credit for being overtaken; of a tenant, the lowest value goes first."""
         return job.remaining - AGEING * (self.rate.value or UNKNOWN_PREFILL_RATE) * job.overtaken_s
 
     def remove(self, job: ScheduledJob) -> None:
@@ -301,11 +301,11 @@ class PrefillScheduler:
 
     def _allocation_order(self, now: float, deferred: Collection[ScheduledJob]) -> list[ScheduledJob]:
         """Prompts that have not started and whose look-up is over; only one if it was refused for PATIENCE_S."""
-        jobs = [job for job in self._jobs if not job.started and job.stage is not Stage.LOOKUP]
+        jobs = [job for job in self._jobs if not job.started and job.stage is not PromptStage.LOOKUP]
         starved = [
             job
             for job in jobs
-            if job.stage is Stage.WAITING
+            if job.stage is PromptStage.WAITING
             and job.refused_at is not None
             and now - job.refused_at >= PATIENCE_S
             and job not in deferred
@@ -316,7 +316,7 @@ class PrefillScheduler:
         """Order prompts by what their tenants will have been served when each starts."""
         start_s, rate = dict(self._served_s), self.rate.value or UNKNOWN_PREFILL_RATE
         keyed: list[tuple[float, int, ScheduledJob]] = []
-        for job in sorted(jobs, key=lambda job: (self.rank(job), job.order)):
+        for job in sorted(jobs, key=lambda job: (self.priority(job), job.order)):
             keyed.append((start_s[job.tenant], len(keyed), job))
             start_s[job.tenant] += job.remaining / rate
         return [job for *_, job in sorted(keyed, key=lambda each: each[:2])]

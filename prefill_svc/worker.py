@@ -10,10 +10,10 @@ worker that dies is not lost either. After a fault of the engine all cached bloc
 wrong. Finished KV is kept until its export has ended. Whenever no job is left, the worker audits itself.
 
 `ChunkRunner` shares the one engine. A job waits in `acquire_engine`. When the engine is free, the job that the
-scheduler chooses gets it until it leaves `async with acquire_engine`. After every layer, and after each part of the
-prompt's logprobs, a running chunk checks whether its job was aborted or is late, and tells the export how many tokens
-are final. Then it runs the chunks of jobs that the scheduler has chosen meanwhile: they preempt it. With pipeline
-stages, all this happens when the whole chunk is computed.
+scheduler chooses gets it until it leaves `async with acquire_engine`. After every layer (with pipeline stages, after
+the chunk), and after each part of the prompt's logprobs, a running chunk checks whether its job was aborted or is late,
+and tells the export how many tokens are final. Then it runs the chunks of jobs that the scheduler has chosen meanwhile:
+they preempt it.
 """
 
 from __future__ import annotations
@@ -371,7 +371,7 @@ class PrefillWorker:
         """Whether another job with pages is about to compute most of what this one needs, soon enough."""
         return any(
             self._prefix.should_defer(
-                job, other, self._scheduler.rank(other.scheduled) - self._scheduler.rank(job.scheduled)
+                job, other, self._scheduler.priority(other.scheduled) - self._scheduler.priority(job.scheduled)
             )
             for other in self._open_jobs.values()
             if other.handle is not None and other.error is None

@@ -30,7 +30,7 @@ from baton.worker.status import WorkerRole
 from router.dispatcher import Dispatcher
 from router.gauges import RouterGauges
 from router.request_runner import RequestRunner
-from router.serving.front_door import FrontDoor, StallGuard, Tenants
+from router.serving.front_door import ApiKeys, FrontDoor, StallGuard
 from router.serving.servicer import SERVICE, ApiKeyGuard, InferenceServicer
 from router.serving.threads import TenantThreads
 from router.serving.tokenizer_processes import TokenizerProcesses
@@ -92,9 +92,9 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
     keys = {"api_keys": config.api_keys}
     check_reach(config.grpc, insecure=config.insecure, tls=bool(config.tls_cert), keys=keys, field="grpc")
     tls = Tls.load(config, "router")
-    tenants = Tenants(config.api_keys, config.fleet_secret)
+    api_keys = ApiKeys(config.api_keys, config.fleet_secret)
     async with contextlib.AsyncExitStack() as stack:
-        parts = await stack.enter_async_context(_running_parts(config, tls, tenants))
+        parts = await stack.enter_async_context(_running_parts(config, tls, api_keys))
         pool, door = parts.pool, parts.door
         listener = await stack.enter_async_context(
             listen(
@@ -108,7 +108,7 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
                 keys=keys,
                 streams=max(MAX_STREAMS, 2 * config.queue_capacity),
                 message_bytes=parts.largest_message,
-                guards=[ApiKeyGuard(tenants)],
+                guards=[ApiKeyGuard(api_keys)],
                 shared=shared,
                 connection_age_s=config.connection_age_s,
             )
@@ -160,7 +160,7 @@ class _Parts:
 
 
 @contextlib.asynccontextmanager
-async def _running_parts(config: RouterConfig, tls: Tls | None, tenants: Tenants) -> AsyncIterator[_Parts]:
+async def _running_parts(config: RouterConfig, tls: Tls | None, api_keys: ApiKeys) -> AsyncIterator[_Parts]:
     """Load the tokenizer, and find and watch workers until the block ends."""
     signer = TicketSigner(config.ticket_key) if config.ticket_key else None
     model, longest, digest = await executors.run(WORK, _load, config)
@@ -188,7 +188,7 @@ async def _running_parts(config: RouterConfig, tls: Tls | None, tenants: Tenants
         await stack.enter_async_context(stalls.run())
         timeout_s = config.request_timeout_s
         door = FrontDoor(
-            model, validator, pool, dispatcher, request_runner, tenants, stalls, request_timeout_s=timeout_s
+            model, validator, pool, dispatcher, request_runner, api_keys, stalls, request_timeout_s=timeout_s
         )
         yield _Parts(router_id, model, pool, dispatcher, request_runner, door, largest)
 

@@ -4,8 +4,8 @@
 2. `_give_turn` takes a `Turn` from `next_turn`, which selects workers for the first waiter that finds room, and makes
    a `PrefillAssignment`: the prompt counts at the prefill worker.
 3. `_wait_for_turn` receives the assignment in the task of the request.
-4. `_reserve` asks the selected decode workers for pages. If one grants them, the result is a `Placement` (`grant`).
-5. If all refuse, the waiter is in the queue again, with a `Refusal` (`refuse`), and step 2 follows.
+4. `_reserve` asks the selected decode workers for pages. If one grants them, the result is a `Placement`.
+5. If all refuse, the waiter is in the queue again, with a `Refusal`, and step 2 follows.
 
 `placement/scheduler.py` decides which request is placed and where; this module waits, and asks the workers. Changes
 of workers and released assignments cause step 2.
@@ -62,14 +62,14 @@ class Dispatcher:
             prefill_limit=config.prefill_limit,
             max_wait_s=config.queue_wait_s,
         )
-        self._turns: dict[Waiter, asyncio.Future[tuple[PrefillAssignment, WorkerSelection]]] = {}
+        self._turn_futures: dict[Waiter, asyncio.Future[tuple[PrefillAssignment, WorkerSelection]]] = {}
         """The next turn of each waiter, as a future of its assignment and the selected workers."""
-        self._tenants: dict[PrefillAssignment, str] = {}
+        self._assignment_tenants: dict[PrefillAssignment, str] = {}
         """Tenant of each assignment at a prefill worker that came from the queue."""
         self._breakers = Breakers(self._loop.time)
         self._changed = asyncio.Event()
         self._overdue_timer: asyncio.TimerHandle | None = None
-        self._reserver = Reserver(pool, self._breakers, config.reserve_timeout_s)
+        self._reserver = DecodeReserver(pool, self._breakers, config.reserve_timeout_s)
         self._isolation = Isolation(
             pool,
             self._breakers,
@@ -80,13 +80,13 @@ class Dispatcher:
         )
         pool.subscribe(self._on_update)
 
-    def check(self, tenant: str, *, needs_decode: bool) -> None:
+    def check_admission(self, tenant: str, *, needs_decode: bool) -> None:
         """Raise Overloaded if the queue is full for the tenant.
 
         Raises Unavailable if no worker can serve the request and `worker_wait_s` is 0.
         """
         self._check_workers(needs_decode=needs_decode)
-        self.scheduler.check(tenant)
+        self.scheduler.check_capacity(tenant)
 
     def _check_workers(self, *, needs_decode: bool) -> None:
         if not self._config.worker_wait_s and not can_serve(self._pool.fleet, needs_decode=needs_decode):
@@ -133,7 +133,7 @@ class Dispatcher:
     def _free(self, assignment: PrefillAssignment) -> bool:
         if not assignment.release():
             return False
-        if (tenant := self._tenants.pop(assignment, None)) is not None:
+        if (tenant := self._assignment_tenants.pop(assignment, None)) is not None:
             self.scheduler.release_prefill(tenant)
         return True
 
@@ -164,7 +164,7 @@ class Dispatcher:
         if not request.is_retry:
             self._check_workers(needs_decode=request.needs_decode)
         self.scheduler.push(waiter, self._pool.fleet, now)
-        self._turns[waiter] = self._loop.create_future()
+        self._turn_futures[waiter] = self._loop.create_future()
         self._give_turns()
         try:
             while True:
@@ -177,13 +177,13 @@ class Dispatcher:
                         return placement
         finally:
             # A waiter in the queue must have a future for its turn, also after an error.
-            self.scheduler.leave_queue(waiter)
-            del self._turns[waiter]
-            self.scheduler.drop(waiter)
+            self.scheduler.remove(waiter)
+            del self._turn_futures[waiter]
+            self.scheduler.forget(waiter)
 
     async def _wait_for_turn(self, waiter: Waiter) -> tuple[PrefillAssignment, WorkerSelection]:
         """Wait for a turn. Raises _TooLarge if no decode worker can ever hold the request."""
-        future = self._turns[waiter]
+        future = self._turn_futures[waiter]
         try:
             return await future
         except asyncio.CancelledError:
@@ -191,7 +191,7 @@ class Dispatcher:
                 self._end_turn(waiter, future.result()[0])
             raise
         finally:
-            if self.scheduler.leave_queue(waiter):
+            if self.scheduler.remove(waiter):
                 self._give_turns()
 
     async def _reserve(
@@ -203,10 +203,10 @@ class Dispatcher:
             too_small_reasons = waiter.refusal.too_small_reasons
             answer = await self._reserver.reserve(waiter.request, assignment, selection, deliver, too_small_reasons)
             if isinstance(answer, Placement):
-                self.scheduler.grant(waiter, self._loop.time())
+                self.scheduler.record_grant(waiter, self._loop.time())
                 return answer
-            self._turns[waiter] = self._loop.create_future()
-            self.scheduler.refuse(waiter, answer, self._loop.time())
+            self._turn_futures[waiter] = self._loop.create_future()
+            self.scheduler.record_refusal(waiter, answer, self._loop.time())
             if self.scheduler.is_too_large(waiter, self._pool.fleet):
                 # Its next turn may come only after a change of a worker.
                 self._fail_waiter(waiter, _TooLarge())
@@ -244,8 +244,8 @@ class Dispatcher:
             waited = f"after a wait of {self._config.worker_wait_s:g} s"
             message = f"no decode worker is left that could hold the request, {waited}: {problem}"
             raise Unavailable(message) from None
-        self._turns[waiter] = self._loop.create_future()
-        self.scheduler.push_again(waiter, self._loop.time(), first=True)
+        self._turn_futures[waiter] = self._loop.create_future()
+        self.scheduler.requeue(waiter, self._loop.time(), as_head=True)
         self._give_turns()
 
     def _on_update(self) -> None:
@@ -259,27 +259,27 @@ class Dispatcher:
     def _give_turns(self) -> None:
         """Give turns in the order of the queue while prefill workers have room."""
         self._changed.set()
-        skipped: set[Waiter] = set()
-        while self._give_turn(skipped):
+        without_prefill_room: set[Waiter] = set()
+        while self._give_turn(without_prefill_room):
             pass
         self._arm_overdue_timer()
 
-    def _give_turn(self, skipped: set[Waiter]) -> bool:
+    def _give_turn(self, without_prefill_room: set[Waiter]) -> bool:
         """Give the next waiter its turn; False if no waiter can use one."""
         breakers = self._breakers.open_breakers()
-        turn = self.scheduler.next_turn(self._pool.fleet, breakers, self._loop.time(), skipped)
+        turn = self.scheduler.next_turn(self._pool.fleet, breakers, self._loop.time(), without_prefill_room)
         if turn is None:
             return False
-        waiter, future = turn.waiter, self._turns[turn.waiter]
+        waiter, future = turn.waiter, self._turn_futures[turn.waiter]
         if future.done():
             # The waiter was cancelled, but its task has not run since.
-            self.scheduler.leave_queue(waiter)
+            self.scheduler.remove(waiter)
         elif turn.selection is None:
             self._fail_waiter(waiter, _TooLarge())
         else:
             assignment = self._assign(turn.selection, turn.criteria)
             self.scheduler.begin_turn(waiter)
-            self._tenants[assignment] = waiter.request.tenant
+            self._assignment_tenants[assignment] = waiter.request.tenant
             future.set_result((assignment, turn.selection))
         return True
 
@@ -304,8 +304,8 @@ class Dispatcher:
             self._overdue_timer = self._loop.call_at(next_at, self._fail_overdue)
 
     def _fail_waiter(self, waiter: Waiter, error: Exception) -> None:
-        self.scheduler.leave_queue(waiter)
-        if not (future := self._turns[waiter]).done():
+        self.scheduler.remove(waiter)
+        if not (future := self._turn_futures[waiter]).done():
             future.set_exception(error)
 
     def _assign(self, selection: WorkerSelection, criteria: SelectionCriteria) -> PrefillAssignment:
@@ -348,8 +348,8 @@ class Placement:
         return f"prefill {self.prefill.link.name}{decode}"
 
 
-class Reserver:
-    """Asks decode workers for pages, for `timeout_s` seconds each."""
+class DecodeReserver:
+    """Asks decode workers for pages, one after the other; waits at most `timeout_s` seconds for each."""
 
     def __init__(self, pool: WorkerPool, breakers: Breakers, timeout_s: float) -> None:
         self._pool = pool
@@ -372,7 +372,7 @@ class Reserver:
         The caller must release the assignment if the result is a Refusal.
         """
         if not request.needs_decode:
-            self._expect_blocks(request, assignment, selection)
+            self._record_expected_blocks(request, assignment, selection)
             return Placement(assignment, self._breakers.begin_attempt(selection.prefill, None))
         addresses = (*selection.decode, *self._avoided_decodes(request, selection, too_small_reasons))
         request.lifecycle.enter(State.RESERVING, self._loop.time(), self._timeout_s * len(addresses))
@@ -398,7 +398,7 @@ class Reserver:
                 refused.pop(address, None)
                 link.subtract_free(request.context_tokens - answer.cached_tokens, len(request.choices))
                 breakers = self._breakers.begin_attempt(selection.prefill, address)
-                self._expect_blocks(request, assignment, selection)
+                self._record_expected_blocks(request, assignment, selection)
                 peer = self._peer(assignment, link) if answer.cached_tokens else None
                 cached = answer.cached_tokens
                 return Placement(assignment, breakers, call, address, incarnation, consumer, cached, peer)
@@ -422,15 +422,15 @@ class Reserver:
             if answer.too_small:
                 link = self._pool.decode_link(address)
                 too_small_reasons[address] = f"decode worker {link.name if link else address}: {answer.reason}"
-        room = max((answer.reservable_tokens for answer in answers.values()), default=0)
-        paired = {decode for prefill, decode in request.avoided_pairs if prefill == selection.prefill}
+        reservable_tokens = max((answer.reservable_tokens for answer in answers.values()), default=0)
+        paired = {second for first, second in request.avoided_pairs if first == selection.prefill}
         excluded = too_small_reasons.keys() | self._pool.fleet.isolated | paired
         return Refusal(
             too_small_reasons,
             min((each.retry_after_s for each in answers.values() if each.retry_after_s), default=math.inf),
-            room,
+            reservable_tokens,
             excluded_workers=frozenset(address for address in excluded if address in self._pool.fleet.decode),
-            lacks_room_for_choices=len(request.choices) > 1 and room >= request.context_tokens,
+            refused_for_choices=len(request.choices) > 1 and reservable_tokens >= request.context_tokens,
         )
 
     def _avoided_decodes(
@@ -445,15 +445,15 @@ class Reserver:
         if request.isolated or not request.avoided_workers or prefill is None:
             return []
         criteria = selection_criteria(request, too_small_reasons, fleet, self._pool.prefixes)
-        excluded = {decode for prefill, decode in criteria.avoided_pairs if prefill == selection.prefill}
+        excluded = {second for first, second in criteria.avoided_pairs if first == selection.prefill}
         excluded.update(criteria.too_small_workers, selection.decode)
         addresses = (view.address for view in fleet.compatible_decodes(prefill))
         return [address for address in addresses if address in criteria.avoided_workers and address not in excluded]
 
-    def _expect_blocks(
+    def _record_expected_blocks(
         self, request: PlacementRequest, assignment: PrefillAssignment, selection: WorkerSelection
     ) -> None:
-        """Note the blocks that the prefill worker will soon hold, because the prompt goes there at once."""
+        """Record that the prefill worker will soon hold the blocks: the prompt goes there at once."""
         writes = request.cache.writes
         self._pool.prefixes.expect(selection.prefill, request.digests, assignment.cached_tokens, writes=writes)
 

@@ -61,13 +61,13 @@ class FairQueue(Generic[T]):
         """The first item of each tenant, in the order of the tenants."""
         return [next(iter(queue)) for queue in self._queues.values()]
 
-    def round_robin(self, rank: Callable[[str], float], fits: Callable[[T], bool]) -> Iterator[T]:
+    def round_robin(self, load: Callable[[str], float], fits: Callable[[T], bool]) -> Iterator[T]:
         """The first item of each tenant, then the second of each, and so on; the queue must not change meanwhile.
 
-        Tenants with a lower `rank` come first; tenants of equal rank stay in order. Items that don't pass `fits` are
+        Tenants with a lower `load` come first; tenants of equal load stay in order. Items that don't pass `fits` are
         left out. The tenants are sorted once; an item costs the same however many there are.
         """
-        queues = [iter(self._queues[tenant]) for tenant in sorted(self._queues, key=rank)]
+        queues = [iter(self._queues[tenant]) for tenant in sorted(self._queues, key=load)]
         while queues:
             longer = []
             for queue in queues:

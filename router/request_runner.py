@@ -70,7 +70,7 @@ from router.workers.pool import WorkerPool
 from router.workers.prefill_call import (
     LARGE_REQUEST,
     LOSS_GRACE_S,
-    AbandonCalls,
+    ExportAbandoner,
     PrefillMessage,
     call_prefill,
     prefill_message,
@@ -111,8 +111,8 @@ class RequestRunner:
         signer: TicketSigner | None = None,
     ) -> None:
         self._router_id = router_id
-        self._abandon_calls = AbandonCalls()
-        self._deps = AttemptDeps(pool, dispatcher, config, self._abandon_calls, signer, threads)
+        self._abandoner = ExportAbandoner()
+        self._deps = AttemptDeps(pool, dispatcher, config, self._abandoner, signer, threads)
         self._config = config
         self._loop = asyncio.get_running_loop()
         self._budget = RetryBudget(self._loop.time())
@@ -167,7 +167,7 @@ class RequestRunner:
     async def wait_stopped(self) -> None:
         """Wait until the cancelled requests and all background calls have ended."""
         await asyncio.gather(*self._running, return_exceptions=True)
-        await self._abandon_calls.finish()
+        await self._abandoner.finish()
 
     async def _serve_choices(
         self, state: RequestState, choices: Sequence[int], history: RetryHistory, delay_s: float
@@ -289,7 +289,7 @@ class AttemptDeps:
     pool: WorkerPool
     dispatcher: Dispatcher
     config: RouterConfig
-    abandon_calls: AbandonCalls
+    abandoner: ExportAbandoner
     signer: TicketSigner | None
     threads: TenantThreads
 
@@ -304,7 +304,7 @@ class RequestState:
     fingerprint: str = ""
     """The fingerprint of the workers that the output comes from."""
 
-    def keep_fingerprint(self, fingerprint: str) -> None:
+    def pin_fingerprint(self, fingerprint: str) -> None:
         """Raise Unavailable if workers with this fingerprint would continue the output of others."""
         if not self.output.has_output:
             self.fingerprint = fingerprint
@@ -335,9 +335,9 @@ class Attempt:
         self._placement: Placement | None = None
         self._ended: asyncio.Future[FailureEvent | Exception | None] = self._loop.create_future()
         """The failure of a worker, an error of this router, or None if all choices have ended."""
-        self._finished: set[int] = set()
+        self._ended_choices: set[int] = set()
         """Choices for which the workers will send nothing more."""
-        self._prefilled = self._fetched = self._prefill_failed = False
+        self._prefilled = self._has_decode_output = self._prefill_failed = False
         self._computed_tokens = 0
         """Tokens that prefill has computed, without cached ones."""
 
@@ -432,7 +432,7 @@ class Attempt:
         return await self._run_on_thread(make) if sum(sizes) > LARGE_REQUEST else make()
 
     async def _serve_placed(self, placement: Placement, message: PrefillMessage) -> None:
-        self._state.keep_fingerprint(placement.prefill.fingerprint)
+        self._state.pin_fingerprint(placement.prefill.fingerprint)
         self._output.account.on_placed(self._loop.time())
         self._lifecycle.enter(State.PREFILLING, self._loop.time())
         transfer_id = secrets.token_hex(16) if placement.decode else ""
@@ -447,8 +447,8 @@ class Attempt:
             placement.prefill.remove_suspect()
             prefilling.cancel()
             # After the cancellation: an export that it came too late for must be abandoned.
-            if transfer_id and not self._fetched and not self._prefill_failed:
-                self._deps.abandon_calls.abandon(placement.prefill, transfer_id, self._request.id)
+            if transfer_id and not self._has_decode_output and not self._prefill_failed:
+                self._deps.abandoner.abandon(placement.prefill, transfer_id, self._request.id)
             await asyncio.gather(prefilling, return_exceptions=True)
 
     def _prefix_source(self, placement: Placement) -> PrefixSource | None:
@@ -491,7 +491,7 @@ class Attempt:
     def _start_decode(self, placement: Placement, transfer_id: str, source: PrefixSource | None) -> None:
         """Tell the decode worker where to fetch the KV."""
         if placement.decode is None:
-            self._finished.update(self._choices)
+            self._ended_choices.update(self._choices)
             return
         prefill = placement.prefill
         kv_ticket = self._kv_ticket(transfer_id, prefill.incarnation, placement.consumer)
@@ -516,7 +516,7 @@ class Attempt:
                 raise await self._classify_failure(placement, event)
             case Exception() as error:
                 raise error
-        if self._fetched:
+        if self._has_decode_output:
             placement.breakers.record_success(placement.breakers.decode)
 
     def _deliver(self, event: Event) -> None:
@@ -539,7 +539,7 @@ class Attempt:
                     self._output.add_prompt_logprobs(event.start, event.tokens)
                     self._check_end(placement)
                 case DecodeEnded() if placement is not None:
-                    self._finished.update(self._choices)
+                    self._ended_choices.update(self._choices)
                     self._check_end(placement)
         except Exception as error:
             # The error must end this attempt, and not the whole session.
@@ -564,17 +564,17 @@ class Attempt:
         self._check_end(placement, *(first.choice_index for first in event.first_tokens))
 
     def _on_output(self, placement: Placement, event: Output) -> None:
-        if not self._fetched:
+        if not self._has_decode_output:
             self._on_first_output(placement)
         unfinished = self._output.add(event)
         if event.finish is not None:
-            self._finished.add(event.choice_index)
+            self._ended_choices.add(event.choice_index)
         elif unfinished:
             return
         self._check_end(placement, event.choice_index)
 
     def _on_first_output(self, placement: Placement) -> None:
-        self._fetched = True
+        self._has_decode_output = True
         self._history.clear_losses()
         placement.prefill.remove_suspect()
         if placement.isolation is not None:
@@ -592,7 +592,7 @@ class Attempt:
         if not unfinished:
             if self._output.prompt_logprobs_complete:
                 self._end(None)
-        elif self._prefilled and self._finished.intersection(unfinished):
+        elif self._prefilled and self._ended_choices.intersection(unfinished):
             error = EngineError("the workers ended the request without all of its tokens")
             self._end(FailureEvent(error, Blame.DECODE if placement.decode else Blame.PREFILL))
         elif placement.decode is not None:
@@ -608,7 +608,7 @@ class Attempt:
         if event.blame is Blame.PAIR and await placement.prefill.wait_for_loss(grace_s):
             event = replace(event, blame=Blame.PREFILL, cause=Cause.LOST, loss=placement.prefill.loss)
         self._prefill_failed = event.blame is Blame.PREFILL and not self._prefilled
-        if not self._fetched and placement.decode is not None:
+        if not self._has_decode_output and placement.decode is not None:
             WASTED_PREFILL_TOKENS.inc(self._computed_tokens)
         grant = placement.isolation
         isolated = grant is not None and not grant.released and (event.blame is Blame.PREFILL or grant.isolates_decode)

@@ -35,6 +35,7 @@ import itertools
 import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -55,6 +56,13 @@ SLICE_NODES, SLICE_PAGES = 32, 1 << 14
 
 _BUCKETS = 256
 """Number of dicts of names, by the last byte of a digest: a single large dict takes many milliseconds to grow."""
+
+
+class Home(IntEnum):
+    """The memory of a page: the device's, or the host's."""
+
+    DEVICE = 0
+    HOST = 1
 
 
 class PrefixPages(NamedTuple):
@@ -122,9 +130,9 @@ class CachedBlockIndex:
         """Cached pages without owner."""
         return sum(self._idle)
 
-    def idle_pages_in(self, host: bool) -> int:
-        """Cached pages without owner on the device, or in host memory if `host`."""
-        return self._idle[host]
+    def idle_pages_in(self, home: Home) -> int:
+        """Cached pages without owner in this memory."""
+        return self._idle[home]
 
     def are_cached(self, pages: Pages) -> bool:
         """Whether at least one of the pages is cached. A cached page must not be written."""
@@ -155,10 +163,10 @@ class CachedBlockIndex:
             unit = self._pages[found.begun][first : first + width]
         return PrefixPages(pages[: whole * width], unit[: -(-rest // self._page_size)], unit, tokens)
 
-    def insert(self, pages: Pages, digests: Sequence[bytes], *, ends: bool = False) -> None:
+    def insert(self, pages: Pages, digests: Sequence[bytes], *, sequence_ended: bool = False) -> None:
         """Cache the units of a sequence that owns `pages`. Units that are already cached stay in their pages.
 
-        A last unit that is not full is cached only if the sequence `ends`, because nothing is written after it then.
+        A last unit that is not full is cached only if the `sequence_ended`, because nothing is written after it then.
         Nothing is cached while there are uncached nodes: their blocks would be reported as dropped later.
         """
         if self._child[_UNCACHED]:
@@ -169,12 +177,12 @@ class CachedBlockIndex:
         new = pages[found.whole * width : whole * width]
         if len(taken := np.flatnonzero(self._node_of[new])):
             # A fork may share only the first pages of a unit, and another sequence has published them.
-            whole, ends = found.whole + int(taken[0]) // width, False
+            whole, sequence_ended = found.whole + int(taken[0]) // width, False
         node = found.node
         if whole > found.whole:
             node = self._extend(found, digests[found.whole * size : whole * size], pages[: whole * width])
             found = _Found(node, len(self._pages[node]) // width, whole, node, 0)
-        rest = digests[whole * size : (whole + 1) * size] if ends and whole == found.whole else ()
+        rest = digests[whole * size : (whole + 1) * size] if sequence_ended and whole == found.whole else ()
         own = pages[whole * width :][: -(-len(rest) * self._block_size // self._page_size)]
         fits = len(own) * self._page_size >= len(rest) * self._block_size
         if found.blocks < len(rest) < size and fits and not self.are_cached(own):
@@ -213,13 +221,13 @@ class CachedBlockIndex:
                 self._link(node, self._head_of(node))
             node = self._parent[node]
 
-    def evict(self, host: bool, count: int) -> Pages:
+    def evict(self, home: Home, count: int) -> Pages:
         """Remove the end of the least recently used idle node in a home: at most `count` pages without owner.
 
         Removes all nodes after it too, in either home. Returns the removed pages without owner. If the home has no
         idle node, takes one of the other home; there must be one.
         """
-        head, other = _HEADS[host], _HEADS[not host]
+        head, other = _HEADS[home], _HEADS[not home]
         node = self._newer[head] if self._newer[head] != head else self._newer[other]
         pages, idle = self._pages[node], self._idle_in[node]
         first = max(0, idle - count)
@@ -570,8 +578,8 @@ class CachedBlockIndex:
         if not pages.size:
             return
         in_host = int(np.count_nonzero(pages >= self._device_pages))
-        self._idle[True] += sign * in_host
-        self._idle[False] += sign * (len(pages) - in_host)
+        self._idle[Home.HOST] += sign * in_host
+        self._idle[Home.DEVICE] += sign * (len(pages) - in_host)
         nodes, begin = self._node_of[pages], 0
         for end in (*np.flatnonzero(np.diff(nodes)) + 1, len(nodes)):
             node = int(nodes[begin])

@@ -34,6 +34,7 @@ from baton.kv.cached_blocks import (
     SLICE_PAGES,
     CachedBlockIndex,
     Counts,
+    Home,
     Pages,
     PoolBlocksChanged,
     PrefixPages,
@@ -192,11 +193,11 @@ class PageAllocator:
         if count > (available := self.available()):
             raise OutOfPages(count, available, len(self._owners))
         taken = []
-        for host, wanted in enumerate(self._homes_of(count)):
-            while (missing := wanted - self._free[host]) > 0:
-                self._evict(bool(host), missing)
-            self._free[host] = top = self._free[host] - wanted
-            taken.append(self._stacks[host][top : top + wanted][::-1])
+        for home, wanted in zip(Home, self._homes_of(count), strict=True):
+            while (missing := wanted - self._free[home]) > 0:
+                self._evict(home, missing)
+            self._free[home] = top = self._free[home] - wanted
+            taken.append(self._stacks[home][top : top + wanted][::-1])
         pages = np.concatenate(taken)
         self._owners[pages] = 1
         return pages
@@ -215,8 +216,8 @@ class PageAllocator:
         self.block_index.touch(kept)
         nodes, most = SLICE_NODES, self.free + SLICE_PAGES
         while nodes and self.free < most:
-            host = self._free[False] >= homes[False]
-            self._evict(host, min(homes[host] - self._free[host], most - self.free))
+            home = Home.HOST if self._free[Home.DEVICE] >= homes[Home.DEVICE] else Home.DEVICE
+            self._evict(home, min(homes[home] - self._free[home], most - self.free))
             if self._has_free(homes):
                 return False
             nodes -= 1
@@ -244,10 +245,10 @@ class PageAllocator:
     def add_free(self, pages: Pages) -> None:
         """Make pages free that are neither owned nor cached any more."""
         in_host = pages >= self._device_pages
-        for host, own in enumerate((pages[~in_host], pages[in_host]) if in_host.any() else (pages,)):
-            top = self._free[host]
-            self._free[host] = end = top + len(own)
-            self._stacks[host][top:end] = own
+        for home, own in enumerate((pages[~in_host], pages[in_host]) if in_host.any() else (pages,)):
+            top = self._free[home]
+            self._free[home] = end = top + len(own)
+            self._stacks[home][top:end] = own
 
     def are_writable(self, pages: Pages) -> bool:
         """Whether each of the pages has one owner, and is not published."""
@@ -255,7 +256,7 @@ class PageAllocator:
 
     def new_buffers(self) -> tuple[Counts, NDArray[np.bool_], tuple[Pages, Pages]]:
         """Memory for `copy_states`, made without the lock: the page faults of 3 MB take longer than the copies."""
-        free = self._stacks[False].copy(), self._stacks[True].copy()
+        free = self._stacks[Home.DEVICE].copy(), self._stacks[Home.HOST].copy()
         return self._owners.copy(), np.ones(len(self._owners), np.bool_), free
 
     def copy_states(self, owners: Counts, cached: NDArray[np.bool_], stacks: tuple[Pages, Pages]) -> PageStates:
@@ -265,27 +266,27 @@ class PageAllocator:
             copy[:top] = stack[:top]
         owners[:] = self._owners
         index.cached(cached)
-        free = stacks[False][: self._free[False]], stacks[True][: self._free[True]]
-        idle = index.idle_pages_in(False), index.idle_pages_in(True)
-        return PageStates(owners, cached, free, index.cached_pages, idle, self._device_pages)
+        on_device, in_host = (stacks[home][: self._free[home]] for home in Home)
+        idle = index.idle_pages_in(Home.DEVICE), index.idle_pages_in(Home.HOST)
+        return PageStates(owners, cached, (on_device, in_host), index.cached_pages, idle, self._device_pages)
 
     def _homes_of(self, count: int, spared: tuple[int, int] = (0, 0)) -> tuple[int, int]:
         """The numbers of pages, `count` together, to take on the device and in host memory.
 
         `spared` has, for device and host memory, the number of cached pages that must not be evicted.
         """
-        room = (self._free[home] + self.block_index.idle_pages_in(home) - spared[home] for home in (False, True))
+        room = (self._free[home] + self.block_index.idle_pages_in(home) - spared[home] for home in Home)
         device, host = room
         on_device = count if count <= device else 0 if count <= host else device
         return on_device, count - on_device
 
     def _has_free(self, homes: tuple[int, int]) -> bool:
         """Whether so many pages are free in either home."""
-        return self._free[False] >= homes[False] and self._free[True] >= homes[True]
+        return all(self._free[home] >= homes[home] for home in Home)
 
-    def _evict(self, host: bool, count: int) -> None:
+    def _evict(self, home: Home, count: int) -> None:
         """Evict up to `count` pages from the least recently used node."""
-        self.add_free(self.block_index.evict(host, count))
+        self.add_free(self.block_index.evict(home, count))
 
 
 class PagePool:
@@ -475,7 +476,7 @@ class PagePool:
         """Free the handle; its pages return once unpinned. Caches `digests` (`Engine.free`)."""
         with self._locked():
             if handle.alive:
-                self._block_index.insert(handle._allocation.listed, digests, ends=True)
+                self._block_index.insert(handle._allocation.listed, digests, sequence_ended=True)
                 self._end_allocation(handle._allocation)
 
     def free_all(self) -> None:

@@ -173,7 +173,10 @@ class Export:
         self.end(f"failed at its source: {error}")
 
     def end(self, reason: str) -> None:
-        """End the export; its streams report `reason`, which follows "transfer <id>". Idempotent."""
+        """End the export for a reason such as "was released". Idempotent.
+
+        Its streams raise TransferError with the text "transfer <id> <reason>".
+        """
         if self.ended:
             return
         self._ended = TransferError(f"transfer {self.transfer_id} {reason}")

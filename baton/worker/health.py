@@ -5,7 +5,7 @@
 A hang is counted in looks, not in seconds: a process that was stopped for an hour is not hung when it goes on.
 
 If the logits of a request are not finite, its input may be the cause, or the worker: bad weights, bad memory. When
-MAX_REQUESTS_WITHOUT_TOKEN different requests got no token, and no request between them got one, the worker computes
+MAX_NO_TOKEN_REQUESTS different requests got no token, and no request between them got one, the worker computes
 tokens for a prompt of its own. If it gets them, the requests were the cause. If not, the worker is.
 
 The audit runs whenever the worker is idle. The pool's own audit checks that each page is free, cached, or counted by
@@ -91,7 +91,7 @@ async def watch_engine(watchdog: Watchdog, limit_s: float, report: Callable[[boo
         looks = looks + 1 if stalled else 0
 
 
-MAX_REQUESTS_WITHOUT_TOKEN = 3
+MAX_NO_TOKEN_REQUESTS = 3
 """Number of different requests without a token after which the worker tests itself."""
 SELF_TEST = "self-test"
 """The owner of the pages that the worker's own prompt uses."""
@@ -100,7 +100,7 @@ _PROMPT_TOKENS = 16
 
 
 class NoTokenCounter:
-    """Requests without a token since the last good token; with several of them it tests the engine."""
+    """Counts requests that got no token since the last token. If there are several, the worker tests its engine."""
 
     def __init__(self) -> None:
         self._requests: set[str] = set()
@@ -108,7 +108,7 @@ class NoTokenCounter:
     @property
     def suspected(self) -> bool:
         """Whether there are too many of them; then `run_self_test` finds the cause."""
-        return len(self._requests) >= MAX_REQUESTS_WITHOUT_TOKEN
+        return len(self._requests) >= MAX_NO_TOKEN_REQUESTS
 
     def record_success(self) -> None:
         """Record that a token was computed."""

@@ -96,7 +96,7 @@ def open_prefix_cache(
 
 
 class BlockCopier:
-    """The prefix blocks of one worker's sequences; used from the asyncio loop only."""
+    """Hashes, loads, publishes, saves and writes back prefix blocks of one worker. Use it on the event loop only."""
 
     def __init__(self, engine: Engine, cache: PrefixCache) -> None:
         self._engine = engine

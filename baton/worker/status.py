@@ -261,7 +261,7 @@ class PrefixChangeFeed:
         self._changed = changed
         self._inbox: deque[tuple[int, Sequence[bytes] | None, bool]] = deque()
         self._merged = 0
-        """Number of digests of the first change in the inbox that are merged; of dicts, if all names are dropped."""
+        """Number of digests of the first change in the inbox that are merged; of buckets, if all names are dropped."""
         self._due = False
         self._tiers: list[dict[bytes, int]] = [{} for _ in range(_BUCKETS)]
         self._subscribers: set[PrefixSubscriber] = set()
@@ -339,14 +339,14 @@ class PrefixChangeFeed:
 
 
 class PrefixSubscriber:
-    """The changes that one watcher has not received yet, by the last byte of their names."""
+    """The changes that one watcher has not received yet, by bucket."""
 
     def __init__(self, cached: Sequence[Mapping[bytes, int]]) -> None:
         self._cached = cached
         self._reset = True
         self._unsent: list[dict[bytes, bool]] = [{} for _ in cached]
         self._listed = 0
-        """Number of dicts listed since the last reset. The others are listed later, with their blocks of that time."""
+        """Number of buckets listed since the last reset. The others come later, with their blocks of that time."""
 
     @property
     def has_changes(self) -> bool:

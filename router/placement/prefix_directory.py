@@ -52,7 +52,7 @@ class BlockNamespace:
 
     @classmethod
     def of(cls, identity: WorkerIdentity) -> BlockNamespace:
-        """The namespace of a worker."""
+        """The fingerprint, KV format and block size of a worker, which decide the names of its blocks."""
         return cls(identity.fingerprint, identity.kv_format.digest, identity.kv_format.block_size)
 
 

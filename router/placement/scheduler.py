@@ -2,7 +2,7 @@
 
     PlacementRequest ── push ──▶ Waiter ── next_turn ──▶ Turn ── decode workers are asked ──▶ grant
                                     ▲                               │
-                                    └───── refuse: Refusal ◀────────┘
+                                    └──────── Refusal ◀─────────────┘
 
 A waiter is a request in the queue. Its *turn* is the time from the selection of its workers to the answer of the
 decode workers: it has left the queue, and counts at the selected prefill worker.
@@ -13,7 +13,7 @@ of its own tenant; the whole queue holds at most capacity × (1 + 1/2 + 1/3 + ..
 gets no turn. A request that is tried again after a failure goes before the others of its tenant.
 
 A waiter gets its turn only when a prefill worker has room for it. After a refusal by decode workers, `refusals.py` has
-the rule for which waiters may ask. The caller gives the time (in seconds) and the fleet with each call.
+the rule for which waiters may reserve. The caller gives the time (in seconds) and the fleet with each call.
 """
 
 from __future__ import annotations
@@ -100,13 +100,13 @@ class PlacementScheduler:
 
     @property
     def fleet_epoch(self) -> int:
-        """Number of the current epoch; in each one, refused waiters may ask again."""
+        """Number of the current epoch; in each one, refused waiters may reserve again."""
         return self._gate.fleet_epoch
 
     @property
     def waits_for_decode(self) -> bool:
         """Whether the queue waits for decode workers, which have refused its first request, and not for prefill."""
-        return self._gate.has_refused_head
+        return self._gate.head_of_line_waits
 
     def __len__(self) -> int:
         """Number of requests in the queue."""
@@ -115,9 +115,9 @@ class PlacementScheduler:
     def __iter__(self) -> Iterator[Waiter]:
         return iter(self._queue)
 
-    def check(self, tenant: str) -> None:
+    def check_capacity(self, tenant: str) -> None:
         """Raise Overloaded if the queue is full for the tenant."""
-        self._queue.check(tenant)
+        self._queue.check_capacity(tenant)
 
     def push(self, waiter: Waiter, fleet: FleetView, now: float) -> None:
         """Add a waiter to the queue.
@@ -126,23 +126,25 @@ class PlacementScheduler:
         """
         request = waiter.request
         if request.is_retry:
-            self._queue.push_front(waiter, tenant=request.tenant, deadline=request.deadline)
+            self._queue.push_front_of_tenant(waiter, tenant=request.tenant, deadline=request.deadline)
             return
         if can_serve(fleet, needs_decode=request.needs_decode):
             # The pace of the queue does not tell when a worker will come.
             self._check_wait(request, now)
         self._queue.push(waiter, tenant=request.tenant, deadline=request.deadline, now=now)
 
-    def next_turn(self, fleet: FleetView, breakers: OpenBreakers, now: float, skipped: set[Waiter]) -> Turn | None:
+    def next_turn(
+        self, fleet: FleetView, breakers: OpenBreakers, now: float, without_prefill_room: set[Waiter]
+    ) -> Turn | None:
         """The next turn; None if no waiter can use one.
 
-        The caller must call `begin_turn` or `leave_queue` with its waiter. Waiters for which no prefill worker has room
-        are added to `skipped`, and left out. One call sorts the tenants, and looks at one waiter for each and
-        `_MAX_SCANNED` more, at most.
+        The caller must call `begin_turn` or `remove` with its waiter. Waiters for which no prefill worker has room
+        are added to `without_prefill_room`, and left out. One call sorts the tenants, and looks at one waiter for each
+        and `_MAX_SCANNED` more, at most.
         """
         tenants = len(self._in_flight.keys() | self._queue.tenants)
         for waiter in self._candidates(fleet, now, tenants + _MAX_SCANNED):
-            if waiter in skipped:
+            if waiter in without_prefill_room:
                 continue
             self.forget_departed(waiter, fleet)
             if self.is_too_large(waiter, fleet):
@@ -153,8 +155,8 @@ class PlacementScheduler:
                 if selection is not None:
                     return Turn(waiter, criteria, selection)
             # Waiters behind it may still find a prefill worker that it can't use.
-            skipped.add(waiter)
-            if len(skipped) > _MAX_SKIPPED:
+            without_prefill_room.add(waiter)
+            if len(without_prefill_room) > _MAX_SKIPPED:
                 return None
         return None
 
@@ -163,11 +165,11 @@ class PlacementScheduler:
         self._queue.pop(waiter)
         self._in_flight[waiter.request.tenant] += 1
         if waiter.request.needs_decode:
-            self._gate.begin_asking(waiter)
+            self._gate.begin_reserving(waiter)
 
     def end_turn(self, waiter: Waiter) -> None:
         """End the waiter's turn, whether it got a placement or not."""
-        self._gate.end_asking(waiter)
+        self._gate.end_reserving(waiter)
 
     def release_prefill(self, tenant: str) -> None:
         """Count one request fewer of the tenant at prefill workers."""
@@ -175,40 +177,40 @@ class PlacementScheduler:
         if not self._in_flight[tenant]:
             del self._in_flight[tenant]
 
-    def grant(self, waiter: Waiter, now: float) -> None:
+    def record_grant(self, waiter: Waiter, now: float) -> None:
         """Record that the waiter got its placement."""
         self._queue.record_departure(now)
         if waiter.request.needs_decode:
             self._gate.record_grant(waiter)
             self._queue.worker_retry_after_s = 0.0
 
-    def refuse(self, waiter: Waiter, refusal: Refusal, now: float) -> None:
-        """Return a refused waiter to the queue. It asks again in a later epoch: each status of a worker begins one."""
+    def record_refusal(self, waiter: Waiter, refusal: Refusal, now: float) -> None:
+        """Return a refused waiter to the queue. It reserves again in a later epoch: each status begins one."""
         waiter.refusal = refusal
-        # Others may have more workers to ask than a restricted waiter, or only one choice.
-        all_refuse = not (refusal.lacks_room_for_choices or refusal.excluded_workers)
-        self.push_again(waiter, now, first=all_refuse)
+        # Others may have more workers to use than a restricted waiter, or only one choice.
+        all_refuse = not (refusal.refused_for_choices or refusal.excluded_workers)
+        self.requeue(waiter, now, as_head=all_refuse)
         self._gate.record_refusal(waiter, now)
         if all_refuse:
             self._queue.worker_retry_after_s = refusal.retry_after_s if math.isfinite(refusal.retry_after_s) else 0.0
 
-    def push_again(self, waiter: Waiter, now: float, *, first: bool) -> None:
-        """Return a waiter to the front: of the whole queue if `first`, else of its tenant's queue."""
-        push = self._queue.push_first if first else self._queue.push_front
+    def requeue(self, waiter: Waiter, now: float, *, as_head: bool) -> None:
+        """Return a waiter to the front: of the whole queue if `as_head`, else of its tenant's queue."""
+        push = self._queue.push_head_of_line if as_head else self._queue.push_front_of_tenant
         push(waiter, tenant=waiter.request.tenant, deadline=waiter.request.deadline)
         if waiter is self._queue.head_of_line:
             self._gate.record_head_of_line(waiter, now)
 
-    def leave_queue(self, waiter: Waiter) -> bool:
+    def remove(self, waiter: Waiter) -> bool:
         """Remove the waiter from the queue; False if it was not in it."""
         return self._queue.remove(waiter)
 
-    def drop(self, waiter: Waiter) -> None:
+    def forget(self, waiter: Waiter) -> None:
         """Delete all that is known of a waiter that will not return to the queue."""
-        self._gate.drop(waiter)
+        self._gate.forget(waiter)
 
     def begin_epoch(self) -> None:
-        """Let refused waiters ask again."""
+        """Let refused waiters reserve again."""
         self._gate.begin_epoch()
 
     def is_too_large(self, waiter: Waiter, fleet: FleetView) -> bool:
@@ -272,7 +274,7 @@ class PlacementScheduler:
             restricted is not None
             and restricted in self._queue
             and restricted.request.deadline > now
-            and self._gate.restricted_may_ask(self._queue.head_of_line)
+            and self._gate.restricted_may_reserve(self._queue.head_of_line)
         ):
             yield restricted
         # Waiters that need decode workers must not hide waiters that need none.
@@ -281,7 +283,9 @@ class PlacementScheduler:
         if not can_decode:
             waiting = (waiter for waiter in waiting if not waiter.request.needs_decode)
         for waiter in itertools.islice(waiting, most):
-            if not waiter.request.needs_decode or self._gate.may_ask(waiter, self._queue.head_of_line, fleet.isolated):
+            if not waiter.request.needs_decode or self._gate.may_reserve(
+                waiter, self._queue.head_of_line, fleet.isolated
+            ):
                 yield waiter
 
     def _criteria(self, waiter: Waiter, fleet: FleetView) -> SelectionCriteria:
@@ -350,7 +354,7 @@ class RequestQueue(Generic[T]):
         """The waiter that all workers refused and that goes before the whole queue; None if there is none."""
         return None if self._head_of_line is None else self._head_of_line[0]
 
-    def check(self, tenant: str) -> None:
+    def check_capacity(self, tenant: str) -> None:
         """Raise Overloaded, with the seconds until a retry, if the tenant's part of the queue is full."""
         waiting, tenants = self._queue.count(tenant), self._queue.tenants
         share = max(1, self._capacity // (len(tenants) + (tenant not in tenants)))
@@ -365,19 +369,19 @@ class RequestQueue(Generic[T]):
         """
         if deadline <= now:
             raise DeadlineExceeded("the deadline had passed when the request came")
-        self.check(tenant)
+        self.check_capacity(tenant)
         if not self._deadlines:
             # The time for which the queue was empty is no standstill.
             self._last_departure = None
         self._queue.append(waiter, tenant)
         self._deadlines[waiter] = deadline
 
-    def push_front(self, waiter: T, *, tenant: str, deadline: float = math.inf) -> None:
+    def push_front_of_tenant(self, waiter: T, *, tenant: str, deadline: float = math.inf) -> None:
         """Add to the front of the tenant's queue, even if its part is full. The order of the tenants stays."""
         self._queue.prepend(waiter, tenant)
         self._deadlines[waiter] = deadline
 
-    def push_first(self, waiter: T, *, tenant: str, deadline: float = math.inf) -> None:
+    def push_head_of_line(self, waiter: T, *, tenant: str, deadline: float = math.inf) -> None:
         """Add to the front of the whole queue.
 
         If a waiter is there already, add to the front of the tenant's queue, and put this tenant before the others.
@@ -385,7 +389,7 @@ class RequestQueue(Generic[T]):
         if self._head_of_line is None:
             self._head_of_line, self._deadlines[waiter] = (waiter, tenant), deadline
         else:
-            self.push_front(waiter, tenant=tenant, deadline=deadline)
+            self.push_front_of_tenant(waiter, tenant=tenant, deadline=deadline)
             self._queue.advance(tenant)
 
     def candidates(self, now: float) -> Iterator[T]:

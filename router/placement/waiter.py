@@ -59,8 +59,8 @@ class Refusal:
     reservable_tokens: int = 0
     """The largest context, in tokens, for which another request could get pages now."""
     excluded_workers: frozenset[str] = frozenset()
-    """Addresses of decode workers that are in the fleet, but that the request could not ask."""
-    lacks_room_for_choices: bool = False
+    """Addresses of decode workers that are in the fleet, but that the request could not use."""
+    refused_for_choices: bool = False
     """Whether workers have room for the context, but not for all choices."""
 
 
@@ -72,7 +72,7 @@ class Waiter:
     queued_at: float
     refusal: Refusal = field(default_factory=Refusal)
     """The latest refusal."""
-    asked_in_epoch: int = 0
+    turn_epoch: int = 0
     """The epoch (`RefusalGate.fleet_epoch`) in which its latest turn began."""
     overtook_head_of_line: bool = False
     """Whether its latest turn began while the head of line had to wait for the next epoch."""

@@ -80,7 +80,7 @@ ANONYMOUS = Caller(admin=True)
 """The caller of all calls if there is no file of keys."""
 
 
-class Tenants:
+class ApiKeys:
     """Identifies callers by their keys, and counts the streams of each tenant. Use it on the event loop only."""
 
     def __init__(self, path: str = "", fleet_secret: str = "") -> None:
@@ -143,11 +143,11 @@ def _key(authorization: Sequence[str]) -> str:
 
 
 class ClientStream(Generic[T]):
-    """The items for one client, as an iterator. When the next item is asked for, the client has taken the one before.
+    """The items for one client, as an iterator.
 
-    `take` returns the next item and raises StopAsyncIteration after the last one. `is_finished` tells whether the
-    request has ended, so that all items wait only for the client. `names` has the request's id, if there is one, for
-    the log.
+    The call for the next item shows that the client has taken the one before. `take` returns the next item and raises
+    StopAsyncIteration after the last one. `is_finished` tells whether the request has ended, so that all items wait
+    only for the client. `names` has the request's id, if there is one, for the log.
     """
 
     def __init__(
@@ -271,7 +271,7 @@ class FrontDoor:
         pool: WorkerPool,
         dispatcher: Dispatcher,
         request_runner: RequestRunner,
-        tenants: Tenants,
+        api_keys: ApiKeys,
         stalls: StallGuard,
         *,
         request_timeout_s: float,
@@ -282,7 +282,7 @@ class FrontDoor:
         self._pool = pool
         self._dispatcher = dispatcher
         self._request_runner = request_runner
-        self._tenants = tenants
+        self._api_keys = api_keys
         self._stalls = stalls
         self._request_timeout_s = request_timeout_s
         self._idle = asyncio.Event()
@@ -293,7 +293,7 @@ class FrontDoor:
 
     def authenticate(self, authorization: Sequence[str]) -> Caller:
         """The caller with the key in the values of the header `authorization`. Raises Unauthenticated."""
-        return self._tenants.caller(authorization)
+        return self._api_keys.caller(authorization)
 
     @contextlib.asynccontextmanager
     async def generate(
@@ -312,7 +312,7 @@ class FrontDoor:
             with self._admit(caller):
                 admitted = True
                 self._validator.check_model(request.model)
-                self._dispatcher.check(caller.tenant, needs_decode=request.max_tokens != 1)
+                self._dispatcher.check_admission(caller.tenant, needs_decode=request.max_tokens != 1)
                 checked = await self._validator.validate(
                     request,
                     arrived=arrived,
@@ -394,7 +394,7 @@ class FrontDoor:
             try:
                 if self._draining:
                     raise Unavailable("the router is draining")
-                stack.enter_context(self._tenants.stream(caller))
+                stack.enter_context(self._api_keys.stream(caller))
             except BatonError as error:
                 _count_refusal(caller, error, draining=self._draining)
                 raise

@@ -38,7 +38,7 @@ from baton.rpc.errors import send, send_initial_metadata, utf8_pieces
 from baton.telemetry.metrics import REFUSED
 from router.output import ChoiceUpdate, Update
 from router.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt, UncheckedRequest
-from router.serving.front_door import HEADER, Caller, FrontDoor, Tenants
+from router.serving.front_door import HEADER, ApiKeys, Caller, FrontDoor
 from router.serving.large_messages import ReceivedMessage, deserializer_for
 
 SERVICE = "baton.v1.Inference"
@@ -158,8 +158,8 @@ class InferenceServicer:
 class ApiKeyGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Refuses calls without the key that their method needs; use it inside `ErrorInterceptor`."""
 
-    def __init__(self, tenants: Tenants) -> None:
-        self._tenants = tenants
+    def __init__(self, api_keys: ApiKeys) -> None:
+        self._api_keys = api_keys
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
         """The handler of the call, or one that refuses it."""
@@ -168,7 +168,7 @@ class ApiKeyGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         if handler is None or service in OPEN_SERVICES:
             return handler
         try:
-            caller = self._tenants.caller(_authorization(details.invocation_metadata))
+            caller = self._api_keys.caller(_authorization(details.invocation_metadata))
             if service == ADMIN_SERVICE and not caller.admin:
                 raise PermissionDenied(f"{service}: needs an admin's API key")
         except BatonError as error:

@@ -254,7 +254,7 @@ def prefilled_from_proto(done: prefill_pb2.PrefillDone) -> Prefilled:
     )
 
 
-class AbandonCalls:
+class ExportAbandoner:
     """Tells prefill workers which exports will not be fetched, so that they can free the KV before its lease ends.
 
     The calls run in the background, one at most for each attempt, each with a timeout. If a call is lost, the end of

@@ -321,9 +321,9 @@ async def test_the_youngest_goes_back_to_its_router_and_nothing_takes_the_pages_
             await router.request(name, [1, 2, 3], greedy(60))
         await all_.until_decoding(router, 2)
         batch_pages = all_.app.worker.batch_pages
-        while not batch_pages.kept:
+        while not batch_pages.kept_pages:
             await asyncio.to_thread(all_.engine.entered.acquire)
-            if not batch_pages.kept:
+            if not batch_pages.kept_pages:
                 all_.engine.gate.set()
                 all_.engine.gate.clear()
         await router.until(lambda: "b" in router.failures)

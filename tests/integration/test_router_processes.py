@@ -46,6 +46,14 @@ class Routers:
         pid = self.parent.pid
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
+    def successor(self, other: int) -> int:
+        """The process that is started beside `other`, as soon as it is there."""
+        limit = time.monotonic() + 60
+        while not (found := [child for child in self.children() if child != other]):
+            assert time.monotonic() < limit, "no process was started"
+            time.sleep(0.001)
+        return found[0]
+
     def served(self, number: int) -> float:
         """Requests that one router has served."""
         with urllib.request.urlopen(f"http://{self.ops[number]}/metrics", timeout=60) as answer:
@@ -161,8 +169,12 @@ def test_requests_are_spread_and_a_death_leaves_the_other_serving() -> None:
         line = found.parent.stderr.readline()
         assert "router 0 was killed by SIGKILL; its last line: " in line
         assert line.endswith("; it is started again at once\n")
+        successor = found.successor(lives)
+        # Otherwise it might listen before all requests have come.
+        os.kill(successor, signal.SIGSTOP)
         assert [ask(found.address) for _ in range(8)] == [3] * 8
         assert found.served(1) == served[1] + 8
+        os.kill(successor, signal.SIGCONT)
         # The one in its place tells its metrics where it did.
         listens(found.ops[0])
         assert found.served(0) == 0

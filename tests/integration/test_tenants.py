@@ -148,7 +148,7 @@ async def test_a_call_counts_before_its_message_is_received(tmp_path: Path) -> N
         # A stream of messages, on the wire the same call: its message does not come.
         method = "/baton.v1.Inference/Generate"
         call = channel.stream_stream(method)(metadata=metadata, timeout=60)
-        streams = b.app._door._tenants._streams
+        streams = b.app._door._api_keys._streams
         async with asyncio.timeout(60):
             while not streams:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
@@ -166,7 +166,7 @@ async def test_no_drain_waits_for_a_message_that_does_not_come(tmp_path: Path) -
     async with router_rig(tmp_path) as b, control_channel(b.app.address) as channel:
         calls = [channel.stream_stream(f"/baton.v1.Inference/{name}")(timeout=600) for name in ("Generate", "Tokenize")]
         async with asyncio.timeout(60):
-            while b.app._door._tenants._streams[""] < len(calls):  # noqa: ASYNC110
+            while b.app._door._api_keys._streams[""] < len(calls):  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             await b.app._door.drain()
         for call in calls:

@@ -183,7 +183,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
             if first.finish is not None:
                 ours.finished[first.choice_index] = first.finish
         self.tries_of[key.request_id] = ours
-        missing, stats = self.worker.batch_pages.kept, self.engine.stats()
+        missing, stats = self.worker.batch_pages.kept_pages, self.engine.stats()
         names = b"".join(digests(self.engine, ours.named, ours.salt))
         request = Reserve(key, len(prompt), max_tokens, choices, patience, names, ours.salt, cache)
         self.loop.spawn(self.worker.handle_command(session, request))

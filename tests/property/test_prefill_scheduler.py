@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from baton.engine.contract import EngineSpec
 from baton.errors import InvalidRequest, Overloaded
 from baton.kv.format import KvFormat, KvPart
-from prefill_svc.scheduler import AGEING, PATIENCE_S, PREPARED_AHEAD, PrefillScheduler, ScheduledJob, Stage
+from prefill_svc.scheduler import AGEING, PATIENCE_S, PREPARED_AHEAD, PrefillScheduler, PromptStage, ScheduledJob
 from tests.effort import machine_test
 
 PAGE, PAGES, LONGEST, WAITING = 16, 64, 1200, 6
@@ -47,7 +47,7 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
         self.now, self.free = 0.0, PAGES
         self.prompts: dict[ScheduledJob, Known] = {}
 
-    def picked(self, index: int, stage: Stage) -> Known | None:
+    def picked(self, index: int, stage: PromptStage) -> Known | None:
         found = [prompt for prompt in self.prompts.values() if prompt.work.stage is stage]
         return found[index % len(found)] if found else None
 
@@ -68,7 +68,7 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 99), hit=st.floats(0, 0.99), loads=st.booleans())
     def look_up(self, index: int, hit: float, loads: bool = False) -> None:
-        if prompt := self.picked(index, Stage.LOOKUP):
+        if prompt := self.picked(index, PromptStage.LOOKUP):
             self.scheduler.finish_lookup(prompt.work, int(prompt.work.tokens * hit), needs_load=loads)
 
     @rule(tokens=st.one_of(st.integers(1, 100), st.integers(400, LONGEST - 200)), hit=st.floats(0, 0.9))
@@ -82,7 +82,7 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 99), leader=st.integers(0, 99))
     def follow(self, index: int, leader: int) -> None:
         """A prompt begins like another that has its pages and is not begun."""
-        if (prompt := self.picked(index, Stage.WAITING)) and (other := self.picked(leader, Stage.READY)):
+        if (prompt := self.picked(index, PromptStage.WAITING)) and (other := self.picked(leader, PromptStage.READY)):
             prompt.leader = other.work
 
     def later(self, work: ScheduledJob) -> bool:
@@ -95,9 +95,9 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
         prepared = [
             each
             for each in self.prompts
-            if each.stage in (Stage.LOADING, Stage.READY)
+            if each.stage in (PromptStage.LOADING, PromptStage.READY)
             and not each.started
-            and (work.needs_load or not (each.stage is Stage.LOADING and each.needs_load))
+            and (work.needs_load or not (each.stage is PromptStage.LOADING and each.needs_load))
         ]
         return [each for each in prepared if (rank(each), each.order) < (rank(work), work.order)]
 
@@ -106,7 +106,7 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
         starved = [
             prompt.work
             for prompt in self.prompts.values()
-            if prompt.work.stage is Stage.WAITING
+            if prompt.work.stage is PromptStage.WAITING
             and prompt.work.refused_at is not None
             and self.now - prompt.work.refused_at >= PATIENCE_S
             and not self.later(prompt.work)
@@ -118,7 +118,7 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
             if work is None:
                 break
             offered.append(work)
-            assert work.stage is Stage.WAITING
+            assert work.stage is PromptStage.WAITING
             assert work not in deferred, "it was to wait"
             if work.pages > self.free:
                 self.scheduler.mark_refused(work, self.now)
@@ -136,21 +136,21 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 99), worth=st.floats(0, 1))
     def load(self, index: int, worth: float) -> None:
-        if prompt := self.picked(index, Stage.LOADING):
+        if prompt := self.picked(index, PromptStage.LOADING):
             done = int(prompt.work.covered_tokens * worth)
             prompt.computed, prompt.to_compute = done, prompt.work.tokens - done
             self.scheduler.make_ready(prompt.work, done)
 
     @rule(fails=st.sampled_from([False] * 9 + [True]))
     def compute(self, fails: bool) -> None:
-        ready = [prompt for prompt in self.prompts.values() if prompt.work.stage is Stage.READY]
+        ready = [prompt for prompt in self.prompts.values() if prompt.work.stage is PromptStage.READY]
         choice = self.scheduler.next_chunk()
         if choice is None:
             assert not ready, "work is ready and none is done"
             return
         work, end = choice
         prompt = self.prompts[work]
-        assert work.stage is Stage.READY
+        assert work.stage is PromptStage.READY
         assert prompt.pages == work.pages
         assert prompt.computed == work.covered_tokens < end <= work.tokens
         for other in ready:

@@ -80,7 +80,7 @@ class RequestQueueMachine(RuleBasedStateMachine):
                 self.passed[entry.tenant] = {}
                 for times in self.passed.values():
                     times[entry.tenant] = max(times.get(entry.tenant, 0) - 1, 0)
-            self.queue.push_first(entry, tenant=entry.tenant, deadline=entry.deadline)
+            self.queue.push_head_of_line(entry, tenant=entry.tenant, deadline=entry.deadline)
         else:
             self.queue.record_departure(self.now)
             self._gone(entry)
@@ -92,7 +92,7 @@ class RequestQueueMachine(RuleBasedStateMachine):
         entry = self.out.pop(index % len(self.out))
         entry.returned = True
         self._joined(entry, 0)
-        self.queue.push_front(entry, tenant=entry.tenant, deadline=entry.deadline)
+        self.queue.push_front_of_tenant(entry, tenant=entry.tenant, deadline=entry.deadline)
 
     def _sane(self, retry_after: float | None) -> None:
         assert retry_after is not None

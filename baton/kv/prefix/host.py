@@ -179,7 +179,7 @@ class HostPrefixCache(PrefixCache):
         self._notify(tuple(self._payloads), ())
 
     async def stats(self) -> list[CacheTier]:
-        """Figures of the single tier."""
+        """One entry, `host`: blocks, bytes, capacity in bytes, and hits and misses since the start."""
         return [CacheTier(HOST, len(self._payloads), self._bytes, self._capacity, self._hits, self._misses)]
 
     async def clear(self, *, shared: bool) -> list[CacheTier]:

@@ -37,20 +37,20 @@ KEY_BYTES = 8
 
 
 class BlockState(IntEnum):
-    """The known facts about a block."""
+    """Knowledge of a block: never seen, seen by one request, by several, in the store, or in the store but refused."""
 
-    NEVER = 0
-    ONCE = 1
-    AGAIN = 2
+    UNSEEN = 0
+    SEEN_ONCE = 1
+    SEEN_AGAIN = 2
     STORED = 3
     REFUSED = 4
 
 
-_NEXT = (BlockState.ONCE, BlockState.AGAIN, BlockState.AGAIN, BlockState.STORED, BlockState.AGAIN)
+_NEXT = (BlockState.SEEN_ONCE, BlockState.SEEN_AGAIN, BlockState.SEEN_AGAIN, BlockState.STORED, BlockState.SEEN_AGAIN)
 
 
 class WriteFilter:
-    """`BlockState` by digest, for the last `max_blocks` to 2 × `max_blocks` blocks that were set.
+    """Remembers the state of the latest blocks by digest: at least `max_blocks` of them, and at most twice as many.
 
     Keyed by the first 8 bytes of the digests, in two generations of a dictionary. When the young generation is full, it
     becomes the old one, and the old one is dropped. An update moves a block to the young generation. At most about 18
@@ -68,7 +68,7 @@ class WriteFilter:
     def state(self, digest: bytes) -> BlockState:
         """The remembered state of a block."""
         name = digest[:KEY_BYTES]
-        return self._young.get(name) or self._old.get(name) or BlockState.NEVER
+        return self._young.get(name) or self._old.get(name) or BlockState.UNSEEN
 
     def set(self, digest: bytes, state: BlockState) -> None:
         """Set the state of a block."""
@@ -77,12 +77,12 @@ class WriteFilter:
         self._young[digest[:KEY_BYTES]] = state
 
     def states(self, digests: Iterable[bytes]) -> Iterator[BlockState]:
-        """The state of each block of a chain. A stored block that follows a refused block is AGAIN."""
+        """The state of each block of a chain. A stored block that follows a refused block is SEEN_AGAIN."""
         doubted = False
         for digest in digests:
             state = self.state(digest)
             doubted = doubted or state is BlockState.REFUSED
-            yield BlockState.AGAIN if doubted and state is BlockState.STORED else state
+            yield BlockState.SEEN_AGAIN if doubted and state is BlockState.STORED else state
 
     def observe(self, digests: Sequence[bytes]) -> Iterator[BlockState]:
         """Record that the blocks of a chain were seen once more; yields the new state of each when it is recorded."""
@@ -104,7 +104,7 @@ class WriteFilter:
         """Record that these blocks may not be stored any more."""
         for digest in digests:
             if self.state(digest) in (BlockState.STORED, BlockState.REFUSED):
-                self.set(digest, BlockState.AGAIN)
+                self.set(digest, BlockState.SEEN_AGAIN)
 
     def mark_refused(self, digests: Iterable[bytes]) -> None:
         """Record that the store has these blocks, but that their contents were refused."""
@@ -131,8 +131,8 @@ class StoreTier:
         self.cache = cache
         self.write_filter = write_filter or WriteFilter()
         self._write_states = {
-            "first": (BlockState.ONCE, BlockState.AGAIN, BlockState.REFUSED),
-            "second": (BlockState.AGAIN, BlockState.REFUSED),
+            "first": (BlockState.SEEN_ONCE, BlockState.SEEN_AGAIN, BlockState.REFUSED),
+            "second": (BlockState.SEEN_AGAIN, BlockState.REFUSED),
             "never": (),
         }[writes]
 

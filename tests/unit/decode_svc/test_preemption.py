@@ -118,7 +118,7 @@ class Bench:
     def fits(self, request: Request) -> bool:
         """Whether its pages are free beside those that are kept for the batch."""
         stats = self.engine.stats()
-        return self.pages(request) <= stats.free + stats.cached - self.batch_pages.kept
+        return self.pages(request) <= stats.free + stats.cached - self.batch_pages.kept_pages
 
     def finish(self, most: int = 3000) -> None:
         for _ in range(most):
@@ -191,7 +191,7 @@ def test_one_that_is_alone_is_replayed_when_others_hold_the_pages_and_gets_all_t
             bench.run_once()
         # Nobody else is there for whom pages would be kept, though its own are still being read.
         assert bench.engine.stats().free == 0
-        assert bench.batch_pages.kept == 0
+        assert bench.batch_pages.kept_pages == 0
     assert set(bench.engine.audit()) == {"on its way"}
     bench.replay()
     assert bench.to_replay, "it needs a page more than are free"

@@ -131,7 +131,7 @@ async def test_a_reservation_gets_the_pages_of_copies_and_the_copies_end(rig: Ri
 
 
 async def test_nothing_is_pinned_while_pages_are_kept_for_the_batch(rig: Rig) -> None:
-    rig.batch_pages.kept, before = 1, dropped()
+    rig.batch_pages.kept_pages, before = 1, dropped()
     rig.backs.add(PublishedBlocks("r/0", rig.engine.published(), 0))
     assert len(rig.backs) == 0
     assert dropped() == before + 4

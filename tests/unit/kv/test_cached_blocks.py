@@ -39,7 +39,7 @@ def test_the_audit_notices_nodes_that_do_not_agree(damage: str) -> None:
     elif damage == "order":
         known._unlink(node)
     elif damage == "count":
-        known._idle[False] -= 1
+        known._idle[0] -= 1
     elif damage == "stray":
         known._node_of[7] = node
     elif damage == "page":

@@ -95,7 +95,7 @@ def test_the_audit_raises_with_the_ledger(damage: str) -> None:
     handle = pool.reserve("a/1", 8)
     allocator = pool._allocator
     if damage == "lost":
-        allocator._free[False] -= 1
+        allocator._free[0] -= 1
     elif damage == "twice":
         allocator._stacks[False][0] = allocator._stacks[False][1]
     elif damage == "count":

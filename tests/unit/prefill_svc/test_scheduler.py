@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 import pytest
 
 from baton.errors import InvalidRequest, Overloaded
-from prefill_svc.scheduler import BURST_S, PATIENCE_S, PREPARED_AHEAD, PrefillScheduler, ScheduledJob, Stage
+from prefill_svc.scheduler import BURST_S, PATIENCE_S, PREPARED_AHEAD, PrefillScheduler, PromptStage, ScheduledJob
 from tests.unit.prefill_svc.scheduling import admit_ready, scheduler
 
 
@@ -251,7 +251,7 @@ def test_small_prompts_overtake_one_without_pages_until_its_patience_ends(s: Pre
     s.finish_lookup(late, 0)
     assert allocate(s, PATIENCE_S, lambda prompt: prompt is not big) == [], "none before the starved one"
     assert allocate(s, PATIENCE_S) == [big, late]
-    assert late.stage is Stage.LOADING
+    assert late.stage is PromptStage.LOADING
 
 
 def test_blocks_in_pages_count_more_than_expected_ones(s: PrefillScheduler) -> None:

@@ -18,7 +18,7 @@ from router.retries import RetryHistory
 from router.serving.threads import TenantThreads
 from router.workers.failures import Deliver
 from router.workers.pool import WorkerPool
-from router.workers.prefill_call import AbandonCalls
+from router.workers.prefill_call import ExportAbandoner
 from tests.unit.router.dispatching import FakePool, dispatcher, settle
 
 
@@ -30,7 +30,7 @@ def attempt_of(
     arrived = now()
     until = arrived + 60 if deadline is None else deadline
     config = RouterConfig(prefill=("p:1",), decode=("d:1",))
-    deps = AttemptDeps(cast(WorkerPool, pool), dispatcher(pool), config, AbandonCalls(), None, threads)
+    deps = AttemptDeps(cast(WorkerPool, pool), dispatcher(pool), config, ExportAbandoner(), None, threads)
     request = Request("r", [1, 2], SamplingParams(max_tokens=1, seed=1), 1, arrived, until, tenant=tenant)
     output = OutputProcessor(request, now)
     return Attempt(deps, RequestState(request, output), (0,), RetryHistory()), output

@@ -8,7 +8,7 @@ import pytest
 
 from baton.errors import Unavailable
 from baton.lifecycle import Lifecycle, State
-from router.dispatcher import Placement, Reserver
+from router.dispatcher import DecodeReserver, Placement
 from router.placement.policy import WorkerSelection
 from router.placement.waiter import PlacementRequest
 from router.workers.failures import Breakers, Suspicion
@@ -110,7 +110,7 @@ async def test_one_request_at_a_time_is_isolated_and_asks_once_in_an_epoch() -> 
 @pytest.mark.parametrize("isolated", [False, True])
 async def test_a_worker_that_was_meanwhile_isolated_is_not_asked(isolated: bool) -> None:
     pool = FakePool(d=FULL, e=GRANTED)
-    reserver = Reserver(cast(WorkerPool, pool), Breakers(asyncio.get_running_loop().time), 1.0)
+    reserver = DecodeReserver(cast(WorkerPool, pool), Breakers(asyncio.get_running_loop().time), 1.0)
     pool.isolated = frozenset({"e"})
     request = PlacementRequest("r", 0, "", Lifecycle(State.QUEUED, 0.0), 8, 4, (0,), True, isolated=isolated)
     selection = WorkerSelection("p", ("d", "e"))

@@ -88,7 +88,7 @@ async def test_pages_given_up_in_a_copy_are_listed_as_draining() -> None:
 
 async def test_findings_of_the_pool_are_in_the_ledger() -> None:
     engine = FakeEngine(pages=8)
-    engine._kv.pool._allocator._free[False] -= 1
+    engine._kv.pool._allocator._free[0] -= 1
     ledger = await build_ledger(IDENTITY, engine, lambda: [entry("a/0", 2)])
     assert "page 0: count 0, owners 0, not free" in ledger.violation
     assert describe(ledger).splitlines()[1] == "  a/0 kv decoding: 2 pages, 0 bytes, 0.0 s"

@@ -267,7 +267,7 @@ async def test_a_refused_record_is_not_taken_for_stored_until_it_was_read(store:
     write_filter.mark_refused(DIGESTS[:1])
     store.blocks.clear()
     await cache.lookup(DIGESTS[:6])
-    assert {write_filter.state(digest) for digest in DIGESTS[:6]} == {BlockState.AGAIN}
+    assert {write_filter.state(digest) for digest in DIGESTS[:6]} == {BlockState.SEEN_AGAIN}
 
 
 async def test_touch_refreshes_only_a_fraction_of_hits(store: Store) -> None:
@@ -372,20 +372,20 @@ async def test_others_run_while_a_long_chain_is_looked_at(store: Store) -> None:
 
 def test_the_filter_forgets_the_oldest() -> None:
     write_filter = WriteFilter(max_blocks=4)
-    assert list(write_filter.observe(DIGESTS[:2])) == [BlockState.ONCE] * 2
-    assert list(write_filter.observe(DIGESTS[1:3])) == [BlockState.AGAIN, BlockState.ONCE]
+    assert list(write_filter.observe(DIGESTS[:2])) == [BlockState.SEEN_ONCE] * 2
+    assert list(write_filter.observe(DIGESTS[1:3])) == [BlockState.SEEN_AGAIN, BlockState.SEEN_ONCE]
     write_filter.mark_stored(DIGESTS[3:8])
     assert list(write_filter.observe(DIGESTS[3:8])) == [BlockState.STORED] * 5
-    assert write_filter.state(DIGESTS[0]) is BlockState.NEVER
+    assert write_filter.state(DIGESTS[0]) is BlockState.UNSEEN
     write_filter.mark_missed(DIGESTS[6:])
     assert [write_filter.state(digest) for digest in DIGESTS[5:9]] == [
         BlockState.STORED,
-        BlockState.AGAIN,
-        BlockState.AGAIN,
-        BlockState.NEVER,
+        BlockState.SEEN_AGAIN,
+        BlockState.SEEN_AGAIN,
+        BlockState.UNSEEN,
     ]
     write_filter.clear()
-    assert list(write_filter.observe(DIGESTS[5:6])) == [BlockState.ONCE]
+    assert list(write_filter.observe(DIGESTS[5:6])) == [BlockState.SEEN_ONCE]
 
 
 async def test_stores_are_asked_in_their_order_each_for_what_the_ones_before_it_lack(store: Store) -> None:

@@ -30,7 +30,7 @@ def test_requests_that_would_miss_their_deadline_or_wait_too_long_are_refused() 
         scheduler.push(waiter(str(number), now), FLEET, now)
     while (turn := scheduler.next_turn(FLEET, NO_OPEN_BREAKERS, now, set())) is not None:
         scheduler.begin_turn(turn.waiter)
-        scheduler.grant(turn.waiter, now)
+        scheduler.record_grant(turn.waiter, now)
         scheduler.end_turn(turn.waiter)
         scheduler.release_prefill("")
         now += 10
@@ -70,11 +70,11 @@ def test_the_queue_waits_for_prefill_once_the_refused_waiter_has_left() -> None:
     scheduler.push(waiter("other", 0.0), FLEET, 0.0)
     scheduler.begin_turn(refused)
     assert not scheduler.waits_for_decode
-    scheduler.refuse(refused, Refusal(), 0.0)
+    scheduler.record_refusal(refused, Refusal(), 0.0)
     scheduler.end_turn(refused)
     assert scheduler.waits_for_decode
-    scheduler.leave_queue(refused)
-    scheduler.drop(refused)
+    scheduler.remove(refused)
+    scheduler.forget(refused)
     assert (len(scheduler), scheduler.waits_for_decode) == (1, False)
 
 
@@ -153,7 +153,7 @@ def test_popping_alone_is_no_pace_since_who_is_refused_returns() -> None:
         queue.push(entry, tenant="", now=0)
     for now in range(5):
         assert pop(queue, now) == "a"
-        queue.push_front("a", tenant="")
+        queue.push_front_of_tenant("a", tenant="")
     assert queue.expected_wait_s("", 5) == 0
 
 
@@ -162,7 +162,7 @@ def test_a_workers_hint_is_the_least_delay() -> None:
     queue.worker_retry_after_s = 7.5
     queue.push("a", tenant="", now=0)
     with pytest.raises(Overloaded) as refusal:
-        queue.check("")
+        queue.check_capacity("")
     assert refusal.value.retry_after == 7.5
 
 

@@ -10,7 +10,7 @@ from baton.request import FinishReason, Output, SamplingParams, TokenInfo
 from router.output import OutputProcessor
 from router.request import Request, TokenPrompt, UncheckedRequest
 from router.request_runner import RequestRunner
-from router.serving.front_door import Caller, FrontDoor, StallGuard, Tenants
+from router.serving.front_door import ApiKeys, Caller, FrontDoor, StallGuard
 from router.serving.threads import TenantThreads
 from router.serving.validator import RequestValidator, ServedModel
 from router.workers.pool import WorkerPool
@@ -42,7 +42,7 @@ def door_of(request_runner: FakeRequestRunner) -> FrontDoor:
         cast(WorkerPool, pool),
         dispatcher(pool),
         cast(RequestRunner, request_runner),
-        Tenants(),
+        ApiKeys(),
         StallGuard(60.0),
         request_timeout_s=100.0,
     )
