@@ -506,6 +506,10 @@ class _Left(Exception):
     """The rank leaves the pass that it computes, and those around it."""
 
 
+class _Closed(Exception):
+    """The leader has closed the connection, or is gone."""
+
+
 class RankServer:
     """The loop of a rank: it computes the passes of the leader, and waits for its word."""
 
@@ -527,17 +531,29 @@ class RankServer:
 
     def run(self) -> None:
         """Compute passes until the leader has closed the connection."""
-        with contextlib.suppress(EOFError, OSError):
+        with contextlib.suppress(_Closed):
             while True:
                 with contextlib.suppress(_Left):
-                    self._handle(self._connection.recv())
+                    self._handle(self._receive())
+
+    def _receive(self) -> object:
+        try:
+            return self._connection.recv()
+        except (EOFError, OSError):
+            raise _Closed from None
+
+    def _send(self, message: object) -> None:
+        try:
+            self._connection.send(message)
+        except OSError:
+            raise _Closed from None
 
     def _handle(self, message: object) -> None:
         """Compute a pass, or leave a failed one. Words for a pass that this rank has left are ignored."""
         if isinstance(message, Pass):
             self._compute(message)
         elif message is Word.RECOVER:
-            self._connection.send(Word.RECOVER)
+            self._send(Word.RECOVER)
             raise _Left
 
     def _compute(self, given: Pass) -> None:
@@ -547,21 +563,21 @@ class RankServer:
             forwarded = self._runner.forward(given.plan, self._on_layer if given.reports else None)
             result = self._runner.sample(given.plan, forwarded)() if self._samples else None
             if self._answers:
-                self._connection.send(result)
+                self._send(result)
         except PassEnded:
             pass
-        except (_Left, EOFError, OSError):
+        except (_Left, _Closed):
             raise
         except Exception as error:
             if not any(link.aborted for link in self._links):
                 _log.exception("a pass failed")
-                self._connection.send(RankFailure(type(error).__name__, f"{type(error).__name__}: {error}"))
+                self._send(RankFailure(type(error).__name__, f"{type(error).__name__}: {error}"))
             for link in self._links:
                 link.abort()
             raise _Left from None
 
     def _on_layer(self, _layer: int) -> None:
-        while (message := self._connection.recv()) is not Word.GO:
+        while (message := self._receive()) is not Word.GO:
             if message is Word.STOP:
                 raise PassEnded
             self._handle(message)
