@@ -429,7 +429,7 @@ class ShardedMemory:
         places = [(shard.layers, shard.heads) for shard in shards]
         self._first = [shard for index, shard in enumerate(shards) if places.index(places[index]) == index]
         """The first shard of each pair of layers and heads; others with the same pair have copies."""
-        self._stages = list(dict.fromkeys(shard.layers for shard in shards))
+        self._layers = max(shard.layers.stop for shard in shards)
         self._heads = max(shard.heads.stop for shard in shards)
         parts = shards[0].memory.kv.parts.values()
         self._head_bytes = [part[0, 0, 0, 0].nbytes for part in parts]
@@ -461,8 +461,7 @@ class ShardedMemory:
     def write_blocks(
         self, pages: Sequence[int], token_start: int, block_size: int, payloads: Sequence[bytes | memoryview]
     ) -> None:
-        layers = self._stages[-1].stop
-        views = [_block_parts(payload, layers, self._heads, block_size, self._head_bytes) for payload in payloads]
+        views = [_block_parts(payload, self._layers, self._heads, block_size, self._head_bytes) for payload in payloads]
         for shard in self._shards:
             first, last, low, high = shard.layers.start, shard.layers.stop, shard.heads.start, shard.heads.stop
             own = [_block([part[first:last, :, low:high] for part in parts]) for parts in views]
@@ -470,15 +469,14 @@ class ShardedMemory:
 
     def _join_blocks(self, payloads: Sequence[bytes], block_size: int) -> bytes:
         """Join the payloads of one block, one of each first shard."""
-        joined = []
-        for stage in self._stages:
-            own = [
-                _block_parts(payload, len(stage), len(shard.heads), block_size, self._head_bytes)
-                for payload, shard in zip(payloads, self._first, strict=True)
-                if shard.layers == stage
-            ]
-            joined.append(_block([np.concatenate(parts, axis=2) for parts in zip(*own, strict=True)]))
-        return b"".join(joined)
+        block = np.empty((self._layers, block_size * self._heads * sum(self._head_bytes)), np.uint8)
+        parts = _block_parts(block.data, self._layers, self._heads, block_size, self._head_bytes)
+        for payload, shard in zip(payloads, self._first, strict=True):
+            layers, heads = shard.layers, shard.heads
+            own = _block_parts(payload, len(layers), len(heads), block_size, self._head_bytes)
+            for part, rows in zip(parts, own, strict=True):
+                part[layers.start : layers.stop, :, heads.start : heads.stop] = rows
+        return block.tobytes()
 
 
 def _block_parts(

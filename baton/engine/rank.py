@@ -93,6 +93,10 @@ class _Left(Exception):
     """Raised to leave the pass that this rank computes, and the passes that it interrupted."""
 
 
+class _Closed(Exception):
+    """The leader has closed the connection, or is gone."""
+
+
 class RankServer:
     """The loop of a rank: it computes the passes of the leader, and follows its commands."""
 
@@ -114,17 +118,29 @@ class RankServer:
 
     def run(self) -> None:
         """Compute passes until the leader has closed the connection."""
-        with contextlib.suppress(EOFError, OSError):
+        with contextlib.suppress(_Closed):
             while True:
                 with contextlib.suppress(_Left):
-                    self._handle(self._connection.recv())
+                    self._handle(self._receive())
+
+    def _receive(self) -> object:
+        try:
+            return self._connection.recv()
+        except (EOFError, OSError):
+            raise _Closed from None
+
+    def _send(self, message: object) -> None:
+        try:
+            self._connection.send(message)
+        except OSError:
+            raise _Closed from None
 
     def _handle(self, message: object) -> None:
         """Compute a pass, or leave a failed one. Commands for a pass that this rank has left are ignored."""
         if isinstance(message, RunPass):
             self._compute(message)
         elif message is RankCommand.RECOVER:
-            self._connection.send(RankCommand.RECOVER)
+            self._send(RankCommand.RECOVER)
             raise _Left
 
     def _compute(self, given: RunPass) -> None:
@@ -134,21 +150,21 @@ class RankServer:
             forwarded = self._runner.forward(given.plan, self._on_layer if given.after_each_layer else None)
             result = self._runner.sample(given.plan, forwarded)() if self._is_last_stage else None
             if self._sends_results:
-                self._connection.send(result)
+                self._send(result)
         except PassEnded:
             pass
-        except (_Left, EOFError, OSError):
+        except (_Left, _Closed):
             raise
         except Exception as error:
             if not any(exchange.aborted for exchange in self._exchanges):
                 _log.exception("a pass failed")
-                self._connection.send(RankFailure(type(error).__name__, f"{type(error).__name__}: {error}"))
+                self._send(RankFailure(type(error).__name__, f"{type(error).__name__}: {error}"))
             for exchange in self._exchanges:
                 exchange.abort()
             raise _Left from None
 
     def _on_layer(self, _layer: int) -> None:
-        while (message := self._connection.recv()) is not RankCommand.CONTINUE:
+        while (message := self._receive()) is not RankCommand.CONTINUE:
             if message is RankCommand.END_PASS:
                 raise PassEnded
             self._handle(message)

@@ -57,14 +57,19 @@ def expected(checkpoint: Path) -> list[list[int]]:
         return [generate(engine, state(PROMPT, params), 12) for params in MIXED]
 
 
-def fails_once(monkeypatch: pytest.MonkeyPatch, method: str, where: Callable[[str], bool]) -> None:
+def fails_once(
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    where: Callable[[str], bool],
+    error: type[Exception] = RuntimeError,
+) -> None:
     """The next call of a ModelRunner's method on a thread of such a name raises."""
     call, left = getattr(ModelRunner, method), [1]
 
     def failing(self: ModelRunner, *of: Any) -> Any:
         if left and where(threading.current_thread().name):
             left.clear()
-            raise RuntimeError("out of luck")
+            raise error("out of luck")
         return call(self, *of)
 
     monkeypatch.setattr(ModelRunner, method, failing)
@@ -113,6 +118,18 @@ def test_a_failed_pass_between_layers_ends_the_pass_around_it(
         assert failed == [1]
         engine.free(outer)
         engine.free(inner)
+        assert generate(engine, state(PROMPT, MIXED[1]), 12) == expected[1]
+
+
+def test_an_error_of_the_system_in_a_pass_does_not_end_the_rank(
+    checkpoint: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_of(checkpoint, **TP) as engine:
+        fails_once(monkeypatch, "forward", lambda name: name == "rank 1", OSError)
+        handle = engine.reserve("r/1", 80)
+        with pytest.raises(EngineError, match="rank 1: OSError: out of luck"):
+            prefill(engine, handle, state(PROMPT))
+        engine.free(handle)
         assert generate(engine, state(PROMPT, MIXED[1]), 12) == expected[1]
 
 
