@@ -91,7 +91,7 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
 
     def prepared_before(self, work: ScheduledJob) -> list[ScheduledJob]:
         """Prompts that have pages, have not begun, and go before it; those that load only if it must load too."""
-        rank = self.scheduler.rank
+        priority = self.scheduler.priority
         prepared = [
             each
             for each in self.prompts
@@ -99,7 +99,7 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
             and not each.started
             and (work.needs_load or not (each.stage is PromptStage.LOADING and each.needs_load))
         ]
-        return [each for each in prepared if (rank(each), each.order) < (rank(work), work.order)]
+        return [each for each in prepared if (priority(each), each.order) < (priority(work), work.order)]
 
     @rule(found=st.floats(0, 0.99))
     def grant(self, found: float = 0.5) -> None:
