@@ -37,9 +37,8 @@ class WorkerConfig(Settings):
     )
     packed_weights: str = option(
         "",
-        help="PATH of a file, on a tmpfs, through which the workers of a host share the weights of native kernels. "
-        "The first worker writes it. Each of several ranks has its own: .rank-I-of-N.stage-J-of-M is added to PATH. "
-        "Empty: each worker has its own weights.",
+        help="Path of a file, on a tmpfs, through which the workers of a host share the weights of native kernels; "
+        "ranks add their number to it. Empty: no sharing.",
     )
     max_model_len: int = option(
         0, help="Largest number of tokens of prompt and output together; 0: the limit of the model.", minimum=0
@@ -76,13 +75,11 @@ class WorkerConfig(Settings):
     block_size: int = option(
         16, help="Tokens in a block of prefix hashing, the same in the whole fleet.", minimum=1, hidden=True
     )
-    tensor_parallel: int = option(
-        1, help="Processes that share each layer of the model, on a CPU; see docs/parallel.md.", minimum=1
-    )
-    pipeline_parallel: int = option(1, help="Stages that share the layers of the model, on a CPU.", minimum=1)
+    tensor_parallel: int = option(1, help="Processes that share each layer, on a CPU.", minimum=1)
+    pipeline_parallel: int = option(1, help="Stages that share the layers, on a CPU.", minimum=1)
     threads: int = option(
         0,
-        help="Compute threads of each process, at most one per core; 0: the cores, divided by the processes.",
+        help="Compute threads of each process; 0: the cores, divided by the processes.",
         minimum=0,
     )
     cpus: str = option("", help="Cores that the worker uses, such as 0-3,8; empty: all that it may use.")
