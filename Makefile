@@ -39,7 +39,7 @@ test-compose: $(INSTALLED) ## the Compose deployment on real containers, plain a
 	BATON_TEST_COMPOSE=1 $(BIN)/python -m pytest -p no:xdist -x tests/compose
 
 rehearse: $(INSTALLED) $(NATIVE) ## rollouts under load: every process replaced, with the same and with other weights, ROLLOUTS=10
-	TEST_ROLLOUTS=$(or $(ROLLOUTS),10) $(BIN)/python -m pytest -p no:xdist --timeout 0 tests/integration/test_rollout.py
+	TEST_ROLLOUTS=$(or $(ROLLOUTS),10) $(BIN)/python -m pytest -m long -p no:xdist --timeout 0 tests/integration/test_rollout.py
 
 parity: $(INSTALLED) $(NATIVE) ## tensor and pipeline parallel workers: the engine's contract, and tokens for every family and pair of degrees
 	$(BIN)/python -m pytest -m long -n 2 --dist worksteal tests/parity tests/contract

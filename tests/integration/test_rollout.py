@@ -20,6 +20,8 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import pytest
+
 from baton import AsyncClient
 from baton.errors import BatonError
 from baton.request import CachePolicy
@@ -254,6 +256,7 @@ def references(checkpoints: list[Path]) -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.long
 async def test_replacing_every_process_loses_no_stream_and_mixes_no_checkpoints(tmp_path: Path) -> None:
     async with contextlib.AsyncExitStack() as stack:
         forker = await stack.enter_async_context(Forker.running())
