@@ -33,7 +33,7 @@ DEGREES = {"one process": (1, 1, 2), "tensor parallel 2": (2, 1, 1), "pipeline p
 CONTEXT, STEPS, STOLEN = 128, 12, 0.02
 
 
-class Engine:
+class MeasuredEngine:
     """An engine on a thread of its own, as a worker has it."""
 
     def __init__(self, checkpoint: str, tensor: int, pipeline: int, threads: int) -> None:
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("checkpoint")
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
-    engines = {name: Engine(given.checkpoint, *degrees) for name, degrees in DEGREES.items()}
+    engines = {name: MeasuredEngine(given.checkpoint, *degrees) for name, degrees in DEGREES.items()}
     rounds: list[dict[str, dict[str, tuple[float, float]]]] = []
     disturbed = 0
     while len(rounds) < given.rounds:
