@@ -22,7 +22,7 @@ class RankThread:
 
     def __init__(self, rank: int, files: Sequence[int]) -> None:
         self._process = subprocess.Popen(["sleep", "infinity"])
-        self.pid, self.poll = self._process.pid, self._process.poll
+        self.pid = self._process.pid
         self.kill, self.wait = self._process.kill, self._process.wait
         # The leader closes its own descriptors.
         connection, beats, pages, *exchanges = (os.dup(file) if file >= 0 else -1 for file in files)

@@ -39,8 +39,8 @@ class RankPlace:
     """The place of one rank in a worker of several, and its exchanges to the others.
 
     `rank` counts all ranks, stage by stage. `tp_rank` is its number among the ranks of its stage, `pp_rank` that of the
-    stage, of `pp_size`.
-    `collective` has the ranks of its stage, `receive` and `send` are channels from the stage before and to the next.
+    stage, of `pp_size`. `collective` is shared by the ranks of its stage. `receive` and `send` are channels from the
+    stage before and to the next one.
     """
 
     rank: int

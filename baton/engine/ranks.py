@@ -47,16 +47,17 @@ from baton.engine.contract import EngineSpec, OnLayer
 from baton.engine.executor import KvMemory, PassEnded, Runner, as_engine_errors
 from baton.engine.plan import ForwardPlan, PlanResult
 from baton.errors import ConfigError, EngineError, JoinFailed, ModelError
+from baton.native.mapping import shared_file
 from baton.process.load_progress import LoadProgress
 from baton.process.supervisor import bind_to_parent, describe_exit
 from baton.telemetry import logs
 from baton.telemetry.metrics import RANK_WAIT_SECONDS
 
 HEARTBEAT_S = 0.5
-"""Seconds between two beats of a rank."""
+"""Seconds between two heartbeats of a rank."""
 
 _LOOK_S, _STILL_LOOKS = 1.0, 10
-"""Seconds between two looks at the beats, and number of looks without a beat after which a rank counts as frozen."""
+"""Seconds between two looks at the heartbeats, and number of looks without a new one after which a rank is frozen."""
 
 _RECOVER_S = 10.0
 """Longest time in seconds until all ranks have left a failed pass."""
@@ -164,7 +165,6 @@ class RankProcess(Protocol):
 
     pid: int
 
-    def poll(self) -> int | None: ...
     def kill(self) -> None: ...
     def wait(self, timeout: float | None = None) -> int: ...
 
@@ -224,7 +224,7 @@ class Ranks:
         self._files = {file for each in files for file in each if file >= 0}
         # Of the main thread: this one may have the leader's share already.
         own = tuple(os.sched_getaffinity(os.getpid()))
-        heartbeats = _memory("baton-heartbeats", Heartbeats.bytes_of(self.size))
+        heartbeats = shared_file("baton-heartbeats", Heartbeats.bytes_of(self.size))
         self.heartbeats = Heartbeats(heartbeats, self.size)
         try:
             for rank in range(1, self.size):
@@ -242,7 +242,7 @@ class Ranks:
     def _start(self, start: RankStart, heartbeats: int, exchanges: ExchangeFiles, start_rank: StartRank) -> None:
         ours, theirs = socket.socketpair()
         self._connections.append(Connection(ours.detach()))
-        self.kv_files.append(_memory(f"baton-kv-{start.rank}", 0))
+        self.kv_files.append(shared_file(f"baton-kv-{start.rank}", 0))
         with theirs:
             files = (theirs.fileno(), heartbeats, self.kv_files[-1], *exchanges)
             self._processes.append(start_rank(start.rank, files))
@@ -287,7 +287,7 @@ class Ranks:
             try:
                 connection.send_bytes(data)
             except OSError:
-                raise self._lose(rank) from None
+                raise self._record_end(rank) from None
 
     def receive(self) -> PlanResult:
         """Wait for the result of a pass, which a rank of the last stage sends. Raises EngineError if a rank fails."""
@@ -353,7 +353,7 @@ class Ranks:
         try:
             return self._connections[rank - 1].recv()
         except (EOFError, OSError):
-            raise self._lose(rank) from None
+            raise self._record_end(rank) from None
 
     def _expect(self, rank: int, wanted: RankCommand | None) -> str:
         """Wait for the answer `wanted` of a rank; returns its error before it. Raises the error if None is wanted."""
@@ -363,7 +363,7 @@ class Ranks:
             if not connection.poll(HEARTBEAT_S):
                 self.check()
                 if wanted is not None and time.monotonic() > deadline:
-                    raise self._break(f"rank {rank} does not leave a failed pass")
+                    raise self._fail(f"rank {rank} does not leave a failed pass")
                 continue
             message = self._receive(rank)
             if message is wanted:
@@ -379,16 +379,16 @@ class Ranks:
         if self.error is not None:
             raise EngineError(str(self.error))
 
-    def _lose(self, rank: int) -> EngineError:
-        """Record that a rank has closed its connection, because it has ended."""
+    def _record_end(self, rank: int) -> EngineError:
+        """Record that a rank has closed its connection; usually its process has ended."""
         process = self._processes[rank - 1]
         try:
             end = describe_exit(process.wait(_END_S))
         except subprocess.TimeoutExpired:
             end = "does not answer"
-        return self._break(f"rank {rank} (process {process.pid}) {end}")
+        return self._fail(f"rank {rank} (process {process.pid}) {end}")
 
-    def _break(self, reason: str) -> EngineError:
+    def _fail(self, reason: str) -> EngineError:
         """Record that no pass can be computed any more; only the first reason counts."""
         with self._lock:
             first, self.error = self.error is None, self.error or EngineError(reason)
@@ -415,7 +415,7 @@ class Ranks:
                     return
                 for rank, (process, end) in enumerate(zip(self._processes, self._ends, strict=True), 1):
                     if end in ready:
-                        self._break(f"rank {rank} (process {process.pid}) {describe_exit(process.wait())}")
+                        self._fail(f"rank {rank} (process {process.pid}) {describe_exit(process.wait())}")
                     elif not ready:
                         count = self.heartbeats.count(rank)
                         # Until the first one Python starts, which takes long on a busy machine.
@@ -423,16 +423,9 @@ class Ranks:
                         seen[rank] = count
                         if still[rank] >= _STILL_LOOKS:
                             seconds = _LOOK_S * _STILL_LOOKS
-                            self._break(f"rank {rank} (process {process.pid}) has stood still for {seconds:g} s")
+                            self._fail(f"rank {rank} (process {process.pid}) has stood still for {seconds:g} s")
         finally:
             os.close(self._closing)
-
-
-def _memory(name: str, size: int) -> int:
-    """The descriptor of zeroed memory that processes can share."""
-    file = os.memfd_create(name)
-    os.ftruncate(file, size)
-    return file
 
 
 class RanksExecutor:
@@ -493,7 +486,7 @@ class RanksExecutor:
         self._ranks.close()
 
     def _relayed(self, on_layer: OnLayer) -> OnLayer:
-        """`on_layer`, after which the ranks hear whether to go on."""
+        """Wrap `on_layer`: afterwards the ranks are told to go on, or to end the pass."""
 
         def relayed(layer: int) -> None:
             before = self._recoveries

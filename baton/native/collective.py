@@ -9,7 +9,6 @@ through which hidden states go from one to the next.
 from __future__ import annotations
 
 import ctypes
-import os
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor
 from baton.errors import EngineError
 from baton.model.layers import TensorParallel
 from baton.native.library import load
+from baton.native.mapping import shared_file
 
 
 def exchange_floats(hidden_size: int, library: ctypes.CDLL | None = None) -> int:
@@ -29,22 +29,12 @@ def exchange_floats(hidden_size: int, library: ctypes.CDLL | None = None) -> int
 
 def shared_memory(size: int, floats: int, library: ctypes.CDLL | None = None) -> int:
     """Make memory for the exchanges of `size` ranks, `floats` floats at once; returns its file descriptor (memfd)."""
-    return _memory("baton-ranks", (library or load()).baton_native_collective_bytes(size, floats))
+    return shared_file("baton-ranks", (library or load()).baton_native_collective_bytes(size, floats))
 
 
 def channel_memory(capacity: int, library: ctypes.CDLL | None = None) -> int:
     """Make memory for a channel with buffers of `capacity` bytes; returns its file descriptor (memfd)."""
-    return _memory("baton-channel", (library or load()).baton_native_channel_bytes(capacity))
-
-
-def _memory(name: str, size: int) -> int:
-    fd = os.memfd_create(name)
-    try:
-        os.ftruncate(fd, size)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
+    return shared_file("baton-channel", (library or load()).baton_native_channel_bytes(capacity))
 
 
 class _End:

@@ -40,6 +40,17 @@ def populate(
             report(count)
 
 
+def shared_file(name: str, size: int) -> int:
+    """The descriptor of `size` bytes of zeroed memory that processes can share (memfd). Raises OSError."""
+    file = os.memfd_create(name)
+    try:
+        os.ftruncate(file, size)
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
 def huge_pages_of(fd: int) -> bool:
     """Whether the kernel maps the file, which must be empty, in huge pages; the file is empty again afterwards."""
     try:

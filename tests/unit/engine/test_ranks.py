@@ -177,7 +177,7 @@ class Still:
 
     def __init__(self, rank: int, files: Sequence[int]) -> None:
         self._process = subprocess.Popen(["sleep", "infinity"], pass_fds=files[:1])
-        self.pid, self.poll = self._process.pid, self._process.poll
+        self.pid = self._process.pid
         self.kill, self.wait = self._process.kill, self._process.wait
         Heartbeats(files[1], 2).record(rank, 0)
 
