@@ -56,7 +56,8 @@ class PrefillRequest:
     """A router's request to prefill a prompt; `deadline` is in seconds on this process's monotonic clock, or None.
 
     `output_ids` are tokens that the client already has, if the request is replayed. `transfer_id` is empty if no decode
-    worker fetches the KV. `peer_prefix` is a prefix of the prompt that a decode worker offers, or None.
+    worker fetches the KV. `peer_prefix` is a prefix of the prompt that a decode worker offers, or None. If `in_place`,
+    this worker also decodes the prompt, and its reservation has the pages.
     """
 
     request_id: str
@@ -71,6 +72,7 @@ class PrefillRequest:
     cache: CachePolicy = CachePolicy.READ_WRITE
     peer_prefix: PrefixSource | None = None
     report_progress: bool = False
+    in_place: bool = False
     deadline: float | None = None
 
     @property

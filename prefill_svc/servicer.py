@@ -113,6 +113,7 @@ def request_from_proto(request: prefill_pb2.PrefillRequest, spec: EngineSpec, de
         cache=cache_policy_from_proto(request.cache),
         peer_prefix=prefix_source_from_proto(request.prefix_source) if request.HasField("prefix_source") else None,
         report_progress=request.report_progress,
+        in_place=request.in_place,
         deadline=deadline,
     )
 

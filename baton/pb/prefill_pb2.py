@@ -26,7 +26,7 @@ from baton.pb import inference_pb2 as baton_dot_v1_dot_inference__pb2
 from baton.pb import kv_pb2 as baton_dot_v1_dot_kv__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton/v1/inference.proto\x1a\x11\x62\x61ton/v1/kv.proto\"\xd4\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0btransfer_id\x18\x03 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\x07\x12\x18\n\x10output_token_ids\x18\x05 \x03(\x07\x12\x16\n\x0e\x63hoice_indexes\x18\x06 \x03(\r\x12*\n\x08sampling\x18\x07 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x08 \x01(\x0c\x12$\n\x05\x63\x61\x63he\x18\t \x01(\x0e\x32\x15.baton.v1.CachePolicy\x12-\n\rprefix_source\x18\n \x01(\x0b\x32\x16.baton.v1.PrefixSource\x12\x0e\n\x06tenant\x18\x0b \x01(\x0c\x12\x17\n\x0freport_progress\x18\x0c \x01(\x08\"w\n\x0cPrefixSource\x12&\n\x06\x65xport\x18\x06 \x01(\x0b\x32\x16.baton.v1.RemoteExport\x12\x0e\n\x06tokens\x18\x05 \x01(\rJ\x04\x08\x01\x10\x05R\x07\x61\x64\x64ressR\x0bincarnationR\x0btransfer_idR\x06ticket\":\n\x0e\x41\x62\x61ndonRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\x11\n\x0f\x41\x62\x61ndonResponse\"D\n\x0ePromptLogprobs\x12\r\n\x05start\x18\x01 \x01(\r\x12#\n\x06tokens\x18\x02 \x03(\x0b\x32\x13.baton.v1.TokenInfo\"\xaf\x01\n\x0bPrefillDone\x12*\n\x0c\x66irst_tokens\x18\x01 \x03(\x0b\x32\x14.baton.v1.FirstToken\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12&\n\x06\x63\x61\x63hed\x18\x06 \x01(\x0b\x32\x16.baton.v1.CachedTokensJ\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05J\x04\x08\x05\x10\x06R\rprompt_tokensR\x08queue_msR\ncompute_ms\"\xab\x01\n\x0cPrefillEvent\x12#\n\x04\x64one\x18\x02 \x01(\x0b\x32\x15.baton.v1.PrefillDone\x12\x33\n\x10prefill_progress\x18\x03 \x01(\x0b\x32\x19.baton.v1.PrefillProgress\x12\x31\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x18.baton.v1.PromptLogprobsJ\x04\x08\x01\x10\x02R\x08progress2\x88\x01\n\x07Prefill\x12=\n\x07Prefill\x12\x18.baton.v1.PrefillRequest\x1a\x16.baton.v1.PrefillEvent0\x01\x12>\n\x07\x41\x62\x61ndon\x12\x18.baton.v1.AbandonRequest\x1a\x19.baton.v1.AbandonResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton/v1/inference.proto\x1a\x11\x62\x61ton/v1/kv.proto\"\xe6\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0btransfer_id\x18\x03 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\x07\x12\x18\n\x10output_token_ids\x18\x05 \x03(\x07\x12\x16\n\x0e\x63hoice_indexes\x18\x06 \x03(\r\x12*\n\x08sampling\x18\x07 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x08 \x01(\x0c\x12$\n\x05\x63\x61\x63he\x18\t \x01(\x0e\x32\x15.baton.v1.CachePolicy\x12-\n\rprefix_source\x18\n \x01(\x0b\x32\x16.baton.v1.PrefixSource\x12\x0e\n\x06tenant\x18\x0b \x01(\x0c\x12\x17\n\x0freport_progress\x18\x0c \x01(\x08\x12\x10\n\x08in_place\x18\r \x01(\x08\"w\n\x0cPrefixSource\x12&\n\x06\x65xport\x18\x06 \x01(\x0b\x32\x16.baton.v1.RemoteExport\x12\x0e\n\x06tokens\x18\x05 \x01(\rJ\x04\x08\x01\x10\x05R\x07\x61\x64\x64ressR\x0bincarnationR\x0btransfer_idR\x06ticket\":\n\x0e\x41\x62\x61ndonRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\x11\n\x0f\x41\x62\x61ndonResponse\"D\n\x0ePromptLogprobs\x12\r\n\x05start\x18\x01 \x01(\r\x12#\n\x06tokens\x18\x02 \x03(\x0b\x32\x13.baton.v1.TokenInfo\"\xaf\x01\n\x0bPrefillDone\x12*\n\x0c\x66irst_tokens\x18\x01 \x03(\x0b\x32\x14.baton.v1.FirstToken\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12&\n\x06\x63\x61\x63hed\x18\x06 \x01(\x0b\x32\x16.baton.v1.CachedTokensJ\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05J\x04\x08\x05\x10\x06R\rprompt_tokensR\x08queue_msR\ncompute_ms\"\xab\x01\n\x0cPrefillEvent\x12#\n\x04\x64one\x18\x02 \x01(\x0b\x32\x15.baton.v1.PrefillDone\x12\x33\n\x10prefill_progress\x18\x03 \x01(\x0b\x32\x19.baton.v1.PrefillProgress\x12\x31\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x18.baton.v1.PromptLogprobsJ\x04\x08\x01\x10\x02R\x08progress2\x88\x01\n\x07Prefill\x12=\n\x07Prefill\x12\x18.baton.v1.PrefillRequest\x1a\x16.baton.v1.PrefillEvent0\x01\x12>\n\x07\x41\x62\x61ndon\x12\x18.baton.v1.AbandonRequest\x1a\x19.baton.v1.AbandonResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,19 +34,19 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.prefill_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREFILLREQUEST']._serialized_start=82
-  _globals['_PREFILLREQUEST']._serialized_end=422
-  _globals['_PREFIXSOURCE']._serialized_start=424
-  _globals['_PREFIXSOURCE']._serialized_end=543
-  _globals['_ABANDONREQUEST']._serialized_start=545
-  _globals['_ABANDONREQUEST']._serialized_end=603
-  _globals['_ABANDONRESPONSE']._serialized_start=605
-  _globals['_ABANDONRESPONSE']._serialized_end=622
-  _globals['_PROMPTLOGPROBS']._serialized_start=624
-  _globals['_PROMPTLOGPROBS']._serialized_end=692
-  _globals['_PREFILLDONE']._serialized_start=695
-  _globals['_PREFILLDONE']._serialized_end=870
-  _globals['_PREFILLEVENT']._serialized_start=873
-  _globals['_PREFILLEVENT']._serialized_end=1044
-  _globals['_PREFILL']._serialized_start=1047
-  _globals['_PREFILL']._serialized_end=1183
+  _globals['_PREFILLREQUEST']._serialized_end=440
+  _globals['_PREFIXSOURCE']._serialized_start=442
+  _globals['_PREFIXSOURCE']._serialized_end=561
+  _globals['_ABANDONREQUEST']._serialized_start=563
+  _globals['_ABANDONREQUEST']._serialized_end=621
+  _globals['_ABANDONRESPONSE']._serialized_start=623
+  _globals['_ABANDONRESPONSE']._serialized_end=640
+  _globals['_PROMPTLOGPROBS']._serialized_start=642
+  _globals['_PROMPTLOGPROBS']._serialized_end=710
+  _globals['_PREFILLDONE']._serialized_start=713
+  _globals['_PREFILLDONE']._serialized_end=888
+  _globals['_PREFILLEVENT']._serialized_start=891
+  _globals['_PREFILLEVENT']._serialized_end=1062
+  _globals['_PREFILL']._serialized_start=1065
+  _globals['_PREFILL']._serialized_end=1201
 # @@protoc_insertion_point(module_scope)

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "transfer_id", "prompt_token_ids", "output_token_ids", "choice_indexes", "sampling", "cache_salt", "cache", "prefix_source", "tenant", "report_progress")
+    __slots__ = ("request_id", "attempt", "transfer_id", "prompt_token_ids", "output_token_ids", "choice_indexes", "sampling", "cache_salt", "cache", "prefix_source", "tenant", "report_progress", "in_place")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,7 @@ class PrefillRequest(_message.Message):
     PREFIX_SOURCE_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     REPORT_PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    IN_PLACE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     transfer_id: str
@@ -34,7 +35,8 @@ class PrefillRequest(_message.Message):
     prefix_source: PrefixSource
     tenant: bytes
     report_progress: bool
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., transfer_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., choice_indexes: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., cache: _Optional[_Union[_inference_pb2.CachePolicy, str]] = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ..., tenant: _Optional[bytes] = ..., report_progress: _Optional[bool] = ...) -> None: ...
+    in_place: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., transfer_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., choice_indexes: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., cache: _Optional[_Union[_inference_pb2.CachePolicy, str]] = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ..., tenant: _Optional[bytes] = ..., report_progress: _Optional[bool] = ..., in_place: _Optional[bool] = ...) -> None: ...
 
 class PrefixSource(_message.Message):
     __slots__ = ("export", "tokens")

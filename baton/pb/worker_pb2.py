@@ -25,25 +25,25 @@ _sym_db = _symbol_database.Default()
 from baton.pb import kv_pb2 as baton_dot_v1_dot_kv__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/worker.proto\x12\x08\x62\x61ton.v1\x1a\x11\x62\x61ton/v1/kv.proto\"\x0e\n\x0cWatchRequest\"\x83\x03\n\x0eWorkerIdentity\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\x12%\n\tkv_format\x18\x06 \x01(\x0b\x32\x12.baton.v1.KvFormat\x12\x13\n\x0b\x63onverts_kv\x18\x07 \x01(\x08\x12\x18\n\x10tokenizer_digest\x18\x08 \x01(\t\x12\x15\n\rmax_model_len\x18\t \x01(\r\x12\x1f\n\x06shards\x18\n \x03(\x0b\x32\x0f.baton.v1.Shard\x12\x11\n\tprincipal\x18\x0b \x01(\t\x12\x16\n\x0eticket_key_ids\x18\x0c \x03(\x0c\x12\x14\n\x0cwire_version\x18\r \x01(\r\x12\x17\n\x0ftensor_parallel\x18\x0e \x01(\r\x12\x19\n\x11pipeline_parallel\x18\x0f \x01(\r\"\x8e\x02\n\nWorkerLoad\x12\x16\n\x0epending_tokens\x18\x03 \x01(\x04\x12\x12\n\npages_used\x18\x04 \x01(\r\x12\x13\n\x0bpages_total\x18\x05 \x01(\r\x12\x11\n\tpage_size\x18\x06 \x01(\r\x12\x12\n\nslots_used\x18\x07 \x01(\r\x12\x13\n\x0bslots_total\x18\x08 \x01(\r\x12\x19\n\x11tokens_per_second\x18\t \x01(\x01\x12\x1e\n\x16requests_without_token\x18\x0c \x01(\rJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03J\x04\x08\n\x10\x0bJ\x04\x08\x0b\x10\x0cR\x07waitingR\x07runningR\x10sequences_pausedR\x0cpages_cached\"?\n\rPrefixChanges\x12\r\n\x05reset\x18\x01 \x01(\x08\x12\x0e\n\x06stored\x18\x02 \x01(\x0c\x12\x0f\n\x07\x64ropped\x18\x03 \x01(\x0c\"\xac\x01\n\x0cWorkerStatus\x12*\n\x08identity\x18\x01 \x01(\x0b\x32\x18.baton.v1.WorkerIdentity\x12\"\n\x04load\x18\x02 \x01(\x0b\x32\x14.baton.v1.WorkerLoad\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12\x0f\n\x07stalled\x18\x04 \x01(\x08\x12)\n\x08prefixes\x18\x05 \x01(\x0b\x32\x17.baton.v1.PrefixChanges*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x32\x43\n\x06Worker\x12\x39\n\x05Watch\x12\x16.baton.v1.WatchRequest\x1a\x16.baton.v1.WorkerStatus0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/worker.proto\x12\x08\x62\x61ton.v1\x1a\x11\x62\x61ton/v1/kv.proto\"\x0e\n\x0cWatchRequest\"\x83\x03\n\x0eWorkerIdentity\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\x12%\n\tkv_format\x18\x06 \x01(\x0b\x32\x12.baton.v1.KvFormat\x12\x13\n\x0b\x63onverts_kv\x18\x07 \x01(\x08\x12\x18\n\x10tokenizer_digest\x18\x08 \x01(\t\x12\x15\n\rmax_model_len\x18\t \x01(\r\x12\x1f\n\x06shards\x18\n \x03(\x0b\x32\x0f.baton.v1.Shard\x12\x11\n\tprincipal\x18\x0b \x01(\t\x12\x16\n\x0eticket_key_ids\x18\x0c \x03(\x0c\x12\x14\n\x0cwire_version\x18\r \x01(\r\x12\x17\n\x0ftensor_parallel\x18\x0e \x01(\r\x12\x19\n\x11pipeline_parallel\x18\x0f \x01(\r\"\xc7\x02\n\nWorkerLoad\x12\x16\n\x0epending_tokens\x18\x03 \x01(\x04\x12\x12\n\npages_used\x18\x04 \x01(\r\x12\x13\n\x0bpages_total\x18\x05 \x01(\r\x12\x11\n\tpage_size\x18\x06 \x01(\r\x12\x12\n\nslots_used\x18\x07 \x01(\r\x12\x13\n\x0bslots_total\x18\x08 \x01(\r\x12\x19\n\x11tokens_per_second\x18\t \x01(\x01\x12\x1e\n\x16requests_without_token\x18\x0c \x01(\r\x12\x14\n\x0cstep_seconds\x18\r \x01(\x01\x12!\n\x19transfer_bytes_per_second\x18\x0e \x01(\x01J\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03J\x04\x08\n\x10\x0bJ\x04\x08\x0b\x10\x0cR\x07waitingR\x07runningR\x10sequences_pausedR\x0cpages_cached\"?\n\rPrefixChanges\x12\r\n\x05reset\x18\x01 \x01(\x08\x12\x0e\n\x06stored\x18\x02 \x01(\x0c\x12\x0f\n\x07\x64ropped\x18\x03 \x01(\x0c\"\xac\x01\n\x0cWorkerStatus\x12*\n\x08identity\x18\x01 \x01(\x0b\x32\x18.baton.v1.WorkerIdentity\x12\"\n\x04load\x18\x02 \x01(\x0b\x32\x14.baton.v1.WorkerLoad\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12\x0f\n\x07stalled\x18\x04 \x01(\x08\x12)\n\x08prefixes\x18\x05 \x01(\x0b\x32\x17.baton.v1.PrefixChanges*q\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x12\x15\n\x11WORKER_ROLE_MIXED\x10\x03\x32\x43\n\x06Worker\x12\x39\n\x05Watch\x12\x16.baton.v1.WatchRequest\x1a\x16.baton.v1.WorkerStatus0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERROLE']._serialized_start=973
-  _globals['_WORKERROLE']._serialized_end=1063
+  _globals['_WORKERROLE']._serialized_start=1030
+  _globals['_WORKERROLE']._serialized_end=1143
   _globals['_WATCHREQUEST']._serialized_start=54
   _globals['_WATCHREQUEST']._serialized_end=68
   _globals['_WORKERIDENTITY']._serialized_start=71
   _globals['_WORKERIDENTITY']._serialized_end=458
   _globals['_WORKERLOAD']._serialized_start=461
-  _globals['_WORKERLOAD']._serialized_end=731
-  _globals['_PREFIXCHANGES']._serialized_start=733
-  _globals['_PREFIXCHANGES']._serialized_end=796
-  _globals['_WORKERSTATUS']._serialized_start=799
-  _globals['_WORKERSTATUS']._serialized_end=971
-  _globals['_WORKER']._serialized_start=1065
-  _globals['_WORKER']._serialized_end=1132
+  _globals['_WORKERLOAD']._serialized_end=788
+  _globals['_PREFIXCHANGES']._serialized_start=790
+  _globals['_PREFIXCHANGES']._serialized_end=853
+  _globals['_WORKERSTATUS']._serialized_start=856
+  _globals['_WORKERSTATUS']._serialized_end=1028
+  _globals['_WORKER']._serialized_start=1145
+  _globals['_WORKER']._serialized_end=1212
 # @@protoc_insertion_point(module_scope)

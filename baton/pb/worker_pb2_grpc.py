@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class WorkerStub:
-    """Worker is served on the control listener of every prefill and decode worker.
+    """Worker is served on the control listener of every worker.
     """
 
     def __init__(self, channel):
@@ -43,7 +43,7 @@ class WorkerStub:
 
 
 class WorkerServicer:
-    """Worker is served on the control listener of every prefill and decode worker.
+    """Worker is served on the control listener of every worker.
     """
 
     def Watch(self, request, context):
@@ -70,7 +70,7 @@ def add_WorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Worker:
-    """Worker is served on the control listener of every prefill and decode worker.
+    """Worker is served on the control listener of every worker.
     """
 
     @staticmethod

@@ -41,7 +41,7 @@ from baton.rpc.convert import kv_format_from_proto, kv_format_to_proto, shard_fr
 if TYPE_CHECKING:
     from baton.kv.prefix.contract import PrefixCache
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 """Version of the messages between Baton's processes. Routers and workers of different versions refuse each other."""
 
 MAX_INTERVAL_S = 1.0
@@ -53,6 +53,17 @@ class WorkerRole(enum.Enum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+    MIXED = "mixed"
+
+    @property
+    def prefills(self) -> bool:
+        """Whether workers of this role compute prompts."""
+        return self is not WorkerRole.DECODE
+
+    @property
+    def decodes(self) -> bool:
+        """Whether workers of this role generate tokens."""
+        return self is not WorkerRole.PREFILL
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +99,10 @@ class WorkerIdentity:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """The load of a worker; `tokens_per_second` is 0 while unknown."""
+    """The load of a worker; rates and durations are 0 while unknown.
+
+    `tokens_per_second` is the rate of prompts, but that of outputs if the worker only decodes.
+    """
 
     pending_tokens: int = 0
     pages_used: int = 0
@@ -99,6 +113,10 @@ class WorkerLoad:
     tokens_per_second: float = 0.0
     requests_without_token: int = 0
     """Requests of all routers that have not received a token from the worker yet."""
+    step_seconds: float = 0.0
+    """Mean duration of a decode step."""
+    transfer_bytes_per_second: float = 0.0
+    """Rate at which KV arrives from other workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,6 +400,7 @@ class PrefixSubscriber:
 _ROLES = {
     WorkerRole.PREFILL: worker_pb2.WORKER_ROLE_PREFILL,
     WorkerRole.DECODE: worker_pb2.WORKER_ROLE_DECODE,
+    WorkerRole.MIXED: worker_pb2.WORKER_ROLE_MIXED,
 }
 _LOAD_FIELDS = WorkerLoad.__slots__
 
@@ -497,4 +516,4 @@ def _role(number: int) -> WorkerRole:
     for role, known in _ROLES.items():
         if known == number:
             return role
-    raise InvalidRequest("identity.role", "must be prefill or decode", number)
+    raise InvalidRequest("identity.role", "must be prefill, decode or mixed", number)

@@ -180,6 +180,7 @@ class DecodeCall:
                     retry_after_s,
                     message.cached_tokens,
                     message.reservable_tokens,
+                    message.waiting,
                 )
             )
 

@@ -272,7 +272,11 @@ class WorkerPool:
                 takes_new = known.setdefault(link.fingerprint, set())
                 if not link.status.draining:
                     takes_new.add(link.role)
-        pairs = [fingerprint for fingerprint, takes_new in known.items() if len(takes_new) == len(WorkerRole)]
+        pairs = [
+            fingerprint
+            for fingerprint, takes_new in known.items()
+            if any(role.prefills for role in takes_new) and any(role.decodes for role in takes_new)
+        ]
         old = self._fingerprint
         if old in pairs or (old in known and not pairs):
             return False
