@@ -8,6 +8,7 @@ from baton import bundled
 from baton.config.options import Settings, option
 from baton.config.values import parse_cpus
 from baton.engine.config import KV_HOMES, EngineConfig
+from baton.errors import ConfigError
 from baton.kv.prefix.redis.address import check_url
 from baton.lifecycle import PREFILL_TOKEN_S
 from baton.native import KERNELS
@@ -236,3 +237,23 @@ class DecodeConfig(WorkerConfig):
     def engine_config(self) -> EngineConfig:
         """The settings of the engine."""
         return replace(super().engine_config(), slots=self.slots)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedConfig(PrefillConfig, DecodeConfig):
+    """Settings of one worker of both roles.
+
+    Raises ConfigError naming the field and the value seen.
+    """
+
+    itl_target_ms: float = option(
+        0.0,
+        help="Time between two tokens of a sequence, in milliseconds, that prompts may cause; 0: a multiple of the "
+        "time without prompts.",
+        minimum=0,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.convert_kv:
+            raise ConfigError("convert_kv: a mixed worker has one pool for both roles, so it can't convert")
