@@ -53,18 +53,21 @@ class DecodeApp:
         return self.worker.failed
 
     async def drain(self) -> None:
-        """Refuse new reservations; let attempts end, and blocks be stored or dropped, for at most `drain_s` seconds.
+        """Serve until the routers have left, attempts have ended, and blocks were stored or dropped.
 
-        Attempts that are left after that are ended.
+        It takes at most `drain_s` seconds. Attempts that are left after that are ended. Routers ask for no new
+        reservations once they have read that the worker drains.
         """
         grace_s = self.config.drain_s
-        self.worker.refuse()
         self.status.drain()
         try:
             async with asyncio.timeout(grace_s):
+                await self.status.wait_unwatched()
+                self.worker.refuse()
                 await self.worker.wait_finished()
             _log.info("drained")
         except TimeoutError:
+            self.worker.refuse()
             _log.info("drained: %d sequences moved after %g s", self.worker.attempts.held_sequences, grace_s)
             self.worker.fail_all(FailureKind.DRAINING, f"the worker stops; {grace_s:g} s were given to finish")
 

@@ -53,11 +53,15 @@ class PrefillApp:
         return self.worker.failed
 
     async def drain(self) -> None:
-        """Refuse new requests; let jobs, their answers and fetches of KV end, for at most `drain_s` seconds."""
-        self.worker.refuse()
+        """Serve until the routers have left, and jobs, their answers and fetches of KV have ended.
+
+        It takes at most `drain_s` seconds. Routers send no new requests once they have read that the worker drains.
+        """
         self.status.drain()
         try:
             async with asyncio.timeout(self.config.drain_s):
+                await self.status.wait_unwatched()
+                self.worker.refuse()
                 await self.worker.wait_finished()
                 await self.servicer.wait_sent()
             _log.info("drained")
