@@ -70,9 +70,10 @@ class MixedApp:
         self.status.drain()
         try:
             async with asyncio.timeout(grace_s):
+                # The prompts of reservations that were granted before come until decode's last attempt has ended.
+                await self.decode.wait_finished()
                 await self.prefill.wait_finished()
                 await self.servicer.wait_sent()
-                await self.decode.wait_finished()
             _log.info("drained")
         except TimeoutError:
             _log.info("drained: %d sequences moved after %g s", self.decode.attempts.held_sequences, grace_s)
@@ -137,7 +138,7 @@ async def run(config: MixedConfig, *, engine: Engine | None = None) -> AsyncIter
             watchdog,
             status.notify,
             partial(PackedChunks, passes, decode.decode_loop, config.chunk_size),
-            SharedEngine(transfers, free_pages, write_back),
+            SharedEngine(transfers, config.start_timeout_s, free_pages, write_back),
         )
         servicer = PrefillServicer(prefill, spec)
         addresses = await stack.enter_async_context(

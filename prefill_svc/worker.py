@@ -43,6 +43,7 @@ from baton.errors import (
     NoToken,
     OutOfPages,
     Overloaded,
+    TransferError,
     Unavailable,
 )
 from baton.ledger import Ledger, LedgerEntry
@@ -84,12 +85,14 @@ class SharedEngine:
     """An engine that decode uses too.
 
     transfers   the prompts that are computed in pages of decode's reservations
+    start_s     longest wait for the start of a reservation, in seconds
     free_pages  returns the number of free or cached pages that prompts without a reservation may use
     write_back  queues a copy of published blocks to the cache: their owner, all digests of the prompt, and the number
                 of leading blocks that need no copy
     """
 
     transfers: InPlaceTransfers
+    start_s: float
     free_pages: Callable[[], int]
     write_back: Callable[[str, Sequence[bytes], int], object]
 
@@ -144,7 +147,8 @@ class PrefillWorker:
 
         Raises InvalidRequest, Overloaded or Unavailable, or TransferError for a transfer id that has ended.
         """
-        if self._refusal:
+        # A drain lets decode's attempts end, and these may still need their prompts.
+        if self._refusal and (self.failed.done() or self._closing or not request.in_place):
             raise Unavailable(self._refusal)
         if request.in_place and (self._shared is None or not request.transfer_id):
             raise InvalidRequest("in_place", "needs a mixed worker and a transfer id", request.transfer_id)
@@ -437,7 +441,13 @@ class PrefillWorker:
         Raises TransferError if the reservation has ended, and Overloaded if the pages are not free.
         """
         if job.request.in_place:
-            offer = await shared.transfers.take(job.request.transfer_id, lambda error: self.abort(job, error))
+            try:
+                async with asyncio.timeout(shared.start_s):
+                    offer = await shared.transfers.take(job.request.transfer_id, lambda error: self.abort(job, error))
+            except TimeoutError:
+                raise TransferError(
+                    f"{job.request.name}: its reservation was not started in {shared.start_s:g} s"
+                ) from None
             self._check_offer(job, offer)
             job.handle = offer.handle
         else:
@@ -581,7 +591,7 @@ class ChunkRunner:
         """As in Chunks."""
         async with self._acquire_engine(job) as end:
             begin()
-            return await self._compute(job, end)
+            return await self._run_chunk(job, end)
 
     @contextlib.asynccontextmanager
     async def _acquire_engine(self, job: PrefillJob) -> AsyncIterator[int]:
@@ -597,7 +607,7 @@ class ChunkRunner:
                 # Not at once: this job may ask for the engine again, and may have fewer remaining tokens than others.
                 self._loop.call_soon(self._assign_engine)
 
-    async def _compute(self, job: PrefillJob, end: int) -> ChunkResult:
+    async def _run_chunk(self, job: PrefillJob, end: int) -> ChunkResult:
         """Compute the job's next tokens up to `end`; call it while the job has the engine.
 
         Returns or raises only when the engine no longer uses the job's pages.

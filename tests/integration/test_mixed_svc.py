@@ -5,13 +5,14 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+import mixed_svc.app
 from baton.config.worker import DecodeConfig, MixedConfig, PrefillConfig
 from baton.engine.fake import FakeEngine, expected_tokens
 from baton.errors import EngineError
@@ -28,7 +29,8 @@ from tests.decode_rig import WAIT_S, key
 from tests.decoding import digests
 from tests.metrics import count
 from tests.mixed_rig import Request, Worker, Workers, mixed
-from tests.prefill import read
+from tests.prefill import fetch_all, read
+from tests.prefix_cache import MemoryPrefixCache
 
 TOKENS = 48
 GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
@@ -216,6 +218,23 @@ async def mixing() -> AsyncIterator[tuple[Gated, Workers, Worker, Request, Reque
                 each.reading.cancel()
 
 
+def prefill_request(name: str, prompt: Sequence[int], **more: Any) -> prefill_pb2.PrefillRequest:
+    return prefill_pb2.PrefillRequest(
+        request_id=name,
+        transfer_id=f"{name}/0/t",
+        prompt_token_ids=prompt,
+        choice_indexes=[0],
+        sampling=sampling_to_proto(GREEDY),
+        **more,
+    )
+
+
+async def start(worker: Worker, name: str) -> None:
+    """Start a reservation in place."""
+    source = export_to_proto(worker.export(f"{name}/0/t"))
+    await worker.session.say(start=decode_pb2.Start(key=key(name), source=source))
+
+
 async def until_free(engine: FakeEngine) -> None:
     async with asyncio.timeout(WAIT_S):
         while engine.stats().used:  # noqa: ASYNC110 pages return on several threads
@@ -275,13 +294,20 @@ async def test_stopping_in_a_mixed_pass_leaves_nothing() -> None:
 async def test_a_drain_lets_both_kinds_end(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     async with mixing() as (engine, _, worker, first, second):
+        assert (await worker.session.reserve("granted", 9, 1)).granted
         draining = asyncio.create_task(worker.app.drain())
         await asyncio.sleep(0)
         refused = await worker.session.reserve("late", 4, 4)
         assert (refused.granted, refused.reason) == (False, "the worker is draining")
+        with pytest.raises(grpc.aio.AioRpcError, match="the worker is draining"):
+            await asyncio.wait_for(read(worker.prefill.Prefill(prefill_request("x", range(9)))), WAIT_S)
+        # The prompt of a reservation that was granted before the drain.
+        await start(worker, "granted")
+        third = read(worker.prefill.Prefill(prefill_request("granted", range(9), in_place=True)))
         engine.gate.set()
         assert (await first.answer()).tokens == [expected_tokens([5, 7], 200)]
         assert (await second.answer()).tokens == [expected_tokens(PROMPT, 200)]
+        assert (await asyncio.wait_for(third, WAIT_S))[-1].HasField("done")
         await asyncio.wait_for(draining, WAIT_S)
         assert "drained" in caplog.messages
 
@@ -292,22 +318,16 @@ async def test_a_prompt_for_another_worker_gets_its_pages_at_once_or_is_refused(
         worker = await workers.connect(app)
         held = await worker.session.reserve("held", 40, 4)
         assert held.granted
-        request = prefill_pb2.PrefillRequest(
-            request_id="r",
-            transfer_id="t",
-            prompt_token_ids=range(40),
-            choice_indexes=[0],
-            sampling=sampling_to_proto(GREEDY),
-        )
+        request = prefill_request("r", range(40))
         with pytest.raises(grpc.aio.AioRpcError, match="the pages for 40 tokens are not free") as refused:
             await asyncio.wait_for(read(worker.prefill.Prefill(request)), WAIT_S)
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         await worker.session.cancel("held")
         await worker.session.barrier()
-        request.transfer_id = "u"
+        request = prefill_request("u", range(40))
         assert (await asyncio.wait_for(read(worker.prefill.Prefill(request)), WAIT_S))[-1].HasField("done")
         await worker.prefill.Abandon(
-            prefill_pb2.AbandonRequest(transfer_id="u", incarnation=app.status.identity.incarnation)
+            prefill_pb2.AbandonRequest(transfer_id="u/0/t", incarnation=app.status.identity.incarnation)
         )
 
 
@@ -319,22 +339,37 @@ async def test_pinned_tokens_of_another_prompt_are_not_used() -> None:
         wrong = b"".join(digests(app.engine, PROMPT))
         result = await worker.session.reserve("x", 60, 4, prefix_digests=wrong)
         assert result.cached_tokens > 0
-        call = worker.prefill.Prefill(
-            prefill_pb2.PrefillRequest(
-                request_id="x",
-                transfer_id="x/0/t",
-                prompt_token_ids=range(60),
-                choice_indexes=[0],
-                sampling=sampling_to_proto(GREEDY),
-                in_place=True,
-            )
-        )
-        source = export_to_proto(worker.export("x/0/t"))
-        await worker.session.say(start=decode_pb2.Start(key=key("x"), source=source))
+        call = worker.prefill.Prefill(prefill_request("x", range(60), in_place=True))
+        await start(worker, "x")
         with pytest.raises(grpc.aio.AioRpcError, match="pinned tokens are not those of the prompt"):
             await asyncio.wait_for(read(call), WAIT_S)
         await worker.session.until(lambda: "x" in worker.session.failures)
         assert worker.session.failures["x"].kind == decode_pb2.AttemptFailure.KIND_TRANSFER
+
+
+async def test_a_prompt_whose_reservation_is_not_started_ends_soon() -> None:
+    async with mixed(start_timeout_s=0.2) as (app, workers):
+        worker = await workers.connect(app)
+        with pytest.raises(grpc.aio.AioRpcError, match=r"its reservation was not started in 0\.2 s"):
+            await asyncio.wait_for(read(worker.prefill.Prefill(prefill_request("x", range(9), in_place=True))), WAIT_S)
+
+
+async def test_the_blocks_of_a_prompt_in_place_go_to_the_cache_and_are_loaded_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fetch_all(monkeypatch)
+    cache = MemoryPrefixCache()
+    monkeypatch.setattr(mixed_svc.app, "open_worker_cache", lambda *_, **__: cache)
+    async with mixed() as (app, workers):
+        worker = await workers.connect(app)
+        first = await workers.complete(worker, worker, PROMPT, GREEDY)
+        await until_free(app.engine)
+        # 60 tokens of the prompt, and all outputs but the last, whose KV was never computed.
+        assert len(cache.blocks) == (60 + TOKENS - 1) // 16
+        app.engine.drop_cached()
+        again = await workers.complete(worker, worker, [*PROMPT, *first.tokens[0]], GREEDY)
+        assert again.tokens == [expected_tokens([*PROMPT, *first.tokens[0]], TOKENS)]
+        assert (again.pinned, again.cached) == (0, (60 + TOKENS - 1) // 16 * 16)
 
 
 async def test_the_status_has_the_load_of_both_roles() -> None:
