@@ -129,7 +129,7 @@ wheel: ## a wheel with native kernels and a manylinux tag, in dist/; needs g++
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) build/wheel/bin/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel/dist .
 	PATH="$(CURDIR)/build/wheel/bin:$$PATH" auditwheel repair --wheel-dir dist build/wheel/dist/*.whl
 
-image: ## the image of the three services, IMAGE=localhost/baton:<version>
+image: ## the image of all services, IMAGE=localhost/baton:<version>
 	docker build -f deploy/Dockerfile -t $(IMAGE) $(if $(PIP_FLAGS),--build-arg PIP_FLAGS="$(PIP_FLAGS)") .
 
 notes: ## release notes of the version, from CHANGELOG.md, in dist/

@@ -103,6 +103,8 @@ class DecodeAttempt:
     pending: PendingChoices | None = None
     prefix_transfer_id: str = ""
     """The transfer id of the export of its pinned prefix, or an empty string."""
+    in_place_transfer_id: str = ""
+    """The id of the transfer by which its prompt is computed in its own pages, or an empty string."""
     has_output: bool = False
     """Whether the worker has sent a token of it."""
 
@@ -188,7 +190,7 @@ class Attempts:
     """All live attempts of a worker; times are in seconds on the caller's clock.
 
     `on_published` is called with the blocks that a sequence has published at its end. `shares_kv` is False if fetched
-    KV is converted: converted KV is never published.
+    KV is converted: converted KV is never published. The last `computed_tokens` tokens of a context are never pinned.
     """
 
     def __init__(
@@ -197,10 +199,12 @@ class Attempts:
         on_published: abc.Callable[[PublishedBlocks], object] = lambda _: None,
         *,
         shares_kv: bool = True,
+        computed_tokens: int = 0,
     ) -> None:
         self._engine = engine
         self._on_published = on_published
         self._shares_kv = shares_kv
+        self._computed_tokens = computed_tokens
         self._live: dict[tuple[int, AttemptKey], DecodeAttempt] = {}
         self._owners: dict[int, tuple[DecodeAttempt, int]] = {}
         self._pending: dict[DecodeAttempt, None] = {}
@@ -270,7 +274,8 @@ class Attempts:
         key, context_tokens = reservation.key, reservation.context_tokens
         taken: list[KvHandle] = []
         try:
-            taken.append(self._engine.reserve(str(key), size.tokens, reservation.pinnable_digests, context_tokens))
+            most = context_tokens - self._computed_tokens
+            taken.append(self._engine.reserve(str(key), size.tokens, reservation.pinnable_digests, most))
             if size.spare_tokens:
                 taken.append(self._engine.reserve(f"{key}/spare", size.spare_tokens))
         except Exception as error:
@@ -305,13 +310,17 @@ class Attempts:
         """Whether other requests may use the KV that the attempt computes and fetches."""
         return self._shares_kv and attempt.reservation.cache.writes
 
+    def pinned_blocks(self, attempt: DecodeAttempt) -> int:
+        """Number of leading blocks that have pinned tokens; of the last one, all tokens but one may be pinned."""
+        return -(-attempt.handle.cached_tokens // self._engine.spec.kv_format.block_size)
+
     def check_handoff(self, attempt: DecodeAttempt, handoff: Handoff, digests: abc.Sequence[bytes]) -> None:
         """Raise IncompleteTransfer or InvalidRequest if the handoff does not belong to the reservation.
 
         `digests` are those of all full blocks of the context; they may be empty unless `needs_digests`.
         """
         check_handoff_fields(self._engine.spec, attempt.reservation, handoff)
-        pinned = attempt.handle.cached_tokens // self._engine.spec.kv_format.block_size
+        pinned = self.pinned_blocks(attempt)
         # The last digest of a chain names all blocks before it too.
         if pinned and digests[pinned - 1 : pinned] != attempt.reservation.pinnable_digests[pinned - 1 : pinned]:
             raise IncompleteTransfer(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton import bundled
-from baton.config.options import Settings, option
+from baton.config.options import Settings, flag_of, option
 from baton.errors import ConfigError
 from baton.telemetry.logs import FORMATS, LEVELS
 
@@ -19,6 +19,9 @@ class RouterConfig(Settings):
 
     prefill: tuple[str, ...] = option((), help="Prefill workers: HOST:PORT or dns:///NAME:PORT, separated by commas.")
     decode: tuple[str, ...] = option((), help="Decode workers: HOST:PORT or dns:///NAME:PORT, separated by commas.")
+    mixed: tuple[str, ...] = option(
+        (), help="Workers of both roles: HOST:PORT or dns:///NAME:PORT, separated by commas."
+    )
     grpc: str = option("127.0.0.1:0", help="HOST:PORT for clients; port 0: any free one.", unit="address")
     ops: str = option("127.0.0.1:0", help="HOST:PORT for live, ready and metrics over HTTP.", unit="address")
     processes: int = option(
@@ -113,9 +116,10 @@ class RouterConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("prefill", "decode"):
-            if not getattr(self, name):
-                raise ConfigError(f"{name}: must name at least one worker")
+        for name, does in (("prefill", "prefills"), ("decode", "decodes")):
+            if not (getattr(self, name) or self.mixed):
+                flags = f"{flag_of(name)} or --mixed"
+                raise ConfigError(f"{name}: no worker that {does} is named: {flags} must name at least one")
         if self.client_certs and not self.tls_ca:
             raise ConfigError("client_certs: needs tls_cert, tls_key and tls_ca")
 

@@ -319,16 +319,17 @@ class PrefixDirectory:
         self._hits = self._misses = 0
 
     def update(self, role: WorkerRole, worker: str, change: PrefixChange) -> None:
-        """Apply a worker's report."""
-        index = self._index(role)
-        index.update(worker, reset=change.reset, stored=change.stored, dropped=change.dropped)
-        INDEX_BLOCKS.labels(role.value).set(len(index))
+        """Apply a worker's report; that of a mixed worker counts for both roles."""
+        for name, index in self._indexes(role):
+            index.update(worker, reset=change.reset, stored=change.stored, dropped=change.dropped)
+            INDEX_BLOCKS.labels(name).set(len(index))
 
     def forget(self, role: WorkerRole, worker: str) -> bool:
-        """Forget up to MAX_FORGOTTEN blocks of a lost worker; returns whether there may be more."""
-        index = self._index(role)
-        more = index.forget(worker)
-        INDEX_BLOCKS.labels(role.value).set(len(index))
+        """Forget up to MAX_FORGOTTEN blocks of a lost worker for each role; returns whether there may be more."""
+        more = False
+        for name, index in self._indexes(role):
+            more |= index.forget(worker)
+            INDEX_BLOCKS.labels(name).set(len(index))
         return more
 
     def match_prefill(self, digests: Digests) -> PrefixMatch:
@@ -373,5 +374,7 @@ class PrefixDirectory:
         state = "" if coarsest == 1 else f"knows one block in {coarsest}"
         return [CacheTier("index", blocks=blocks, hits=self._hits, misses=self._misses, state=state)]
 
-    def _index(self, role: WorkerRole) -> PrefixIndex:
-        return self._prefill if role.value == "prefill" else self._decode
+    def _indexes(self, role: WorkerRole) -> list[tuple[str, PrefixIndex]]:
+        """The indexes that have the blocks of a worker of `role`, with their names in metrics."""
+        done = (("prefill", self._prefill, role.prefills), ("decode", self._decode, role.decodes))
+        return [(name, index) for name, index, does in done if does]

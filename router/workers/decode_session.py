@@ -56,11 +56,15 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SessionEnd:
-    """The cause of a session's end; `reason` is empty if only the session's own error is known."""
+    """The cause of a session's end; `reason` is empty if only the session's own error is known.
+
+    `all_suspected` tells whether requests with a token from the worker are suspects of the loss too.
+    """
 
     reason: str
     cause: Cause
     loss: WorkerLoss | None
+    all_suspected: bool = False
 
 
 class DecodeCall:
@@ -246,9 +250,14 @@ class DecodeSession:
         return len(self._calls)
 
     @property
-    def requests_without_token(self) -> int:
-        """Number of attempts for which the worker was asked for pages, but has sent no token yet."""
-        return sum(call.may_hold_pages and not call.has_output for call in self._calls.values())
+    def attempts_without_token(self) -> list[tuple[str, int]]:
+        """Attempts, as request id and number, for which the worker was asked for pages, but has sent no token yet."""
+        return [key for key, call in self._calls.items() if call.may_hold_pages and not call.has_output]
+
+    def granted_requests(self, *, without_token: bool = False) -> set[str]:
+        """Ids of the requests that hold pages at the worker, or only of those `without_token` from it."""
+        granted = [(key, call) for key, call in self._calls.items() if call.granted]
+        return {request_id for (request_id, _), call in granted if not (without_token and call.has_output)}
 
     def begin_call(self, request_id: str, attempt_number: int, deliver: Deliver) -> DecodeCall:
         """Begin the call of an attempt, whose events go to `deliver`. Raises Unavailable if the session has ended."""
@@ -259,11 +268,10 @@ class DecodeSession:
         self._on_change()
         return call
 
-    async def run(self, ended: Callable[[int], SessionEnd]) -> None:
+    async def run(self, ended: Callable[[], SessionEnd]) -> None:
         """Send and receive until the stream breaks or falls silent, or the task is cancelled.
 
-        At the end, `ended` is called with the number of requests that may have killed the worker. Its result tells the
-        attempts why the session ended.
+        At the end, `ended` is called. Its result tells the attempts why the session ended.
         """
         stream = self._stub.Session()
         writing = asyncio.create_task(self._write(stream), name=f"session up {self._name}")
@@ -307,14 +315,13 @@ class DecodeSession:
         """Ignore the next answer to a reservation with this key: the attempt gave up, and may ask again later."""
         self._skipped[key.request_id, key.attempt] += 1
 
-    def _close(self, reason: str, ended: Callable[[int], SessionEnd]) -> None:
+    def _close(self, reason: str, ended: Callable[[], SessionEnd]) -> None:
         self.open = False
-        granted = [call for call in self._calls.values() if call.granted]
-        suspects = [call for call in granted if not call.has_output] or granted
-        ending = ended(len({call.key.request_id for call in suspects}))
+        ending = ended()
         error = Unavailable(f"decode worker {self._name}: {ending.reason or reason}")
         for call in list(self._calls.values()):
-            call.on_failure(error, Blame.DECODE, ending.cause, ending.loss if call in suspects else None)
+            suspected = call.granted and (ending.all_suspected or not call.has_output)
+            call.on_failure(error, Blame.DECODE, ending.cause, ending.loss if suspected else None)
 
     async def _write(self, stream: grpc.aio.StreamStreamCall) -> None:
         now = asyncio.get_running_loop().time

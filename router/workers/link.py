@@ -1,5 +1,7 @@
 """The link between a router and one worker: its channel, its watch, its session, and the requests there.
 
+A worker that prefills has assignments, one that decodes has a session, and a mixed worker has both.
+
     run:  dial ── Watch ── status … status ── silence, end or error ── lost ── wait, longer each time ── dial …
 
 A worker sends its status on the watch at least every second. If the watch is silent for `SILENCE_S` seconds, the worker
@@ -35,7 +37,7 @@ from baton.worker.status import (
 from router.placement.policy import RECENT_S, DecodeView, PrefillView
 from router.placement.prefix_directory import BlockNamespace
 from router.workers.decode_session import DecodeSession, SessionEnd
-from router.workers.failures import Cause, WorkerLoss, WorkerLosses
+from router.workers.failures import Cause, WorkerLosses
 from router.workers.prefill_call import PrefillAssignment
 
 _logger = logging.getLogger(__name__)
@@ -98,7 +100,7 @@ class WorkerLink:
         self.namespace: BlockNamespace | None = None
         """The namespace of its blocks; None before its first status."""
         self.session: DecodeSession | None = None
-        """The session with an accepted decode worker, while it is open."""
+        """The session with an accepted worker that decodes, while it is open."""
         self._router_id = router_id
         self._pool = pool
         self._sessions: asyncio.Task[None] | None = None
@@ -111,7 +113,7 @@ class WorkerLink:
         self._has_foreign_suspects = False
         """Whether the latest status counts requests of other routers that have no token yet."""
         self._lost = asyncio.Event()
-        self._ending: tuple[str, Cause] | None = None
+        self._ending: SessionEnd | None = None
         self._assigned = 0
         self._recent = DecayingSum(RECENT_S)
         self._granted_tokens = self._granted_slots = 0
@@ -158,9 +160,9 @@ class WorkerLink:
             await self.channel.close()
 
     def accept(self) -> None:
-        """Take the worker into service. A decode worker gets a session, and a new one whenever that ends."""
+        """Take the worker into service. One that decodes gets a session, and a new one whenever that ends."""
         self._ending = None
-        if self.role is WorkerRole.DECODE and self._sessions is None:
+        if self.role.decodes and self._sessions is None:
             self._sessions = asyncio.create_task(self._keep_session(), name=f"sessions {self.address}")
             self._tasks.add(self._sessions)
             self._sessions.add_done_callback(self._tasks.discard)
@@ -177,7 +179,7 @@ class WorkerLink:
         The worker is thought to hold the first `cached_tokens` of them. Raises Unavailable if the worker is lost.
         """
         if self.status is None:
-            raise Unavailable(f"prefill worker {self.address} is lost")
+            raise Unavailable(f"{self.role.value} worker {self.address} is lost")
         self._assigned += 1
         self._recent.add(tokens - cached_tokens, asyncio.get_running_loop().time())
         assignment = PrefillAssignment(self, self.status.identity, tokens, cached_tokens, self._lost)
@@ -229,7 +231,7 @@ class WorkerLink:
         return in_session or bool(self._assignments) or bool(self._suspects)
 
     def prefill_view(self, *, retired: bool) -> PrefillView | None:
-        """The view of a prefill worker for placement; None while it is lost.
+        """The view of a worker that prefills for placement; None while it is lost.
 
         A `retired` worker takes no new requests, because the fleet has moved to another fingerprint.
         """
@@ -249,7 +251,7 @@ class WorkerLink:
         )
 
     def decode_view(self, *, retired: bool) -> DecodeView | None:
-        """The view of a decode worker for placement; None while there is no session with it."""
+        """The view of a worker that decodes for placement; None while there is no session with it."""
         if self.status is None or self.session is None or not self.session.open:
             return None
         load = self.status.load
@@ -342,8 +344,8 @@ class WorkerLink:
         if self.status is None:
             return
         cause = Cause.DRAIN if self.status.draining else Cause.LOST
-        self._ending = reason, cause
-        loss = self._loss(cause, len(set(self._suspects.values())))
+        self._ending = self._session_end(reason, cause)
+        loss = self._ending.loss
         for assignment in self._suspects:
             assignment.loss = loss
         self._suspects.clear()
@@ -365,24 +367,33 @@ class WorkerLink:
             words = "%s worker %s has not listened for %g s: %s"
             _logger.warning(words, self.role.value, self.name, _LOAD_S, reason)
 
-    def _loss(self, cause: Cause, suspects: int) -> WorkerLoss | None:
-        if cause is not Cause.LOST:
-            return None
-        now = asyncio.get_running_loop().time()
-        return self._losses.record_loss(
-            self.label, self._incarnation, suspects, now, has_foreign_suspects=self._has_foreign_suspects
-        )
+    def _session_end(self, reason: str, cause: Cause) -> SessionEnd:
+        """The end of the session, whose suspects are those of all that ran at the worker.
+
+        A request that a mixed worker prefilled and decoded counts once.
+        """
+        session = self.session
+        without_token = {*self._suspects.values(), *(session.granted_requests(without_token=True) if session else ())}
+        suspects = without_token or (session.granted_requests() if session else set())
+        loss = None
+        if cause is Cause.LOST:
+            now, foreign = asyncio.get_running_loop().time(), self._has_foreign_suspects
+            loss = self._losses.record_loss(
+                self.label, self._incarnation, len(suspects), now, has_foreign_suspects=foreign
+            )
+        return SessionEnd(reason, cause, loss, all_suspected=not without_token)
 
     def _requests_without_token(self) -> int:
         """Number of this router's requests here that have no token from the worker yet."""
-        if self.role is WorkerRole.DECODE:
-            return self.session.requests_without_token if self.session else 0
+        decoding = self.session.attempts_without_token if self.session else []
         # An assignment is released at the first token, but its request stays until the KV was fetched.
-        return len(self._assignments & self._suspects.keys())
+        prefilling = [name for assignment, name in self._suspects.items() if assignment in self._assignments]
+        # A mixed worker counts a request once that it prefills and decodes.
+        counted = {name for name, _ in decoding}
+        return len(decoding) + sum(name not in counted for name in prefilling)
 
-    def _on_session_end(self, suspects: int) -> SessionEnd:
-        reason, cause = self._ending or ("", Cause.DRAIN if self.draining else Cause.LOST)
-        return SessionEnd(reason, cause, self._loss(cause, suspects))
+    def _on_session_end(self) -> SessionEnd:
+        return self._ending or self._session_end("", Cause.DRAIN if self.draining else Cause.LOST)
 
     async def _keep_session(self) -> None:
         backoff = _FIRST_BACKOFF_S

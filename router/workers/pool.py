@@ -3,9 +3,11 @@
 Each address that discovery finds has a `WorkerLink`.
 
 A worker is accepted if it matches the router (role, model name, tokenizer) and the workers accepted before it
-(fingerprint; KV format between the two roles). If not, it is refused: the log names it once, with both values. It is
-checked again at each of its statuses, because the other worker may have gone. A status of an accepted worker changes
-only its own view, so the cost does not depend on the size of the fleet.
+(fingerprint; KV format between those that prefill and those that decode). If not, it is refused: the log names it once,
+with both values. It is checked again at each of its statuses, because the other worker may have gone. A status of an
+accepted worker changes only its own views, so the cost does not depend on the size of the fleet.
+
+A mixed worker prefills and decodes. It has one link, and two views at one address. Its loss is one event for both.
 
 All new requests go to workers with one fingerprint, so a request never gets KV or tokens from two checkpoints. It
 changes when the workers with it are no longer a pair that takes new requests (they drain, or are lost), and those with
@@ -14,8 +16,8 @@ another are one. Workers with the old fingerprint then get no new requests, and 
     old:  P P D D   P P D drains         . . D drains        (the streams there end)
     new:  refused   P and D refused      P D accepted        P P D D
 
-A prefill worker is also refused if this router can't sign the tickets that it asks for. Because keys can be replaced at
-any time, accepted workers are checked for this at each status as well.
+A worker that prefills is also refused if this router can't sign the tickets that it asks for. Because keys can be
+replaced at any time, accepted workers are checked for this at each status as well.
 """
 
 from __future__ import annotations
@@ -89,7 +91,11 @@ class WorkerPool:
         self.prefixes = PrefixDirectory()
         self._discoveries = [
             Discovery(f"--{role.value}", targets, config.resolve_s, self._finder(role))
-            for role, targets in ((WorkerRole.PREFILL, config.prefill), (WorkerRole.DECODE, config.decode))
+            for role, targets in (
+                (WorkerRole.PREFILL, config.prefill),
+                (WorkerRole.DECODE, config.decode),
+                (WorkerRole.MIXED, config.mixed),
+            )
         ]
 
     @contextlib.asynccontextmanager
@@ -120,17 +126,24 @@ class WorkerPool:
 
     @property
     def serving(self) -> bool:
-        """Whether at least one pair of workers can serve."""
+        """Whether a worker that prefills and one that decodes can serve together; a mixed worker can alone."""
         return can_serve(self.fleet, needs_decode=True)
 
     def prefill_link(self, address: str) -> WorkerLink:
-        """The prefill worker at `address`. Raises KeyError if it is gone."""
-        return self._links[WorkerRole.PREFILL, address][0]
+        """The worker at `address` that prefills. Raises KeyError if it is gone."""
+        if (link := self._link(WorkerRole.PREFILL, address)) is None:
+            raise KeyError(address)
+        return link
 
     def decode_link(self, address: str) -> WorkerLink | None:
-        """The decode worker at `address`; None if it is gone."""
-        found = self._links.get((WorkerRole.DECODE, address))
-        return found[0] if found else None
+        """The worker at `address` that decodes; None if it is gone."""
+        return self._link(WorkerRole.DECODE, address)
+
+    def _link(self, role: WorkerRole, address: str) -> WorkerLink | None:
+        """The link to the worker at `address` that is of `role`, or mixed; None if it is gone."""
+        found = [self._links[key][0] for key in ((role, address), (WorkerRole.MIXED, address)) if key in self._links]
+        # If the address is listed twice, one of its links is refused.
+        return next((link for link in found if link.label in self._accepted), next(iter(found), None))
 
     @property
     def identities(self) -> list[WorkerIdentity]:
@@ -146,12 +159,13 @@ class WorkerPool:
         return min(least, self._max_model_len or least)
 
     def capacity(self, role: WorkerRole) -> int:
-        """Number of tokens that the KV memory of the largest worker of `role` holds; 0 while there is none."""
+        """Number of tokens in the KV memory of the largest worker that does the work of `role`; 0 without one."""
         return max((load.pages_total * load.page_size for load in self.loads(role)), default=0)
 
     def loads(self, role: WorkerRole) -> list[WorkerLoad]:
-        """The loads of the accepted workers of `role`, as they have reported them."""
-        return [link.status.load for link in self._accepted.values() if link.status is not None and link.role is role]
+        """The loads of the accepted workers that do the work of `role`, as they have reported them."""
+        roles = (role, WorkerRole.MIXED)
+        return [link.status.load for link in self._accepted.values() if link.status is not None and link.role in roles]
 
     def signs_for(self, identity: WorkerIdentity) -> bool:
         """Whether a worker accepts this router's tickets, or needs none."""
@@ -229,26 +243,36 @@ class WorkerPool:
         self._notify()
 
     def update_view(self, link: WorkerLink) -> None:
-        """Update the worker's view in the fleet."""
+        """Update the worker's views in the fleet."""
+        if self._has_accepted_twin(link):
+            return
         accepted = link.label in self._accepted
         retired = link.fingerprint != self._fingerprint
-        if link.role is WorkerRole.PREFILL:
+        if link.role.prefills:
             prefill = link.prefill_view(retired=retired) if accepted else None
             self.fleet.put_prefill(prefill) if prefill else self.fleet.remove_prefill(link.address)
-        else:
+        if link.role.decodes:
             decode = link.decode_view(retired=retired) if accepted else None
             self.fleet.put_decode(decode) if decode else self.fleet.remove_decode(link.address)
 
     def update_prefixes(self, link: WorkerLink, change: PrefixChange) -> None:
         """Record a change of the prefixes that a worker holds."""
-        self.prefixes.update(link.role, link.address, change)
+        if not self._has_accepted_twin(link):
+            self.prefixes.update(link.role, link.address, change)
 
     async def forget_prefixes(self, link: WorkerLink) -> None:
         """Forget the prefixes of a lost worker, in parts, so that the event loop is not held up."""
         more = True
-        while more:
+        while more and not self._has_accepted_twin(link):
             more = self.prefixes.forget(link.role, link.address)
             await asyncio.sleep(0)
+
+    def _has_accepted_twin(self, link: WorkerLink) -> bool:
+        """Whether the address is also listed for another role, and that is the role of the worker there.
+
+        The views and prefixes at the address are then those of the other link.
+        """
+        return any(f"{role.value} {link.address}" in self._accepted for role in WorkerRole if role is not link.role)
 
     def _notify(self) -> None:
         for listener in self._listeners:
@@ -328,11 +352,7 @@ class WorkerPool:
             theirs = other.status.identity
             if theirs.incarnation == identity.incarnation:
                 return f"it is the same worker as that at {other.address}"
-            if (
-                theirs.role is not identity.role
-                and theirs.fingerprint == identity.fingerprint
-                and not _match(identity, theirs)
-            ):
+            if theirs.fingerprint == identity.fingerprint and not _match(identity, theirs):
                 return _differs("KV format", _describe(identity.kv_format), _describe(theirs.kv_format), other.name)
         return None
 
@@ -350,8 +370,8 @@ class WorkerPool:
         return self._ticket_problem(identity)
 
     def _ticket_problem(self, identity: WorkerIdentity) -> str | None:
-        """The reason why this router's tickets are not accepted by a prefill worker; None if they are."""
-        if identity.role is not WorkerRole.PREFILL or self.signs_for(identity):
+        """The reason why a worker that prefills does not accept this router's tickets; None if it does."""
+        if not identity.role.prefills or self.signs_for(identity):
             return None
         if self._signer is None:
             return "it requires tickets, and this router has no --ticket-key"
@@ -374,8 +394,12 @@ def _differs(what: str, seen: str, wanted: str, whose: str) -> str:
 
 
 def _match(one: WorkerIdentity, other: WorkerIdentity) -> bool:
-    prefill, decode = (one, other) if one.role is WorkerRole.PREFILL else (other, one)
-    return can_pair(prefill.kv_format, decode.kv_format, converts=decode.converts_kv)
+    """Whether each of the two can decode what the other one has prefilled, as far as their roles allow it."""
+    return all(
+        can_pair(prefill.kv_format, decode.kv_format, converts=decode.converts_kv)
+        for prefill, decode in ((one, other), (other, one))
+        if prefill.role.prefills and decode.role.decodes
+    )
 
 
 def _truncate(text: str) -> str:
