@@ -135,7 +135,7 @@ def test_a_row_s_product_does_not_depend_on_the_others(library: ctypes.CDLL, dty
 # Any number of threads gives the same bits, which `test_attention_does_not_depend_on_the_others` checks.
 @pytest.mark.parametrize(
     ("case", "threads"),
-    zip([*cases()[::3], *decode_cases(), *block_cases()[::3], *sharp_cases()], itertools.cycle((1, 2))),
+    [*zip([*cases()[::3], *decode_cases(), *block_cases()[::3], *sharp_cases()], itertools.cycle((1, 2)))],
     ids=str,
 )
 def test_attention_keeps_its_contract(library: ctypes.CDLL, case: Case, threads: int) -> None:
