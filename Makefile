@@ -32,6 +32,8 @@ $(NATIVE): $(wildcard baton/native/src baton/native/src/*) baton/native/build.py
 demo: $(WORKER) $(NATIVE) ## complete a prompt through three services and show the latency account
 	$(BIN)/baton demo
 
+# Without files of bytecode, each of the many processes would compile all that it imports.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(INSTALLED) $(NATIVE) ## all tests that need no accelerator
 	$(BIN)/python -m pytest -n 4 --dist worksteal
 

@@ -202,7 +202,7 @@ def test_stubs_are_used_only_at_the_edges() -> None:
 @pytest.mark.parametrize(
     ("modules", "heavy"),
     [
-        *((module, {"torch", "transformers", "numpy", "redis"}) for module in TORCH_FREE),
+        (", ".join(TORCH_FREE), {"torch", "transformers", "numpy", "redis"}),
         ("baton", {"grpc", "google.protobuf", "click"}),
         ("baton.model.config, baton.model.checkpoint, baton.model.fingerprint", {"torch", "transformers", "numpy"}),
         (
@@ -246,7 +246,8 @@ import os, sys
 class Finder:
     def find_spec(self, name, path, target=None):
         if name == "grpc":
-            print(os.environ.get("GRPC_VERBOSITY"))
+            print(os.environ.get("GRPC_VERBOSITY"), flush=True)
+            os._exit(0)
 sys.meta_path.insert(0, Finder())
 import {module}
 """
