@@ -364,7 +364,7 @@ async def test_a_storm_of_ends_leaves_nothing(seed: int) -> None:
             worker.session.tokens[name, 0] = [-1]
             result = await worker.session.reserve(name, len(prompt), GREEDY.max_tokens or 1)
             if in_place and not result.granted:
-                return
+                await worker.session.until(lambda: worker.session.reserved[name].granted)
             if in_place and draw.random() < 0.9:
                 await start(worker, name)
             call = worker.prefill.Prefill(prefill_request(name, prompt, in_place=in_place))
