@@ -190,7 +190,7 @@ class Attempts:
     """All live attempts of a worker; times are in seconds on the caller's clock.
 
     `on_published` is called with the blocks that a sequence has published at its end. `shares_kv` is False if fetched
-    KV is converted: converted KV is never published. The last `computed_tokens` tokens of a context are never pinned.
+    KV is converted: converted KV is never published.
     """
 
     def __init__(
@@ -199,12 +199,10 @@ class Attempts:
         on_published: abc.Callable[[PublishedBlocks], object] = lambda _: None,
         *,
         shares_kv: bool = True,
-        computed_tokens: int = 0,
     ) -> None:
         self._engine = engine
         self._on_published = on_published
         self._shares_kv = shares_kv
-        self._computed_tokens = computed_tokens
         self._live: dict[tuple[int, AttemptKey], DecodeAttempt] = {}
         self._owners: dict[int, tuple[DecodeAttempt, int]] = {}
         self._pending: dict[DecodeAttempt, None] = {}
@@ -266,16 +264,17 @@ class Attempts:
         size: ReservationSize,
         now: float,
         limit_s: float = math.inf,
+        deadline: float = math.inf,
     ) -> DecodeAttempt:
         """Take all pages of a reservation whose size is `size`; its attempt must be started within `limit_s` seconds.
 
-        Raises OutOfPages if they are not free now; then no page is taken.
+        `deadline` is the time of the request's deadline. Raises OutOfPages if the pages are not free now; then no page
+        is taken.
         """
-        key, context_tokens = reservation.key, reservation.context_tokens
+        key, digests = reservation.key, reservation.pinnable_digests
         taken: list[KvHandle] = []
         try:
-            most = context_tokens - self._computed_tokens
-            taken.append(self._engine.reserve(str(key), size.tokens, reservation.pinnable_digests, most))
+            taken.append(self._engine.reserve(str(key), size.tokens, digests, size.pinnable_tokens))
             if size.spare_tokens:
                 taken.append(self._engine.reserve(f"{key}/spare", size.spare_tokens))
         except Exception as error:
@@ -284,7 +283,6 @@ class Attempts:
                 raise
             stats = self._engine.stats()
             raise OutOfPages(size.pages, stats.free + stats.cached, stats.total) from None
-        deadline = math.inf if reservation.deadline_s is None else now + reservation.deadline_s
         lifecycle = Lifecycle(State.RESERVED, now, request_deadline=deadline, limit_s=limit_s)
         order_key = -key.attempt, next(self._numbers)
         spare = taken[1] if size.spare_tokens else None

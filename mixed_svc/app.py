@@ -126,10 +126,6 @@ async def run(config: MixedConfig, *, engine: Engine | None = None) -> AsyncIter
             prompts=passes,
         )
 
-        def free_pages() -> int:
-            stats = base.engine.stats()
-            return stats.free + stats.cached - decode.batch_pages.kept_pages
-
         def write_back(owner: str, digests: Sequence[bytes], stored: int) -> None:
             decode.write_backs.add(PublishedBlocks(owner, digests, stored))
 
@@ -143,7 +139,7 @@ async def run(config: MixedConfig, *, engine: Engine | None = None) -> AsyncIter
             watchdog,
             status.notify,
             partial(PackedChunks, passes, decode.decode_loop, config.chunk_size),
-            SharedEngine(transfers, config.start_timeout_s, free_pages, write_back),
+            SharedEngine(transfers, config.start_timeout_s, lambda: decode.admission.prompt_pages, write_back),
         )
         servicer = PrefillServicer(prefill, spec)
         addresses = await stack.enter_async_context(

@@ -86,7 +86,7 @@ class SharedEngine:
 
     transfers   the prompts that are computed in pages of decode's reservations
     start_s     longest wait for the start of a reservation, in seconds
-    free_pages  returns the number of free or cached pages that prompts without a reservation may use
+    free_pages  returns the number of free or cached pages that prompts without a reservation may take now
     write_back  queues a copy of published blocks to the cache: their owner, all digests of the prompt, and the number
                 of leading blocks that need no copy
     """

@@ -94,9 +94,9 @@ async def test_a_start_that_is_cancelled_in_the_same_breath_releases_the_export(
     worker, exporter = all_.app.worker, all_.exporter
     exporter.open("r/0", [1, 2, 3])(SamplingParams(max_tokens=4, temperature=0))
     session, key = worker.open_session("router"), AttemptKey("r", 0)
-    await worker.handle_command(session, Reserve(key, context_tokens=3, max_new_tokens=4, choices=1))
-    await worker.handle_command(session, Start(key, exporter.source("r/0")))
-    await worker.handle_command(session, Cancel(key))
+    worker.handle_command(session, Reserve(key, context_tokens=3, max_new_tokens=4, choices=1))
+    worker.handle_command(session, Start(key, exporter.source("r/0")))
+    worker.handle_command(session, Cancel(key))
     await asyncio.wait_for(exporter.exports.wait_closed(), 60)
     worker.close_session(session)
 
@@ -291,7 +291,7 @@ async def test_answers_that_are_not_read_are_bounded(monkeypatch: pytest.MonkeyP
         (session, _) = all_.app.worker.sessions.values()
         for number in range(52):
             # All at once, so that no message leaves in between.
-            await all_.app.worker.handle_command(session, Reserve(AttemptKey(f"flood{number}", 0), 1 << 30, 1, 1))
+            all_.app.worker.handle_command(session, Reserve(AttemptKey(f"flood{number}", 0), 1 << 30, 1, 1))
         assert session.unread == 0
         assert await router.call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "51 answers were not read; at most 50" in await router.call.details()

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import random
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -345,6 +346,54 @@ async def test_pinned_tokens_of_another_prompt_are_not_used() -> None:
             await asyncio.wait_for(read(call), WAIT_S)
         await worker.session.until(lambda: "x" in worker.session.failures)
         assert worker.session.failures["x"].kind == decode_pb2.AttemptFailure.KIND_TRANSFER
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_storm_of_ends_leaves_nothing(seed: int) -> None:
+    """Requests in place and for others, each of which ends in some way at some moment."""
+    draw = random.Random(seed)
+    engine = FakeEngine(page_size=4, pages=256, slots=3, chunk_time=0.002, step_time=0.001)
+    async with mixed(engine, chunk_size=8, lease_s=0.1, start_timeout_s=1.0) as (app, workers):
+        workers_here = [await workers.connect(app) for _ in range(2)]
+
+        async def one(number: int) -> None:
+            worker, name = draw.choice(workers_here), f"storm{number}"
+            prompt = [draw.randrange(1000) for _ in range(draw.randint(1, 60))]
+            in_place, how = draw.random() < 0.7, draw.choice(["whole", "call", "cancel", "abandon", "nothing"])
+            await asyncio.sleep(draw.random() * 0.3)
+            worker.session.tokens[name, 0] = [-1]
+            result = await worker.session.reserve(name, len(prompt), GREEDY.max_tokens or 1)
+            if in_place and not result.granted:
+                await worker.session.until(lambda: worker.session.reserved[name].granted)
+            if in_place and draw.random() < 0.9:
+                await start(worker, name)
+            call = worker.prefill.Prefill(prefill_request(name, prompt, in_place=in_place))
+            reading = asyncio.create_task(read(call))
+            await asyncio.sleep(draw.random() * 0.1)
+            if how == "call":
+                call.cancel()
+            elif how == "cancel":
+                await worker.session.cancel(name)
+            elif how == "abandon":
+                incarnation = app.status.identity.incarnation
+                await worker.prefill.Abandon(
+                    prefill_pb2.AbandonRequest(transfer_id=f"{name}/0/t", incarnation=incarnation)
+                )
+            await asyncio.gather(reading, return_exceptions=True)
+            if how != "whole":
+                # As a router does, which may have ended the call before the worker knew of it.
+                await worker.session.cancel(name)
+
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*(one(number) for number in range(40)))
+            workers_here[0].session.call.cancel()
+            await until_free(engine)
+        assert (await app.decode.ledger()).violation == ""
+        assert (await app.decode.ledger()).entries == ()
+        assert app.prefill.idle
+        assert app.decode.idle
+        worker = workers_here[1]
+        assert (await workers.complete(worker, worker, PROMPT, GREEDY)).tokens == [expected_tokens(PROMPT, TOKENS)]
 
 
 async def test_a_prompt_whose_reservation_is_not_started_ends_soon() -> None:
