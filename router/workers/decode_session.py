@@ -6,8 +6,8 @@
 A reservation that lacks room waits at the worker, which answers `waiting` first, and again when it has room.
 
 A Heartbeat lists the attempts that its sender believes to be alive. Decode reports the end of an attempt before a list
-without it. So an attempt that was granted, has not ended, and is not on the list is lost, and it fails: an error of the
-worker costs a second, and never a hang. Silence for `SILENCE_S` seconds ends the session.
+without it. So an attempt that was granted or waits, has not ended, and is not on the list is lost, and it fails: an
+error of the worker costs a second, and never a hang. Silence for `SILENCE_S` seconds ends the session.
 
 Messages from decode are delivered at once, and never wait for a client. When the stream ends, the worker has freed all
 that belonged to it. Every attempt of the session then fails, and a new session starts without attempts.
@@ -376,8 +376,9 @@ class DecodeSession:
             self._compare(down.heartbeat.live)
 
     def _compare(self, live: Iterable[decode_pb2.AttemptKey]) -> None:
-        """Fail attempts that a Heartbeat lacks although they were granted and have not ended."""
+        """Fail attempts that a Heartbeat lacks although they were granted, or wait, and have not ended."""
         known = {(key.request_id, key.attempt) for key in live}
-        for key in [key for key, call in self._calls.items() if call.granted and key not in known]:
+        held = [key for key, call in self._calls.items() if call.granted or call.waits]
+        for key in [key for key in held if key not in known]:
             error = EngineError(f"decode worker {self._name} knows nothing of attempt {key[0]}/{key[1]}")
             self._calls[key].on_failure(error, Blame.DECODE)

@@ -181,7 +181,8 @@ class Worker:
             call.on_over.append(timer.cancel)
 
     def _live(self, call: Call) -> list[decode_pb2.AttemptKey]:
-        return [held.key for held in self.held.values() if held.session is call]
+        attempts = [*self.held.values(), *self.waiting.values()]
+        return [held.key for held in attempts if held.session is call]
 
     def _gone(self, call: Call) -> None:
         self.calls.remove(call)

@@ -70,6 +70,18 @@ async def test_an_attempt_that_the_worker_no_longer_lists_fails_unless_it_was_to
         assert "knows nothing of attempt r/0" in str(event.error)
 
 
+async def test_a_reservation_that_waits_and_that_the_worker_no_longer_lists_is_refused() -> None:
+    async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
+        session = DecodeSession(channel, "d", "r0")
+        attempt, answers = asked(session, [])
+        session._deliver_messages(decode_pb2.SessionDown(heartbeat=decode_pb2.Heartbeat()))
+        assert answers == [], "the worker may not have read the reservation yet"
+        told(session, WAIT, heartbeat=decode_pb2.Heartbeat(live=[KEY]))
+        assert [answer.waiting for answer in answers] == [True]
+        session._deliver_messages(decode_pb2.SessionDown(heartbeat=decode_pb2.Heartbeat()))
+        assert (answers[-1].waiting, answers[-1].granted, attempt.may_hold_pages) == (False, False, False)
+
+
 async def test_the_end_of_a_call_that_gave_up_does_not_end_the_next_one_with_its_key() -> None:
     async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
         events: list[Event] = []
