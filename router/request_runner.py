@@ -230,7 +230,12 @@ class RequestRunner:
         level = logging.WARNING if event.cause in (Cause.FAULT, Cause.LOST) else logging.INFO
         described, extra = describe_failure(event, failure.blamed), about(request.id)
         try:
-            delay_s = history.next_delay_s(event, max_attempts=self._config.max_attempts, charge=charge)
+            delay_s = history.next_delay_s(
+                event,
+                max_attempts=self._config.max_attempts,
+                charge=charge,
+                elsewhere=self._deps.pool.fleet.usable_prefills > 1,
+            )
         except BatonError:
             _logger.warning("request %s ends: %s", request.id, described, extra=extra)
             raise

@@ -46,7 +46,7 @@ class Cause(enum.Enum):
     PREEMPTED = "preempted"
     """The worker ran out of memory for the sequence, which is not an error."""
     REFUSED = "refused"
-    """The worker was full."""
+    """The worker was full, or a mixed worker had no pages for the prompt of another decode worker."""
 
 
 class Suspicion(enum.IntEnum):
