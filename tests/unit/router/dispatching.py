@@ -65,7 +65,7 @@ class FakeAttempt:
 
     def reserve(self, on_answer: Callable[[ReserveResult], None], **asked: Any) -> None:
         self._pool.asked += 1
-        self._on_answer, self._asked = on_answer, asked
+        self.on_answer, self._asked = on_answer, asked
         self.answer()
 
     def answer(self) -> None:
@@ -80,7 +80,7 @@ class FakeAttempt:
         elif answer.waiting and not waited:
             self._pool.waiting.append(self)
         if not (answer.waiting and waited):
-            self._on_answer(answer)
+            self.on_answer(answer)
 
     def keep(self) -> None:
         self.kept = True
