@@ -1,7 +1,7 @@
 """The state machine of an attempt, shared by router, prefill and decode. Pure.
 
     router    QUEUED ─▶ RESERVING ─▶ PREFILLING ─▶ TRANSFERRING ─▶ DECODING ─▶ ENDED
-                RESERVING ─▶ QUEUED       all decode workers have refused
+                RESERVING ─▶ QUEUED       the request is too large for all decode workers that are there
                 QUEUED ─▶ PREFILLING      the attempt needs no decode worker
                 PREFILLING ─▶ DECODING    decode's first output has come before prefill's event
     prefill   PREPARING ─▶ PREFILLING ─▶ HELD ─▶ ENDED

@@ -117,7 +117,7 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
         metrics = Exposition(
             "router",
             config.model_name,
-            measure=RouterGauges(pool, parts.dispatcher.scheduler, parts.request_runner).set_gauges,
+            measure=RouterGauges(pool, parts.dispatcher.queue, parts.request_runner).set_gauges,
             model=lambda: {"fingerprint": door.model().fingerprint, "max_model_len": door.model().max_model_len},
         )
         ops = await stack.enter_async_context(

@@ -1,19 +1,16 @@
-"""Placement of attempts: an assignment at a prefill worker, and pages at a decode worker.
+"""The life of a placement: a prefill worker for an attempt, and pages at a decode worker.
 
-1. `place` makes a `Waiter` of the request, and `PlacementScheduler.push` adds it to the queue.
-2. `_give_turn` takes a `Turn` from `next_turn`, which selects workers for the first waiter that finds room, and makes
-   a `PrefillAssignment`: the prompt counts at the prefill worker.
-3. `_wait_for_turn` receives the assignment in the task of the request.
-4. `_reserve` asks the selected decode workers for pages. If one grants them, the result is a `Placement`.
-5. If all refuse, the waiter is in the queue again, with a `Refusal`, and step 2 follows.
+1. `place` puts the request into the queue (`placement/queue.py`), which has the order of tenants and limits.
+2. `_register` is called in the order of the queue, while prefill workers have room. It asks the decode worker of the
+   best pair (`placement/policy.py`) for pages. A place at the prefill worker is kept until the answer.
+3. If that decode worker has no room, the reservation waits there, and `_ask_next` asks all others too.
+4. The first worker that grants pages wins. `_placement` selects the prefill worker anew, by what is known then, and the
+   result is a `Placement`. The other reservations are cancelled, and the next request is registered.
 
-`placement/scheduler.py` decides which request is placed and where; this module waits, and asks the workers. Changes
-of workers and released assignments cause step 2.
-
+Nothing is asked twice: a worker answers again when it has room. Changes of workers only bring new workers to ask.
 Requests also wait in the queue while a role has no workers, each for at most `worker_wait_s` seconds; then it fails
-with Unavailable.
-
-A request that is suspected of killing workers waits outside the queue for workers of its own (`isolation.py`).
+with Unavailable. A request that is suspected of killing workers waits outside the queue for workers of its own
+(`isolation.py`).
 """
 
 from __future__ import annotations
@@ -22,296 +19,37 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from baton.config.router import RouterConfig
-from baton.errors import BatonError, InvalidRequest, Unavailable
+from baton.errors import InvalidRequest, Unavailable
 from baton.kv.format import Shard
 from baton.lifecycle import State
 from baton.request import ReserveResult
 from baton.telemetry.logs import about
-from baton.telemetry.metrics import BREAKERS_OPEN
+from baton.telemetry.metrics import BREAKERS_OPEN, PLACEMENTS
 from router.isolation import Isolation, IsolationGrant
-from router.placement.policy import SelectionCriteria, WorkerSelection, can_serve
-from router.placement.scheduler import PlacementScheduler, selection_criteria
-from router.placement.waiter import PlacementRequest, Refusal, Waiter
+from router.placement.policy import (
+    ASKED_AT_MOST,
+    SelectionCriteria,
+    WorkerPair,
+    can_serve,
+    compatible_decode_addresses,
+    rank_pairs,
+)
+from router.placement.queue import PlacementQueue, PlacementRequest, Waiter
 from router.workers.decode_session import DecodeCall
 from router.workers.failures import AttemptBreakers, Breakers, Deliver, Suspicion
 from router.workers.link import WorkerLink
 from router.workers.pool import WorkerPool
 from router.workers.prefill_call import PrefillAssignment
 
+_MAX_PASSED = 8
+"""Most waiters that are passed over at a time because no prefill worker has room for them."""
+
 _logger = logging.getLogger(__name__)
-
-
-class _TooLarge(Exception):
-    """The request is too large for every decode worker that is there."""
-
-
-class Dispatcher:
-    """Gives placements to attempts. Use it on the event loop only."""
-
-    def __init__(self, pool: WorkerPool, config: RouterConfig) -> None:
-        self._pool = pool
-        self._config = config
-        self._loop = asyncio.get_running_loop()
-        self.scheduler = PlacementScheduler(
-            pool.prefixes,
-            capacity=config.queue_capacity,
-            prefill_limit=config.prefill_limit,
-            max_wait_s=config.queue_wait_s,
-        )
-        self._turn_futures: dict[Waiter, asyncio.Future[tuple[PrefillAssignment, WorkerSelection]]] = {}
-        """The next turn of each waiter, as a future of its assignment and the selected workers."""
-        self._assignment_tenants: dict[PrefillAssignment, str] = {}
-        """Tenant of each assignment at a prefill worker that came from the queue."""
-        self._breakers = Breakers(self._loop.time)
-        self._changed = asyncio.Event()
-        self._overdue_timer: asyncio.TimerHandle | None = None
-        self._reserver = DecodeReserver(pool, self._breakers, config.reserve_timeout_s)
-        self._isolation = Isolation(
-            pool,
-            self._breakers,
-            self._changed,
-            lambda: self.scheduler.fleet_epoch,
-            wait_s=config.isolation_wait_s,
-            worker_wait_s=config.worker_wait_s,
-        )
-        pool.subscribe(self._on_update)
-
-    def check_admission(self, tenant: str, *, needs_decode: bool) -> None:
-        """Raise Overloaded if the queue is full for the tenant.
-
-        Raises Unavailable if no worker can serve the request and `worker_wait_s` is 0.
-        """
-        self._check_workers(needs_decode=needs_decode)
-        self.scheduler.check_capacity(tenant)
-
-    def _check_workers(self, *, needs_decode: bool) -> None:
-        if not self._config.worker_wait_s and not can_serve(self._pool.fleet, needs_decode=needs_decode):
-            raise Unavailable(self._pool.describe_missing())
-
-    def close(self) -> None:
-        """Fail all requests in the queue with Unavailable."""
-        for waiter in self.scheduler:
-            self._fail_waiter(waiter, Unavailable("the router is stopping"))
-        self._arm_overdue_timer()
-
-    @contextlib.asynccontextmanager
-    async def place(
-        self, request: PlacementRequest, deliver: Deliver, suspicion: Callable[[], Suspicion] = lambda: Suspicion.NONE
-    ) -> AsyncIterator[Placement]:
-        """Wait for a placement and hold it until the block ends, which releases the assignment and the pages.
-
-        `deliver` gets the events of the attempt. While `suspicion` returns more than NONE, the request gets workers of
-        its own. Raises Overloaded at once if the queue is full or the deadline can't be met, Unavailable if no worker
-        that can serve the request came in time, and InvalidRequest if no decode worker can ever hold it.
-        """
-        try:
-            placement = await self._isolate(request, deliver, suspicion) if suspicion() else None
-            if placement is None:
-                placement = await self._wait_in_queue(request, deliver)
-        finally:
-            self._reserver.cancel_claims(request)
-        try:
-            yield placement
-        finally:
-            placement.breakers.end()
-            self.release(placement.prefill)
-            if placement.decode is not None:
-                placement.decode.close()
-            if placement.isolation is not None:
-                placement.isolation.release()
-            self._on_update()
-
-    def release(self, assignment: PrefillAssignment) -> None:
-        """Release the assignment, since the prompt is computed; idempotent."""
-        if self._free(assignment):
-            self._give_turns()
-
-    def _free(self, assignment: PrefillAssignment) -> bool:
-        if not assignment.release():
-            return False
-        if (tenant := self._assignment_tenants.pop(assignment, None)) is not None:
-            self.scheduler.release_prefill(tenant)
-        return True
-
-    async def _isolate(
-        self, request: PlacementRequest, deliver: Deliver, suspicion: Callable[[], Suspicion]
-    ) -> Placement | None:
-        """A placement on workers of its own; None if the request may run among others."""
-        request = replace(request, isolated=True)
-
-        async def reserve(
-            criteria: SelectionCriteria, selection: WorkerSelection, too_small_reasons: Mapping[str, str]
-        ) -> Placement | Refusal:
-            assignment, answer = self._assign(selection, criteria), None
-            try:
-                answer = await self._reserver.reserve(request, assignment, selection, deliver, too_small_reasons)
-            finally:
-                if not isinstance(answer, Placement):
-                    assignment.release()
-            return answer
-
-        placed = await self._isolation.place(request, reserve, suspicion)
-        return placed and replace(placed[0], isolation=placed[1])
-
-    async def _wait_in_queue(self, request: PlacementRequest, deliver: Deliver) -> Placement:
-        """Wait in the queue until a turn brings a placement."""
-        now = self._loop.time()
-        waiter = Waiter(request, now)
-        if not request.is_retry:
-            self._check_workers(needs_decode=request.needs_decode)
-        self.scheduler.push(waiter, self._pool.fleet, now)
-        self._turn_futures[waiter] = self._loop.create_future()
-        self._give_turns()
-        try:
-            while True:
-                try:
-                    assignment, selection = await self._wait_for_turn(waiter)
-                except _TooLarge:
-                    await self._wait_for_larger_worker(waiter)
-                else:
-                    if (placement := await self._reserve(waiter, assignment, selection, deliver)) is not None:
-                        return placement
-        finally:
-            # A waiter in the queue must have a future for its turn, also after an error.
-            self.scheduler.remove(waiter)
-            del self._turn_futures[waiter]
-            self.scheduler.forget(waiter)
-
-    async def _wait_for_turn(self, waiter: Waiter) -> tuple[PrefillAssignment, WorkerSelection]:
-        """Wait for a turn. Raises _TooLarge if no decode worker can ever hold the request."""
-        future = self._turn_futures[waiter]
-        try:
-            return await future
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled() and future.exception() is None:
-                self._end_turn(waiter, future.result()[0])
-            raise
-        finally:
-            if self.scheduler.remove(waiter):
-                self._give_turns()
-
-    async def _reserve(
-        self, waiter: Waiter, assignment: PrefillAssignment, selection: WorkerSelection, deliver: Deliver
-    ) -> Placement | None:
-        """Ask the selected decode workers; None if all refuse, and the waiter is back in the queue."""
-        answer = None
-        try:
-            too_small_reasons = waiter.refusal.too_small_reasons
-            answer = await self._reserver.reserve(waiter.request, assignment, selection, deliver, too_small_reasons)
-            if isinstance(answer, Placement):
-                self.scheduler.record_grant(waiter, self._loop.time())
-                return answer
-            self._turn_futures[waiter] = self._loop.create_future()
-            self.scheduler.record_refusal(waiter, answer, self._loop.time())
-            if self.scheduler.is_too_large(waiter, self._pool.fleet):
-                # Its next turn may come only after a change of a worker.
-                self._fail_waiter(waiter, _TooLarge())
-            return None
-        finally:
-            self._end_turn(waiter, None if isinstance(answer, Placement) else assignment)
-
-    def _end_turn(self, waiter: Waiter, unused: PrefillAssignment | None) -> None:
-        """End a turn; `unused` is its assignment if it brought no placement."""
-        self.scheduler.end_turn(waiter)
-        if unused is not None:
-            self._free(unused)
-        self._give_turns()
-
-    async def _wait_for_larger_worker(self, waiter: Waiter) -> None:
-        """Wait until a decode worker joins that is large enough, and return to the queue.
-
-        Only retries wait, because they ran on such a worker before. Raises InvalidRequest for a new request, and
-        Unavailable after `worker_wait_s` seconds.
-        """
-        request, reasons = waiter.request, "; ".join(waiter.refusal.too_small_reasons.values())
-        problem = (
-            f"{request.context_tokens} tokens of context and {request.max_new_tokens} of output need more than any "
-            f"decode worker can hold (--kv-memory, --max-model-len): {reasons}"
-        )
-        if not request.is_retry:
-            raise InvalidRequest("max_tokens", problem)
-        try:
-            async with asyncio.timeout(self._config.worker_wait_s):
-                while self.scheduler.is_too_large(waiter, self._pool.fleet):
-                    self._changed.clear()
-                    await self._changed.wait()
-                    self.scheduler.forget_departed(waiter, self._pool.fleet)
-        except TimeoutError:
-            waited = f"after a wait of {self._config.worker_wait_s:g} s"
-            message = f"no decode worker is left that could hold the request, {waited}: {problem}"
-            raise Unavailable(message) from None
-        self._turn_futures[waiter] = self._loop.create_future()
-        self.scheduler.requeue(waiter, self._loop.time(), as_head=True)
-        self._give_turns()
-
-    def _on_update(self) -> None:
-        self.scheduler.begin_epoch()
-        self._breakers.retain(self._pool.fleet)
-        workers, pairs = self._breakers.count_open()
-        BREAKERS_OPEN.labels("worker").set(workers)
-        BREAKERS_OPEN.labels("pair").set(pairs)
-        self._give_turns()
-
-    def _give_turns(self) -> None:
-        """Give turns in the order of the queue while prefill workers have room."""
-        self._changed.set()
-        without_prefill_room: set[Waiter] = set()
-        while self._give_turn(without_prefill_room):
-            pass
-        self._arm_overdue_timer()
-
-    def _give_turn(self, without_prefill_room: set[Waiter]) -> bool:
-        """Give the next waiter its turn; False if no waiter can use one."""
-        breakers = self._breakers.open_breakers()
-        turn = self.scheduler.next_turn(self._pool.fleet, breakers, self._loop.time(), without_prefill_room)
-        if turn is None:
-            return False
-        waiter, future = turn.waiter, self._turn_futures[turn.waiter]
-        if future.done():
-            # The waiter was cancelled, but its task has not run since.
-            self.scheduler.remove(waiter)
-        elif turn.selection is None:
-            self._fail_waiter(waiter, _TooLarge())
-        else:
-            assignment = self._assign(turn.selection, turn.criteria)
-            self.scheduler.begin_turn(waiter)
-            self._assignment_tenants[assignment] = waiter.request.tenant
-            future.set_result((assignment, turn.selection))
-        return True
-
-    def _arm_overdue_timer(self) -> None:
-        """Start the timer for waiters while no workers can serve; stop it when some can."""
-        self.scheduler.record_fleet(self._pool.fleet, self._loop.time())
-        missing = self.scheduler.lacks_workers
-        if missing and self._overdue_timer is None:
-            self._overdue_timer = self._loop.call_later(self._config.worker_wait_s, self._fail_overdue)
-        elif not missing and self._overdue_timer is not None:
-            self._overdue_timer.cancel()
-            self._overdue_timer = None
-
-    def _fail_overdue(self) -> None:
-        """Fail waiters that have waited `worker_wait_s` seconds for a worker."""
-        self._overdue_timer, wait_s = None, self._config.worker_wait_s
-        self.scheduler.record_fleet(self._pool.fleet, self._loop.time())
-        late, next_at = self.scheduler.overdue(self._pool.fleet, self._loop.time(), wait_s)
-        for waiter in late:
-            self._fail_waiter(waiter, Unavailable(self._pool.describe_missing(wait_s)))
-        if math.isfinite(next_at):
-            self._overdue_timer = self._loop.call_at(next_at, self._fail_overdue)
-
-    def _fail_waiter(self, waiter: Waiter, error: Exception) -> None:
-        self.scheduler.remove(waiter)
-        if not (future := self._turn_futures[waiter]).done():
-            future.set_exception(error)
-
-    def _assign(self, selection: WorkerSelection, criteria: SelectionCriteria) -> PrefillAssignment:
-        """An assignment at the selected prefill worker."""
-        cached = min(criteria.prefill_match.tokens(selection.prefill), criteria.tokens)
-        return self._pool.prefill_link(selection.prefill).assign(criteria.tokens, cached)
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,123 +77,309 @@ class Placement:
     consumer: str = ""
     pinned_tokens: int = 0
     peer: Peer | None = None
+    in_place: bool = False
+    """Whether one worker computes the prompt and decodes it, in the same pages."""
     isolation: IsolationGrant | None = None
     """The grant of the attempt, if its request runs isolated."""
 
     def describe(self) -> str:
         """The workers, for the ledger's reader."""
-        decode = f", decode at {self.decode_address}" if self.decode else ""
-        return f"prefill {self.prefill.link.name}{decode}"
+        decode = f", decode: at {self.decode_address}" if self.decode else ""
+        return f"prefill: on {self.prefill.link.name}{', in place' if self.in_place else decode}"
 
 
-class DecodeReserver:
-    """Asks decode workers for pages, one after the other; waits at most `timeout_s` seconds for each."""
+class Dispatcher:
+    """Gives placements to attempts. Use it on the event loop only."""
 
-    def __init__(self, pool: WorkerPool, breakers: Breakers, timeout_s: float) -> None:
+    def __init__(self, pool: WorkerPool, config: RouterConfig) -> None:
         self._pool = pool
-        self._breakers = breakers
-        self._timeout_s = timeout_s
+        self._config = config
         self._loop = asyncio.get_running_loop()
-        self._refused: dict[tuple[str, int], dict[str, DecodeCall]] = {}
-        """Refused calls by (request id, attempt number), then by the address of the decode worker."""
-
-    async def reserve(
-        self,
-        request: PlacementRequest,
-        assignment: PrefillAssignment,
-        selection: WorkerSelection,
-        deliver: Deliver,
-        too_small_reasons: Mapping[str, str],
-    ) -> Placement | Refusal:
-        """Ask the decode workers, one after the other, until one grants pages.
-
-        The caller must release the assignment if the result is a Refusal.
-        """
-        if not request.needs_decode:
-            self._record_expected_blocks(request, assignment, selection)
-            return Placement(assignment, self._breakers.begin_attempt(selection.prefill, None))
-        addresses = (*selection.decode, *self._avoided_decodes(request, selection, too_small_reasons))
-        request.lifecycle.enter(State.RESERVING, self._loop.time(), self._timeout_s * len(addresses))
-        answers: dict[str, ReserveResult] = {}
-        refused = self._refused.setdefault((request.request_id, request.attempt_number), {})
-        for address in addresses:
-            link = self._pool.decode_link(address)
-            if link is None or link.session is None or not link.session.open:
-                continue
-            # The selection may have been made before the worker was isolated for another request.
-            if address in self._pool.fleet.isolated and not request.isolated:
-                continue
-            # A worker with another checkpoint may have taken the address since.
-            if link.fingerprint != assignment.fingerprint:
-                continue
-            call, consumer = link.session.begin_call(request.request_id, request.attempt_number, deliver), link.consumer
-            incarnation = link.status.identity.incarnation if link.status else ""
-            digests = self._pool.prefixes.digests_to_pin(address, link.namespace, request.digests)
-            answer = answers[address] = await self._ask(call, request, digests)
-            if not answer.granted:
-                refused[address] = call
-            else:
-                refused.pop(address, None)
-                link.subtract_free(request.context_tokens - answer.cached_tokens, len(request.choices))
-                breakers = self._breakers.begin_attempt(selection.prefill, address)
-                self._record_expected_blocks(request, assignment, selection)
-                peer = self._peer(assignment, link) if answer.cached_tokens else None
-                cached = answer.cached_tokens
-                return Placement(assignment, breakers, call, address, incarnation, consumer, cached, peer)
-        request.lifecycle.enter(State.QUEUED, self._loop.time())
-        return self._refusal(request, selection, answers, too_small_reasons)
-
-    def cancel_claims(self, request: PlacementRequest) -> None:
-        """End the claims of the request at decode workers that have refused it."""
-        for call in self._refused.pop((request.request_id, request.attempt_number), {}).values():
-            call.cancel_claim()
-
-    def _refusal(
-        self,
-        request: PlacementRequest,
-        selection: WorkerSelection,
-        answers: Mapping[str, ReserveResult],
-        too_small_reasons: Mapping[str, str],
-    ) -> Refusal:
-        too_small_reasons = {**too_small_reasons}
-        for address, answer in answers.items():
-            if answer.too_small:
-                link = self._pool.decode_link(address)
-                too_small_reasons[address] = f"decode worker {link.name if link else address}: {answer.reason}"
-        reservable_tokens = max((answer.reservable_tokens for answer in answers.values()), default=0)
-        paired = {second for first, second in request.avoided_pairs if first == selection.prefill}
-        excluded = too_small_reasons.keys() | self._pool.fleet.isolated | paired
-        return Refusal(
-            too_small_reasons,
-            min((each.retry_after_s for each in answers.values() if each.retry_after_s), default=math.inf),
-            reservable_tokens,
-            excluded_workers=frozenset(address for address in excluded if address in self._pool.fleet.decode),
-            refused_for_choices=len(request.choices) > 1 and reservable_tokens >= request.context_tokens,
+        self.queue = PlacementQueue(
+            capacity=config.queue_capacity, prefill_limit=config.prefill_limit, max_wait_s=config.queue_wait_s
         )
+        self._reservations: dict[Waiter, Reservations] = {}
+        """Those of each waiter in the queue."""
+        self._places: dict[Waiter, PrefillAssignment] = {}
+        """Places at prefill workers that are kept for waiters until decode workers have answered."""
+        self._tenants: dict[PrefillAssignment, str] = {}
+        """Tenant of each assignment at a prefill worker that came from the queue."""
+        self._watching: set[Reservations] = set()
+        """Reservations of attempts for which a change of workers matters."""
+        self._no_workers_since = math.inf
+        self._overdue_timer: asyncio.TimerHandle | None = None
+        self._breakers = Breakers(self._loop.time)
+        self._isolation = Isolation(pool, wait_s=config.isolation_wait_s, worker_wait_s=config.worker_wait_s)
+        pool.subscribe(self._on_update)
 
-    def _avoided_decodes(
-        self, request: PlacementRequest, selection: WorkerSelection, too_small_reasons: Mapping[str, str]
-    ) -> list[str]:
-        """Addresses of decode workers that the request avoids, to ask after all others: that is better than to wait.
+    def check_admission(self, tenant: str, *, needs_decode: bool) -> None:
+        """Raise Overloaded if the queue is full for the tenant.
 
-        Empty for a request that must run isolated.
+        Raises Unavailable if no worker can serve the request and `worker_wait_s` is 0.
         """
-        fleet = self._pool.fleet
-        prefill = fleet.prefill.get(selection.prefill)
-        if request.isolated or not request.avoided_workers or prefill is None:
-            return []
-        criteria = selection_criteria(request, too_small_reasons, fleet, self._pool.prefixes)
-        excluded = {second for first, second in criteria.avoided_pairs if first == selection.prefill}
-        excluded.update(criteria.too_small_workers, selection.decode)
-        addresses = (view.address for view in fleet.compatible_decodes(prefill))
-        return [address for address in addresses if address in criteria.avoided_workers and address not in excluded]
+        self._check_workers(needs_decode=needs_decode)
+        self.queue.check_capacity(tenant)
 
-    def _record_expected_blocks(
-        self, request: PlacementRequest, assignment: PrefillAssignment, selection: WorkerSelection
-    ) -> None:
-        """Record that the prefill worker will soon hold the blocks: the prompt goes there at once."""
-        writes = request.cache.writes
-        self._pool.prefixes.expect(selection.prefill, request.digests, assignment.cached_tokens, writes=writes)
+    def _check_workers(self, *, needs_decode: bool) -> None:
+        if not self._config.worker_wait_s and not can_serve(self._pool.fleet, needs_decode=needs_decode):
+            raise Unavailable(self._pool.describe_missing())
+
+    def close(self) -> None:
+        """Fail all requests in the queue with Unavailable."""
+        for reservations in self._reservations.values():
+            reservations.fail(Unavailable("the router is stopping"))
+        if self._overdue_timer is not None:
+            self._overdue_timer.cancel()
+
+    @contextlib.asynccontextmanager
+    async def place(
+        self, request: PlacementRequest, deliver: Deliver, suspicion: Callable[[], Suspicion] = lambda: Suspicion.NONE
+    ) -> AsyncIterator[Placement]:
+        """Wait for a placement and hold it until the block ends, which releases the assignment and the pages.
+
+        `deliver` gets the events of the attempt. While `suspicion` returns more than NONE, the request gets workers of
+        its own. Raises Overloaded at once if the queue is full or the deadline can't be met, Unavailable if no worker
+        that can serve the request came in time, and InvalidRequest if no decode worker can ever hold it.
+        """
+        with Reservations(self._pool, request, deliver, self._config.reserve_timeout_s) as reservations:
+            try:
+                placement = await self._isolate(request, reservations, suspicion) if suspicion() else None
+                if placement is None:
+                    placement = await self._wait_in_queue(request, reservations)
+            finally:
+                self._watching.discard(reservations)
+        PLACEMENTS.labels(
+            "in_place" if placement.in_place else "transfer" if placement.decode is not None else "prefill_only"
+        ).inc()
+        try:
+            yield placement
+        finally:
+            placement.breakers.end()
+            self.release(placement.prefill)
+            if placement.decode is not None:
+                placement.decode.close()
+            if placement.isolation is not None:
+                placement.isolation.release()
+            self._on_update()
+
+    def release(self, assignment: PrefillAssignment) -> None:
+        """Release the assignment, since the prompt is computed; idempotent."""
+        if self._free(assignment):
+            self._register_waiters()
+
+    async def _wait_in_queue(self, request: PlacementRequest, reservations: Reservations) -> Placement:
+        """Wait in the queue until the request is registered and a decode worker has granted pages."""
+        if not request.is_retry:
+            self._check_workers(needs_decode=request.needs_decode)
+        waiter = Waiter(request, self._loop.time())
+        self.queue.push(waiter, self._pool.fleet, self._loop.time())
+        self._reservations[waiter] = reservations
+        try:
+            self._register_waiters()
+            while True:
+                await reservations.wait_for_change()
+                if (placement := self._placement(waiter, reservations)) is not None:
+                    self.queue.pop(waiter, self._loop.time())
+                    return placement
+                if self._is_too_large(reservations):
+                    await self._wait_for_larger_worker(waiter, reservations)
+                else:
+                    self._ask_next(waiter, reservations)
+        finally:
+            self.queue.remove(waiter)
+            del self._reservations[waiter]
+            self._free_place(waiter)
+            self._register_waiters()
+
+    def _register_waiters(self) -> None:
+        """Register waiters in the order of the queue while prefill workers have room."""
+        passed: set[Waiter] = set()
+        while len(passed) <= _MAX_PASSED:
+            waiter = self.queue.next_to_register(self._pool.fleet, self._loop.time(), passed)
+            if waiter is None:
+                break
+            if not self._register(waiter):
+                # Waiters behind it may still find a prefill worker that it can't use.
+                passed.add(waiter)
+        self._fail_overdue()
+
+    def _register(self, waiter: Waiter) -> bool:
+        """Ask the decode worker of the best pair for pages; False if no prefill worker has room."""
+        request, reservations, fleet = waiter.request, self._reservations[waiter], self._pool.fleet
+        limit = self.queue.prefill_limit(request.tenant, fleet)
+        pairs = self._rank(request, reservations, limit) if fleet.has_capacity(limit) else []
+        if not pairs:
+            return False
+        self.queue.register(waiter)
+        self._watching.add(reservations)
+        self._places[waiter] = place = self._assign(request, pairs[0])
+        self._tenants[place] = request.tenant
+        self.queue.begin_prefill(request.tenant)
+        if request.needs_decode:
+            request.lifecycle.enter(State.RESERVING, self._loop.time())
+            waiter.waits = not fleet.decode[pairs[0].decode].has_room(request.context_tokens)
+            reservations.ask(pairs[0].decode)
+        else:
+            reservations.changed.set()
+        return True
+
+    def _ask_next(self, waiter: Waiter, reservations: Reservations) -> None:
+        """Ask more decode workers, if all that were asked have answered that the reservation must wait there.
+
+        The best one is asked first, then all others, and at last those that failed the request before.
+        """
+        request, fleet, known = waiter.request, self._pool.fleet, reservations.known
+        if reservations.waiting:
+            # The prompt may be computed long after others, which can use the place until then.
+            self._free_place(waiter)
+        most = max(ASKED_AT_MOST - len(reservations.calls), 1) if reservations.calls else 1
+        unasked = {
+            view.address
+            for view in fleet.decode.values()
+            if view.address not in known
+            and (len(reservations.calls) < ASKED_AT_MOST or view.has_room(request.context_tokens))
+        }
+        if unasked and not reservations.unanswered:
+            criteria = self._criteria(request, reservations)
+            for each in (criteria, replace(criteria, avoided_workers=frozenset())):
+                pairs = rank_pairs(
+                    fleet,
+                    each,
+                    prefill_limit=math.inf,
+                    open_breakers=self._breakers.open_breakers(),
+                    most=most + len(known),
+                )
+                if found := [pair.decode for pair in pairs if pair.decode in unasked]:
+                    for address in found[:most]:
+                        reservations.ask(address)
+                    break
+        waiter.unused = (
+            reservations.left_out | {decode for _, decode in request.avoided_pairs} - reservations.calls.keys()
+        )
+        waiter.waits = bool(reservations.waiting) or (bool(reservations.calls) and waiter.waits)
+        self._register_waiters()
+
+    def _placement(self, waiter: Waiter, reservations: Reservations) -> Placement | None:
+        """The placement, if a decode worker has granted pages or none is needed. The prefill worker is selected anew.
+
+        If all prefill workers are full, the best one gets more than the limit: pages must not be idle.
+        """
+        request = waiter.request
+        if not request.needs_decode:
+            place = self._places.pop(waiter, None)
+            return None if place is None else self._placed(request, reservations, place)
+        for address in list(reservations.granted):
+            self._free_place(waiter)
+            limit = self.queue.prefill_limit(request.tenant, self._pool.fleet)
+            pairs = self._rank(request, reservations, limit, only=address, may_exceed=True)
+            if not pairs:
+                # It drains, or another request has it for itself.
+                reservations.leave_out(address)
+                continue
+            assignment = self._assign(request, pairs[0])
+            self._tenants[assignment] = request.tenant
+            self.queue.begin_prefill(request.tenant)
+            return self._placed(request, reservations, assignment, address)
+        return None
+
+    def _is_too_large(self, reservations: Reservations) -> bool:
+        """Whether the request is too large for every decode worker that is there."""
+        matching = compatible_decode_addresses(self._pool.fleet) if reservations.too_small else frozenset()
+        return bool(matching) and reservations.too_small.keys() >= matching
+
+    async def _wait_for_larger_worker(self, waiter: Waiter, reservations: Reservations) -> None:
+        """Wait until a decode worker joins that may be large enough, and return to the queue.
+
+        Only retries wait, because they ran on such a worker before. Raises InvalidRequest for a new request, and
+        Unavailable after `worker_wait_s` seconds.
+        """
+        request, reasons = waiter.request, "; ".join(reservations.too_small.values())
+        problem = (
+            f"{request.context_tokens} tokens of context and {request.max_new_tokens} of output need more than any "
+            f"decode worker can hold (--kv-memory, --max-model-len): {reasons}"
+        )
+        if not request.is_retry:
+            raise InvalidRequest("max_tokens", problem)
+        self.queue.remove(waiter)
+        self._free_place(waiter)
+        self._register_waiters()
+        request.lifecycle.enter(State.QUEUED, self._loop.time())
+        try:
+            async with asyncio.timeout(self._config.worker_wait_s):
+                while self._is_too_large(reservations):
+                    await reservations.wait_for_change()
+        except TimeoutError:
+            waited = f"after a wait of {self._config.worker_wait_s:g} s"
+            message = f"no decode worker is left that could hold the request, {waited}: {problem}"
+            raise Unavailable(message) from None
+        self.queue.push(waiter, self._pool.fleet, self._loop.time())
+        self._register_waiters()
+
+    async def _isolate(
+        self, request: PlacementRequest, reservations: Reservations, suspicion: Callable[[], Suspicion]
+    ) -> Placement | None:
+        """A placement on workers of its own; None if the request may run among others."""
+        self._isolation.enter(request.request_id)
+        self._watching.add(reservations)
+        placement = None
+        try:
+            while suspected := suspicion():
+                step = self._isolation.next_step(
+                    request.request_id,
+                    self._criteria(request, reservations),
+                    self._breakers.open_breakers(),
+                    suspected,
+                    reservations.calls,
+                    self._loop.time(),
+                )
+                if step is None:
+                    break
+                if step.pair is not None:
+                    if request.needs_decode:
+                        reservations.ask_only(step.pair.decode)
+                    if not request.needs_decode or step.pair.decode in reservations.granted:
+                        assignment = self._assign(request, step.pair)
+                        placement = self._placed(request, reservations, assignment, step.pair.decode)
+                        grant = self._isolation.grant(request.request_id, step.pair, suspected)
+                        return replace(placement, isolation=grant)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(None if math.isinf(step.until) else step.until):
+                        await reservations.wait_for_change()
+            reservations.ask_only("")
+            return None
+        finally:
+            if placement is None:
+                self._isolation.leave(request.request_id)
+            self._on_update()
+
+    def _placed(
+        self,
+        request: PlacementRequest,
+        reservations: Reservations,
+        assignment: PrefillAssignment,
+        address: str = "",
+    ) -> Placement:
+        """The placement on workers that have given the attempt all that it needs."""
+        prefill = assignment.link.address
+        # The prompt goes there at once, so the worker will soon hold its blocks.
+        expect = self._pool.prefixes.expect
+        expect(prefill, request.digests, assignment.cached_tokens, writes=request.cache.writes)
+        if not address:
+            return Placement(assignment, self._breakers.begin_attempt(prefill, None))
+        call, answer = reservations.take(address)
+        in_place, link = address == prefill, self._pool.decode_link(address)
+        status = link.status if link is not None else None
+        return Placement(
+            prefill=assignment,
+            breakers=self._breakers.begin_attempt(prefill, address),
+            decode=call,
+            decode_address=address,
+            decode_incarnation=status.identity.incarnation if status else "",
+            consumer=link.consumer if link is not None else "",
+            pinned_tokens=answer.cached_tokens,
+            peer=self._peer(assignment, link) if link is not None and answer.cached_tokens and not in_place else None,
+            in_place=in_place,
+        )
 
     def _peer(self, assignment: PrefillAssignment, decode: WorkerLink) -> Peer | None:
         """The decode worker as a source of KV; None if its block namespace differs, or if it refuses our KV tickets."""
@@ -464,25 +388,228 @@ class DecodeReserver:
             return None
         return Peer(status.identity.shards_at(decode.address), status.identity.incarnation)
 
-    async def _ask(self, call: DecodeCall, request: PlacementRequest, digests: bytes) -> ReserveResult:
-        """The answer of one worker; a refusal if none comes in time or the session is lost."""
-        answer = ReserveResult(False, "no answer", False)
+    def _criteria(self, request: PlacementRequest, reservations: Reservations) -> SelectionCriteria:
+        """The needs of a request, for the fleet and the known prefixes as they are now."""
+        fleet, prefixes = self._pool.fleet, self._pool.prefixes
+        views = (
+            (each, fleet.prefill.get(each.address) or fleet.decode.get(each.address))
+            for each in request.avoided_workers
+        )
+        return SelectionCriteria(
+            request.context_tokens,
+            request.needs_decode,
+            avoided_workers=frozenset(each.address for each, view in views if view is not None and each.applies(view)),
+            avoided_pairs=request.avoided_pairs,
+            too_small_workers=frozenset(reservations.too_small),
+            prefill_match=prefixes.match_prefill(request.digests),
+            decode_match=prefixes.match_decode(request.digests),
+        )
+
+    def _rank(
+        self,
+        request: PlacementRequest,
+        reservations: Reservations,
+        limit: float,
+        *,
+        only: str | None = None,
+        may_exceed: bool = False,
+    ) -> list[WorkerPair]:
+        """The best pair for a request, as a list; empty if there is none."""
+        return rank_pairs(
+            self._pool.fleet,
+            self._criteria(request, reservations),
+            prefill_limit=limit,
+            open_breakers=self._breakers.open_breakers(),
+            only=only,
+            may_exceed=may_exceed,
+        )
+
+    def _assign(self, request: PlacementRequest, pair: WorkerPair) -> PrefillAssignment:
+        """An assignment at the prefill worker of the pair."""
+        match = self._pool.prefixes.match_prefill(request.digests)
+        cached = min(match.tokens(pair.prefill), request.context_tokens)
+        return self._pool.prefill_link(pair.prefill).assign(request.context_tokens, cached)
+
+    def _free_place(self, waiter: Waiter) -> None:
+        if (place := self._places.pop(waiter, None)) is not None:
+            self._free(place)
+
+    def _free(self, assignment: PrefillAssignment) -> bool:
+        if not assignment.release():
+            return False
+        if (tenant := self._tenants.pop(assignment, None)) is not None:
+            self.queue.end_prefill(tenant)
+        return True
+
+    def _on_update(self) -> None:
+        """Handle a change of workers, or the end of a placement."""
+        self._breakers.retain(self._pool.fleet)
+        workers, pairs = self._breakers.count_open()
+        BREAKERS_OPEN.labels("worker").set(workers)
+        BREAKERS_OPEN.labels("pair").set(pairs)
+        for reservations in self._watching:
+            reservations.on_update()
+        self._register_waiters()
+
+    def _fail_overdue(self) -> None:
+        """Fail waiters that have waited `worker_wait_s` seconds while no workers can serve them."""
+        fleet, now, wait_s = self._pool.fleet, self._loop.time(), self._config.worker_wait_s
+        if self._overdue_timer is not None:
+            self._overdue_timer.cancel()
+            self._overdue_timer = None
+        if not len(self.queue) or can_serve(fleet, needs_decode=True):
+            self._no_workers_since = math.inf
+            return
+        self._no_workers_since, next_at = min(self._no_workers_since, now), math.inf
+        for waiter in self.queue:
+            until = max(self._no_workers_since, waiter.queued_at) + wait_s
+            if until > now:
+                next_at = min(next_at, until)
+            elif not can_serve(fleet, needs_decode=waiter.request.needs_decode):
+                self._reservations[waiter].fail(Unavailable(self._pool.describe_missing(wait_s)))
+        if math.isfinite(next_at):
+            self._overdue_timer = self._loop.call_at(next_at, self._fail_overdue)
+
+
+class Reservations:
+    """The reservations of one attempt at decode workers, by address; the first one that is granted is used.
+
+    A worker is asked once. It answers `granted` or a refusal, at once or after the answer `waiting`. A worker without
+    an answer after `timeout_s` seconds counts as one that refuses. The end of the block cancels all reservations but
+    one that was taken.
+    """
+
+    def __init__(self, pool: WorkerPool, request: PlacementRequest, deliver: Deliver, timeout_s: float) -> None:
+        self._pool = pool
+        self._request = request
+        self._deliver = deliver
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._incarnations: dict[str, str] = {}
+        self._error: Exception | None = None
+        self.changed = asyncio.Event()
+        """Set at each answer and at each change of workers."""
+        self.calls: dict[str, DecodeCall] = {}
+        """Calls that have no answer yet, wait for pages, or have them."""
+        self.waiting: set[str] = set()
+        self.granted: dict[str, ReserveResult] = {}
+        """Answers with pages that are not in use yet."""
+        self.too_small: dict[str, str] = {}
+        """The reason of each worker that can never hold the request."""
+        self.left_out: set[str] = set()
+        """Workers that have refused for another reason, or have not answered."""
+
+    def __enter__(self) -> Reservations:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ask_only("")
+
+    @property
+    def known(self) -> set[str]:
+        """Addresses of workers that are not asked again."""
+        return {*self.calls, *self.left_out, *self.too_small}
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether a worker has not answered yet, though it must answer at once."""
+        return bool(self._timers)
+
+    async def wait_for_change(self) -> None:
+        """Wait for an answer or a change of workers. Raises the error of `fail`."""
+        await self.changed.wait()
+        self.changed.clear()
+        if self._error is not None:
+            raise self._error
+
+    def fail(self, error: Exception) -> None:
+        """Let `wait_for_change` raise an error."""
+        self._error = error
+        self.changed.set()
+
+    def ask(self, address: str) -> None:
+        """Ask a worker for pages, if it has a session."""
+        request, link = self._request, self._pool.decode_link(address)
+        if link is None or link.session is None or not link.session.open:
+            return
+        view = self._pool.fleet.decode[address]
+        if view.has_room(request.context_tokens):
+            # The worker will grant it, and no status tells so until then.
+            link.subtract_free(request.context_tokens, len(request.choices))
+        call = link.session.begin_call(request.request_id, request.attempt_number, self._deliver)
+        self.calls[address] = call
+        self._incarnations[address] = view.incarnation
+        self._timers[address] = self._loop.call_later(self._timeout_s, self._on_silence, address)
         left = request.deadline - self._loop.time()
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                answer = await call.reserve(
-                    context_tokens=request.context_tokens,
-                    max_new_tokens=request.max_new_tokens,
-                    choices=request.choices,
-                    deadline_ms=0 if math.isinf(left) else max(math.ceil(1e3 * left), 1),
-                    salt=request.salt,
-                    cache=request.cache,
-                    prefix_digests=digests,
-                )
-        except (TimeoutError, BatonError) as error:
-            name = f"{request.request_id}/{request.attempt_number}"
-            _logger.warning("reservation %s failed: %r", name, error, extra=about(name))
-        finally:
-            if not answer.granted:
-                call.close()
-        return answer
+        call.reserve(
+            partial(self._on_answer, address),
+            context_tokens=request.context_tokens,
+            max_new_tokens=request.max_new_tokens,
+            choices=request.choices,
+            deadline_ms=0 if math.isinf(left) else max(math.ceil(1e3 * left), 1),
+            salt=request.salt,
+            cache=request.cache,
+            prefix_digests=self._pool.prefixes.digests_to_pin(address, link.namespace, request.digests),
+        )
+
+    def ask_only(self, address: str) -> None:
+        """Cancel all reservations but the one at `address`, and ask there unless it was asked before."""
+        for other in [each for each in self.calls if each != address]:
+            self._end(other)
+        if address and address not in self.known:
+            self.ask(address)
+
+    def take(self, address: str) -> tuple[DecodeCall, ReserveResult]:
+        """The call and the answer of a worker that has granted pages; the caller must close the call."""
+        call, answer = self.calls.pop(address), self.granted.pop(address)
+        call.keep()
+        return call, answer
+
+    def leave_out(self, address: str) -> None:
+        """End the reservation at a worker, and don't ask it again for now."""
+        self._end(address)
+        self.left_out.add(address)
+
+    def on_update(self) -> None:
+        """Handle a change of workers: another worker may have come to an address."""
+        fleet = self._pool.fleet.decode
+        for address in [*self.too_small, *self.left_out]:
+            view = fleet.get(address)
+            # Where all have refused, they are asked again at the next status.
+            if view is None or view.incarnation != self._incarnations[address] or not self.calls:
+                self.left_out.discard(address)
+            if view is None or view.incarnation != self._incarnations[address]:
+                self.too_small.pop(address, None)
+        self.changed.set()
+
+    def _on_answer(self, address: str, answer: ReserveResult) -> None:
+        if (timer := self._timers.pop(address, None)) is not None:
+            timer.cancel()
+        self.waiting.discard(address)
+        self.granted.pop(address, None)
+        if answer.granted:
+            self.granted[address] = answer
+        elif answer.waiting:
+            self.waiting.add(address)
+        elif answer.too_small:
+            self._end(address)
+            link = self._pool.decode_link(address)
+            self.too_small[address] = f"decode worker {link.name if link else address}: {answer.reason}"
+        else:
+            self.leave_out(address)
+        self.changed.set()
+
+    def _on_silence(self, address: str) -> None:
+        name = f"{self._request.request_id}/{self._request.attempt_number}"
+        words = "reservation %s: decode worker at %s has not answered in %g s"
+        _logger.warning(words, name, address, self._timeout_s, extra=about(name))
+        self._on_answer(address, ReserveResult(False, "no answer", False))
+
+    def _end(self, address: str) -> None:
+        """End the reservation at a worker."""
+        if (timer := self._timers.pop(address, None)) is not None:
+            timer.cancel()
+        self.waiting.discard(address)
+        self.granted.pop(address, None)
+        self.calls.pop(address).close()

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from baton.telemetry import metrics
 from baton.worker.status import WorkerRole
 from router.placement.policy import FleetView
-from router.placement.scheduler import PlacementScheduler
-from router.placement.waiter import PlacementRequest
+from router.placement.queue import PlacementQueue, PlacementRequest
 from router.request_runner import RequestRunner
 from router.workers.pool import WorkerPool
 
@@ -19,20 +18,20 @@ class RouterGauges:
     """Sets the gauges of a router."""
 
     pool: WorkerPool
-    scheduler: PlacementScheduler
+    queue: PlacementQueue
     request_runner: RequestRunner
 
     def set_gauges(self) -> None:
         """Set all gauges to their values now."""
         fleet, loads = self.pool.fleet, self.pool.loads(WorkerRole.DECODE)
-        metrics.WAITING.set(len(self.scheduler))
+        metrics.WAITING.set(len(self.queue))
         metrics.RUNNING.set(self.request_runner.placed_attempts)
         metrics.FLEET.labels("prefill").set(sum(not view.draining for view in fleet.prefill.values()))
         metrics.FLEET.labels("decode").set(sum(not view.draining for view in fleet.decode.values()))
         prefill_s, decode_s = queued_seconds(
-            [waiter.request for waiter in self.scheduler],
+            [waiter.request for waiter in self.queue],
             fleet,
-            waits_for_decode=self.scheduler.waits_for_decode,
+            waits_for_decode=self.queue.waits_for_decode,
             batch=sum(load.slots_used for load in loads) / max(len(loads), 1),
             decode_s=self.request_runner.decode_s.value,
         )

@@ -1,4 +1,4 @@
-"""Isolation of requests that are suspected of killing workers: each waits for workers of its own.
+"""Isolation of requests that are suspected of killing workers: each waits for workers of its own. Pure.
 
     request is first ── its workers get no new requests ── they are empty ── reserve ── run ── first token from decode
                                                                                                └─ isolation ends
@@ -16,75 +16,48 @@ this request.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Collection
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple
 
 from baton.errors import Unavailable
-from router.placement.policy import SelectionCriteria, WorkerSelection, can_serve, least_loaded_pair
-from router.placement.scheduler import selection_criteria
-from router.placement.waiter import PlacementRequest, Refusal
-from router.workers.failures import Breakers, Suspicion
+from router.placement.policy import OpenBreakers, SelectionCriteria, WorkerPair, can_serve, least_loaded_pair
+from router.workers.failures import Suspicion
 from router.workers.pool import WorkerPool
 
-P = TypeVar("P")
-ReserveAt: TypeAlias = Callable[[SelectionCriteria, WorkerSelection, Mapping[str, str]], Awaitable[P | Refusal]]
-"""A function that reserves at the selected workers; the mapping has, by address, why a worker is too small."""
+
+class IsolationStep(NamedTuple):
+    """What a request does next: use its pair, if there is one that is empty, or wait for a change until a time."""
+
+    pair: WorkerPair | None
+    until: float
 
 
 class Isolation:
-    """Places requests on workers that serve no other request; `WorkerPool.isolate` keeps new requests away from them.
+    """Chooses workers that serve no other request; `WorkerPool.isolate` keeps new requests away from them."""
 
-    `changed` is set at each change of a worker or of the queue. `fleet_epoch` is that of `RefusalGate`.
-    """
-
-    def __init__(
-        self,
-        pool: WorkerPool,
-        breakers: Breakers,
-        changed: asyncio.Event,
-        fleet_epoch: Callable[[], int],
-        *,
-        wait_s: float,
-        worker_wait_s: float,
-    ) -> None:
+    def __init__(self, pool: WorkerPool, *, wait_s: float, worker_wait_s: float) -> None:
         self._pool = pool
-        self._breakers = breakers
-        self._changed = changed
-        self._fleet_epoch = fleet_epoch
         self._wait_s = wait_s
         self._worker_wait_s = worker_wait_s
         self._attempts: dict[str, int] = {}
         """Number of attempts of each request, by request id, in order of arrival."""
-        self._pair: WorkerSelection | None = None
-        """Workers of the first request."""
+        self._pair: WorkerPair | None = None
+        """Workers of the first request, once an attempt of it is placed."""
+        self._chosen: WorkerPair | None = None
+        """The latest pair that was selected for the first request."""
         self._own: frozenset[str] = frozenset()
         """Addresses of the workers that the first request has for itself."""
         self._empty_by: float | None = None
-        self._loop = asyncio.get_running_loop()
+        self._no_workers_since: dict[str, float] = {}
 
-    async def place(
-        self, request: PlacementRequest, reserve: ReserveAt[P], suspicion: Callable[[], Suspicion]
-    ) -> tuple[P, IsolationGrant] | None:
-        """Wait for a placement on workers of its own. Returns it with a grant that the caller must release.
-
-        Returns None if the request may run among others: it is no longer suspected, no workers became empty in time, or
-        no present worker can hold it. Raises Unavailable if there were no workers for `worker_wait_s` seconds.
-        """
-        request_id = request.request_id
+    def enter(self, request_id: str) -> None:
+        """Count one attempt more of a request; the caller must call `leave`, or `release` of a grant."""
         self._attempts[request_id] = self._attempts.get(request_id, 0) + 1
-        placed = None
-        try:
-            placed = await self._place(request, reserve, suspicion)
-        finally:
-            if placed is None:
-                self._leave(request_id)
-        return placed
 
-    def _leave(self, request_id: str) -> None:
+    def leave(self, request_id: str) -> None:
+        """Count one attempt fewer. The next request is first when no attempt of the first one is left."""
         was_first = self._is_first(request_id)
         self._attempts[request_id] -= 1
         if self._attempts[request_id]:
@@ -93,71 +66,74 @@ class Isolation:
                 self._pool.isolate(self._own)
             return
         del self._attempts[request_id]
+        self._no_workers_since.pop(request_id, None)
         if was_first:
-            self._pair = self._empty_by = None
-            self._own = frozenset()
-            self._changed.set()
-            self._pool.isolate(frozenset())
+            self._pair, self._chosen, self._empty_by, self._own = None, None, None, frozenset()
+            self._pool.isolate(self._own)
+
+    def next_step(
+        self,
+        request_id: str,
+        criteria: SelectionCriteria,
+        open_breakers: OpenBreakers,
+        suspicion: Suspicion,
+        asked: Collection[str],
+        now: float,
+    ) -> IsolationStep | None:
+        """The next step of an attempt, which waits for pages at the decode worker in `asked`, if at any.
+
+        None if the request may run among others: no workers became empty in time, or no present worker can hold it.
+        Raises Unavailable if there were no workers for `worker_wait_s` seconds.
+        """
+        fleet, first = self._pool.fleet, self._is_first(request_id)
+        if not can_serve(fleet, needs_decode=criteria.needs_decode):
+            until = self._no_workers_since.setdefault(request_id, now) + self._worker_wait_s
+            if now >= until:
+                raise Unavailable(self._pool.describe_missing(self._worker_wait_s))
+            # The time in which a pair must become empty starts when there is a pair.
+            self._empty_by = None if first else self._empty_by
+            return IsolationStep(None, until)
+        self._no_workers_since.pop(request_id, None)
+        if not first:
+            return IsolationStep(None, math.inf)
+        isolates_decode = suspicion is Suspicion.PAIR
+        found = self._select(criteria, open_breakers, asked, isolates_decode=isolates_decode)
+        if found is None:
+            return None
+        pair, empty = found
+        self._pool.isolate(self._own | self._addresses(pair, suspicion) | ({pair.decode} & {*asked}))
+        self._empty_by = self._empty_by or now + self._wait_s
+        if now >= self._empty_by and (not empty or pair.decode in asked):
+            return None
+        self._chosen = pair
+        return IsolationStep(pair if empty else None, self._empty_by)
+
+    def grant(self, request_id: str, pair: WorkerPair, suspicion: Suspicion) -> IsolationGrant:
+        """The right of an attempt that is placed on the pair; other choices of the request may be placed there now."""
+        self._pair, self._own = pair, self._own | self._addresses(pair, suspicion)
+        self._pool.isolate(self._own)
+        return IsolationGrant(partial(self.leave, request_id), isolates_decode=suspicion is Suspicion.PAIR)
 
     def _is_first(self, request_id: str) -> bool:
-        return next(iter(self._attempts)) == request_id
+        return next(iter(self._attempts), None) == request_id
 
-    async def _place(
-        self, request: PlacementRequest, reserve: ReserveAt[P], suspicion: Callable[[], Suspicion]
-    ) -> tuple[P, IsolationGrant] | None:
-        too_small_reasons: Mapping[str, str] = {}
-        refused, no_workers_since = None, None
-        while suspected := suspicion():
-            self._changed.clear()
-            now, until = self._loop.time(), math.inf
-            if not can_serve(self._pool.fleet, needs_decode=request.needs_decode):
-                no_workers_since = now if no_workers_since is None else no_workers_since
-                until = no_workers_since + self._worker_wait_s
-                if now >= until:
-                    raise Unavailable(self._pool.describe_missing(self._worker_wait_s))
-                # The time in which a pair must become empty starts when there is a pair.
-                if self._is_first(request.request_id):
-                    self._empty_by = None
-            elif self._is_first(request.request_id):
-                no_workers_since = None
-                criteria = selection_criteria(request, too_small_reasons, self._pool.fleet, self._pool.prefixes)
-                isolates_decode = suspected is Suspicion.PAIR
-                found = self._select(criteria, isolates_decode=isolates_decode)
-                if found is None:
-                    return None
-                selection, empty = found
-                own = frozenset((selection.prefill, *(selection.decode if isolates_decode else ())))
-                self._pool.isolate(self._own.union(own, selection.decode if refused else ()))
-                until = self._empty_by = self._empty_by or now + self._wait_s
-                if empty and refused != (selection, self._fleet_epoch()):
-                    refused = selection, self._fleet_epoch()
-                    answer = await reserve(criteria, selection, too_small_reasons)
-                    if not isinstance(answer, Refusal):
-                        self._pair, self._own = selection, self._own | own
-                        self._pool.isolate(self._own)
-                        # Other choices of the request may be placed now.
-                        self._changed.set()
-                        return answer, IsolationGrant(
-                            partial(self._leave, request.request_id), isolates_decode=isolates_decode
-                        )
-                    too_small_reasons = answer.too_small_reasons
-                    continue
-                if now >= until:
-                    return None
-            else:
-                no_workers_since = None
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(None if math.isinf(until) else until):
-                    await self._changed.wait()
-        return None
+    def _addresses(self, pair: WorkerPair, suspicion: Suspicion) -> frozenset[str]:
+        """Addresses of the workers in the pair that the request has for itself."""
+        return frozenset(pair if suspicion is Suspicion.PAIR and pair.decode else pair[:1])
 
-    def _select(self, criteria: SelectionCriteria, *, isolates_decode: bool) -> tuple[WorkerSelection, bool] | None:
+    def _select(
+        self, criteria: SelectionCriteria, open_breakers: OpenBreakers, asked: Collection[str], *, isolates_decode: bool
+    ) -> tuple[WorkerPair, bool] | None:
         """The pair to use, and whether its isolated workers serve no other request; None if there is no pair."""
-        fleet, pair = self._pool.fleet, self._pair
-        has_own = not isolates_decode or (pair is not None and self._own.issuperset(pair.decode))
-        if pair is not None and has_own and all(address in fleet for address in (pair.prefill, *pair.decode)):
-            return pair, True
-        return least_loaded_pair(fleet, criteria, self._breakers.open_breakers(), isolates_decode=isolates_decode)
+        fleet = self._pool.fleet
+        # The views count the attempt itself where it waits, and other choices of the request where they run.
+        for pair, keep in (
+            (self._chosen, self._chosen is not None and self._chosen.decode in asked),
+            (self._pair, not isolates_decode or (self._pair is not None and self._pair.decode in self._own)),
+        ):
+            if keep and pair is not None and all(address in fleet for address in pair if address):
+                return pair, True
+        return least_loaded_pair(fleet, criteria, open_breakers, isolates_decode=isolates_decode)
 
 
 class IsolationGrant:

@@ -54,7 +54,7 @@ from baton.transfer.tickets import TicketSigner
 from router.dispatcher import Dispatcher, Placement
 from router.output import OutputProcessor
 from router.placement.prefix_directory import BlockHasher
-from router.placement.waiter import PlacementRequest
+from router.placement.queue import PlacementRequest
 from router.request import Request
 from router.retries import RetryBudget, RetryHistory
 from router.serving.threads import TenantThreads
@@ -230,7 +230,12 @@ class RequestRunner:
         level = logging.WARNING if event.cause in (Cause.FAULT, Cause.LOST) else logging.INFO
         described, extra = describe_failure(event, failure.blamed), about(request.id)
         try:
-            delay_s = history.next_delay_s(event, max_attempts=self._config.max_attempts, charge=charge)
+            delay_s = history.next_delay_s(
+                event,
+                max_attempts=self._config.max_attempts,
+                charge=charge,
+                elsewhere=self._deps.pool.fleet.usable_prefills > 1,
+            )
         except BatonError:
             _logger.warning("request %s ends: %s", request.id, described, extra=extra)
             raise
@@ -447,7 +452,8 @@ class Attempt:
             placement.prefill.remove_suspect()
             prefilling.cancel()
             # After the cancellation: an export that it came too late for must be abandoned.
-            if transfer_id and not self._has_decode_output and not self._prefill_failed:
+            is_export = transfer_id and not placement.in_place
+            if is_export and not self._has_decode_output and not self._prefill_failed:
                 self._deps.abandoner.abandon(placement.prefill, transfer_id, self._request.id)
             await asyncio.gather(prefilling, return_exceptions=True)
 
@@ -480,6 +486,7 @@ class Attempt:
                 message,
                 transfer_id=transfer_id,
                 source=source,
+                in_place=placement.in_place,
                 timeout=self._remaining(),
                 silence_s=self._deps.config.prefill_silence_s,
                 deliver=self._deliver,
@@ -603,6 +610,8 @@ class Attempt:
         """The exception for a failure, after the worker at fault was recorded."""
         if isinstance(event.error, _FINAL) and event.cause is not Cause.REFUSED:
             return event.error
+        if placement.in_place and event.blame is Blame.PAIR:
+            event = replace(event, blame=Blame.DECODE)
         # The prefill worker may be lost, and decode may notice this before the watch does.
         grace_s = LOSS_GRACE_S if isinstance(event.error, SourceUnreachable) else 0.0
         if event.blame is Blame.PAIR and await placement.prefill.wait_for_loss(grace_s):

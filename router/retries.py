@@ -4,7 +4,7 @@
                 budget; faults before an attempt that brought FORGIVEN_TOKENS tokens do not count
     loss        a lost connection with a worker: not charged; after enough deaths the request runs isolated, and it ends
                 if it kills a worker there
-    drain, preemption, refusal by a full worker: not charged
+    drain, preemption, refusal by a full worker: not charged; after a first refusal another worker is tried at once
 
 A request ends after MAX_IN_A_ROW attempts in a row without a token, and after as many deaths of workers without a token
 from decode. All requests of a router share the budget: it allows retries for a fixed fraction of the accepted requests,
@@ -140,11 +140,12 @@ class RetryHistory:
         *,
         max_attempts: int,
         charge: Callable[[], bool],
+        elsewhere: bool = False,
         jitter: Callable[[float, float], float] = random.uniform,
     ) -> float:
         """Record a failed attempt. Returns the seconds until the next one, or raises the error of `failure`.
 
-        It raises if no other attempt is allowed.
+        It raises if no other attempt is allowed. `elsewhere` tells whether there are other prefill workers.
         """
         self.attempts += 1
         error = failure.error
@@ -163,7 +164,7 @@ class RetryHistory:
             raise error
         if failure.cause is Cause.FAULT and self.faults > 1:
             return _pause(self.faults - 2, jitter)
-        if failure.cause is Cause.REFUSED:
+        if failure.cause is Cause.REFUSED and not (elsewhere and self.refusals == 1):
             hint = error.retry_after if isinstance(error, Overloaded) else None
             return max(_pause(self.refusals - 1, jitter), min(hint or 0.0, _MAX_PAUSE_S))
         return 0.0

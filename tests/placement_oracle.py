@@ -3,21 +3,23 @@
 from collections.abc import Mapping, Sequence
 
 from router.placement.policy import (
-    ASK_ALL_UP_TO,
-    ASKED_IF_MORE,
     NO_OPEN_BREAKERS,
+    SLOT_STEPS,
+    TIE_S,
+    TRANSFER_S,
+    UNKNOWN_BANDWIDTH,
     AvoidancePenalty,
     DecodeView,
     OpenBreakers,
     PrefillView,
     SelectionCriteria,
-    WorkerSelection,
+    WorkerPair,
     can_pair,
 )
 from router.placement.prefix_directory import PrefixMatch
 
 
-def select(
+def rank(
     prefills: Sequence[PrefillView],
     decodes: Sequence[DecodeView],
     criteria: SelectionCriteria,
@@ -26,25 +28,81 @@ def select(
     mean_rate: float,
     open_breakers: OpenBreakers = NO_OPEN_BREAKERS,
     isolated: frozenset[str] = frozenset(),
-) -> WorkerSelection | None:
-    matched = pairs(prefills, decodes, criteria, isolated | criteria.too_small_workers)
-    if not matched:
-        return None
+    may_exceed: bool = False,
+) -> list[WorkerPair]:
     penalty = AvoidancePenalty(criteria, open_breakers)
-    faults = {prefill.address: _fault(prefill, follow, penalty) for prefill, follow in matched}
-    least = min(faults.values())
-    free = [
-        (prefill, follow)
-        for prefill, follow in matched
-        if faults[prefill.address] == least and prefill.open_requests < prefill_limit
-    ]
-    if not free:
-        return None
-    prefill, follow = min(free, key=lambda pair: _prefill_rank(pair[0], criteria, mean_rate))
-    best = [decode for decode in follow if penalty.of_pair(prefill.address, decode.address) == least]
-    best.sort(key=lambda decode: _decode_rank(decode, criteria))
-    most = ASK_ALL_UP_TO if len(best) <= ASK_ALL_UP_TO else ASKED_IF_MORE
-    return WorkerSelection(prefill.address, tuple(decode.address for decode in best[:most]))
+    prefills = [prefill for prefill in prefills if prefill.address not in isolated]
+    decodes = [decode for decode in decodes if decode.address not in isolated | criteria.too_small_workers]
+
+    def full(prefill: PrefillView) -> bool:
+        return prefill.open_requests >= prefill_limit
+
+    def compute_s(prefill: PrefillView) -> float:
+        rest = max(criteria.tokens - criteria.prefill_match.tokens(prefill.address), 0)
+        return rest / (prefill.rate or mean_rate)
+
+    def prefill_s(prefill: PrefillView) -> float:
+        computing = compute_s(prefill)
+        return prefill.load_tokens / (prefill.rate or mean_rate) + computing * (1 + prefill.running)
+
+    def prefill_order(prefill: PrefillView) -> tuple[bool, float, int, int, str]:
+        return full(prefill), prefill_s(prefill), prefill.open_requests, prefill.assigned_total, prefill.address
+
+    if not criteria.needs_decode:
+        usable = [prefill for prefill in prefills if not prefill.draining]
+        usable.sort(key=lambda prefill: (penalty.of_worker(prefill.address), *prefill_order(prefill)))
+        return [WorkerPair(prefill.address) for prefill in usable[:1] if may_exceed or not full(prefill)]
+
+    def seconds(prefill: PrefillView, decode: DecodeView) -> float:
+        slot_s = 0.0 if decode.free_slots > 0 else SLOT_STEPS * decode.step_seconds / max(decode.slots, 1)
+        total = prefill_s(prefill) + slot_s
+        if prefill.address == decode.address:
+            return total
+        sent = max(criteria.tokens - criteria.decode_match.tokens(decode.address), 0) * decode.kv_format.token_bytes
+        bandwidth = decode.transfer_bytes_per_second or UNKNOWN_BANDWIDTH
+        return total + (TRANSFER_S + max(sent / bandwidth - compute_s(prefill), 0.0))
+
+    def room(decode: DecodeView) -> float:
+        return decode.free_tokens * (
+            1 + min(criteria.decode_match.tokens(decode.address) / max(criteria.tokens, 1), 1.0)
+        )
+
+    def of_pair(prefill: PrefillView, decode: DecodeView) -> tuple[int, int]:
+        return penalty.of_pair(prefill.address, decode.address)
+
+    best = []
+    for decode in decodes:
+        usable = [prefill for prefill, follow in pairs(prefills, [decode], criteria, frozenset()) if follow]
+        if not usable:
+            continue
+        # The best other worker of a KV format computes the prompt, or the decode worker itself, if that costs less.
+        others = sorted(
+            (prefill for prefill in usable if prefill.address != decode.address),
+            key=lambda prefill: (of_pair(prefill, decode), *prefill_order(prefill)),
+        )
+        first_of = {prefill.kv_format: prefill for prefill in reversed(others)}
+        candidates = [*first_of.values(), *(prefill for prefill in usable if prefill.address == decode.address)]
+        best.append(
+            min(
+                (
+                    of_pair(prefill, decode),
+                    full(prefill),
+                    (
+                        round(seconds(prefill, decode) / TIE_S),
+                        decode.free_slots <= 0,
+                        -room(decode),
+                        decode.open_requests,
+                    ),
+                    decode.address,
+                    prefill.address != decode.address,
+                    prefill.address,
+                )
+                for prefill in candidates
+            )
+        )
+    least = min((each[0] for each in best), default=None)
+    best = sorted(each for each in best if each[0] == least and (may_exceed or not each[1]))
+    return [WorkerPair(each[5], each[3]) for each in best]
 
 
 def pairs(
@@ -54,7 +112,7 @@ def pairs(
     excluded: frozenset[str],
 ) -> list[tuple[PrefillView, list[DecodeView]]]:
     """Each prefill worker that takes work, with the decode workers that may follow it."""
-    prefills = [prefill for prefill in prefills if not prefill.draining and prefill.address not in excluded]
+    prefills = [prefill for prefill in prefills if not prefill.draining]
     if not criteria.needs_decode:
         return [(prefill, []) for prefill in prefills]
     decodes = [decode for decode in decodes if not decode.draining and decode.address not in excluded]
@@ -63,22 +121,6 @@ def pairs(
         for prefill in prefills
     ]
     return [(prefill, follow) for prefill, follow in matched if follow]
-
-
-def _fault(prefill: PrefillView, follow: list[DecodeView], penalty: AvoidancePenalty) -> tuple[int, int]:
-    if not follow:
-        return penalty.of_worker(prefill.address), 0
-    return min(penalty.of_pair(prefill.address, decode.address) for decode in follow)
-
-
-def _prefill_rank(view: PrefillView, criteria: SelectionCriteria, mean_rate: float) -> tuple[float, int, int, str]:
-    rest = max(criteria.tokens - criteria.prefill_match.tokens(view.address), 0)
-    return (view.load_tokens + rest) / (view.rate or mean_rate), view.open_requests, view.assigned_total, view.address
-
-
-def _decode_rank(view: DecodeView, criteria: SelectionCriteria) -> tuple[bool, float, int, str]:
-    share = min(criteria.decode_match.tokens(view.address) / max(criteria.tokens, 1), 1.0)
-    return view.free_slots <= 0, -view.free_tokens * (1 + share), view.open_requests, view.address
 
 
 def hits(by_worker: Mapping[str, int]) -> PrefixMatch:

@@ -286,6 +286,12 @@ LEASES_EXPIRED = _counter(
 INDEX_BLOCKS = _gauge(
     "baton_index_blocks", "Prefix blocks that the router knows of, by role of the holder.", ROUTER, role=WORKERS
 )
+PLACEMENTS = _counter(
+    "baton_placements_total",
+    "Placements of attempts: on one worker that prefills and decodes, on two, or on one that prefills only.",
+    ROUTER,
+    kind=("in_place", "transfer", "prefill_only"),
+)
 PLACED_TOKENS = _counter(
     "baton_placed_prefix_tokens_total",
     "Prompt tokens that the router expected to be cached at prefill, and that were cached.",

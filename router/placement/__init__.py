@@ -1,5 +1,6 @@
-"""Selection of the next request and of its workers. Pure: time is an argument or a clock that the caller passes.
+"""Order of requests and selection of their workers. Pure: time is an argument or a clock that the caller passes.
 
 The inputs are waiting requests, views of workers, and the prefixes that workers have cached. The output is the next
-request with a prefill worker and decode workers to ask. Read `scheduler.py` first, then `refusals.py` and `policy.py`.
+request that may ask for pages, and pairs of a prefill worker and a decode worker. Read `queue.py` first, then
+`policy.py`.
 """

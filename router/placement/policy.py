@@ -1,40 +1,56 @@
-"""Placement policy: selects the prefill and decode workers of a request from the router's view of the fleet. Pure.
+"""Placement policy: selects workers for a request by seconds, from the router's view of the fleet. Pure.
 
-The prefill worker is the one with the least (waiting tokens + a fraction of the recently computed ones + uncached
-tokens of the prompt) / measured rate: it will finish the prompt first. Decode workers are ordered by room: a free slot
-first, then free pages and cached tokens of the prompt. Draining workers, and pairs whose KV formats do not match, are
-left out. A worker or pair that failed the request before, or has an open breaker, gets a penalty, and only those with
-the least penalty are used. A request that must run isolated gets the pair with the fewest requests of this router. No
-other request is placed on the isolated workers (`FleetView.isolated`): the prefill worker, and in the cases that
-`router/isolation.py` names, the decode worker.
+    seconds of a pair = queue of the prefill worker + computing of the uncached tokens + harm to sequences there
+                      + transfer, if the two are not one worker + wait for a slot of the decode worker
+
+A pair of one worker is *in place*: a mixed worker computes the prompt into the pages in which it decodes. The harm is
+that of passes which are longer for everybody: at a mixed worker, a second of computing costs each running sequence a
+second. So a short suffix is computed where it will be decoded, and a long prompt at a prefill worker, without limits to
+set. A transfer runs beside the computing: only what is left of it afterwards counts, and a constant for its round trip.
+
+Each decode worker is paired with the prefill worker that costs least, or with itself. Pairs whose seconds differ by
+less than TIE_S are in the order of the decode workers' room: a free slot first, then free pages and cached tokens.
+Draining workers, and pairs whose KV formats do not match, are left out. A worker or pair that failed the request
+before, or has an open breaker, gets a penalty, and only pairs with the least penalty are used. A request that must run
+isolated gets the pair with the fewest requests of this router; no other request is placed on isolated workers.
 
 A view is the state of one worker as the router knows it, and each new view replaces the last one. Workers with the same
 KV format form a group, so that formats are compared for each pair of groups, and not for each pair of workers. Draining
-workers are in no group.
-
-One pass looks at every worker: about 0.5 ms with 500 prefill and 500 decode workers.
+workers are in no group. One pass looks at every worker: below a millisecond with 500 prefill and 500 decode workers.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from baton.kv.format import KvFormat
 from baton.rates import UNKNOWN_PREFILL_RATE
 from router.placement.prefix_directory import NO_MATCH, PrefixMatch
 
-ASK_ALL_UP_TO, ASKED_IF_MORE = 32, 6
-"""Number of decode workers up to which all are asked for a reservation, and the number asked if there are more."""
+ASKED_AT_MOST = 32
+"""Most decode workers that a request asks for a reservation before one of them shows room."""
 
 RECENT_FRACTION = 1 / 10
 """Weight of a recently computed token in the load, where a waiting token has weight 1."""
 
 RECENT_S = 60.0
 """Seconds in which the weight of a computed token falls to 1/e."""
+
+TRANSFER_S = 0.01
+"""Seconds that a transfer adds to a request if all of its KV is sent while the prompt is computed."""
+
+UNKNOWN_BANDWIDTH = 1e9
+"""Assumed rate of transfers to a decode worker in bytes/s, before one is measured."""
+
+SLOT_STEPS = 256
+"""Steps that a sequence is assumed to hold its slot: all slots of a worker come free in as many."""
+
+TIE_S = 0.005
+"""Unit in which the seconds of pairs are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +59,8 @@ class PrefillView:
 
     `address` is its "host:port". `open_requests` is the number of this router's requests there, and `open_tokens` the
     number of their tokens still to be computed; `recent_tokens` were computed before, and fade with time.
-    `assigned_total` counts all requests so far. `rate` is in tokens per second, 0 while unknown.
+    `assigned_total` counts all requests so far. `rate` is in tokens per second, 0 while unknown. `running` is the
+    number of sequences that decode there: 0 unless the worker is mixed.
     """
 
     address: str
@@ -56,6 +73,7 @@ class PrefillView:
     assigned_total: int = 0
     recent_tokens: float = 0.0
     incarnation: str = ""
+    running: int = 0
     load_tokens: float = field(init=False)
     """Tokens to be computed before a new prompt, plus a fraction of the recently computed ones.
 
@@ -74,7 +92,8 @@ class PrefillView:
 class DecodeView:
     """The state of a decode worker, from its reports; `open_requests` is the number of this router's attempts there.
 
-    `address` is its "host:port"; `free_tokens` is the size of its free pages, in tokens.
+    `address` is its "host:port"; `free_tokens` is the size of its free pages, in tokens. `step_seconds` is the mean
+    duration of a step, and `transfer_bytes_per_second` the rate at which KV arrives; both are 0 while unknown.
     """
 
     address: str
@@ -85,6 +104,24 @@ class DecodeView:
     free_slots: int = 0
     open_requests: int = 0
     incarnation: str = ""
+    slots: int = 0
+    step_seconds: float = 0.0
+    transfer_bytes_per_second: float = 0.0
+    transfer_token_s: float = field(init=False)
+    """Seconds in which the KV of a token arrives."""
+    slot_wait_s: float = field(init=False)
+    """Expected seconds until a slot is free."""
+
+    def __post_init__(self) -> None:
+        bandwidth = self.transfer_bytes_per_second or UNKNOWN_BANDWIDTH
+        wait_s = 0.0 if self.free_slots > 0 else SLOT_STEPS * self.step_seconds / max(self.slots, 1)
+        # As in PrefillView.
+        object.__setattr__(self, "transfer_token_s", self.kv_format.token_bytes / bandwidth)
+        object.__setattr__(self, "slot_wait_s", wait_s)
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether a slot and pages for `tokens` tokens are free, as far as is known."""
+        return self.free_slots > 0 and self.free_tokens >= tokens
 
 
 V = TypeVar("V", PrefillView, DecodeView)
@@ -138,15 +175,6 @@ class FleetView:
                 for kv_format, prefills in self._prefill_groups.items()
             ]
         return self._compatible_groups
-
-    def compatible_decodes(self, prefill: PrefillView) -> list[DecodeView]:
-        """Decode workers that can take the KV of a prefill worker."""
-        return [
-            view
-            for (theirs, converts), decodes in self._decode_groups.items()
-            if can_pair(prefill.kv_format, theirs, converts=converts)
-            for view in decodes.values()
-        ]
 
     @property
     def usable_prefills(self) -> int:
@@ -234,38 +262,33 @@ class OpenBreakers:
 NO_OPEN_BREAKERS = OpenBreakers()
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSelection:
-    """Addresses of a prefill worker and of the decode workers to ask for a reservation, best first."""
+class WorkerPair(NamedTuple):
+    """Addresses of a prefill worker and of a decode worker, which is "" if none is needed; equal if in place."""
 
     prefill: str
-    decode: tuple[str, ...] = ()
+    decode: str = ""
 
 
 class AvoidancePenalty:
-    """Penalties of workers and pairs, from earlier attempts of the request and from breakers."""
+    """Penalties of workers and pairs, from earlier attempts of the request and from breakers; less is better."""
 
     def __init__(self, criteria: SelectionCriteria, open_breakers: OpenBreakers) -> None:
         self._workers = (criteria.avoided_workers, open_breakers.workers)
         self._pairs = (criteria.avoided_pairs, open_breakers.pairs)
-        self._paired = {prefill for prefill, _ in chain(*self._pairs)}
+        self.pairs = sum(map(len, self._pairs))
+        """Number of pairs with a penalty, counted once for each reason."""
 
     def __bool__(self) -> bool:
-        return any(self._workers) or any(self._pairs)
+        return bool(self.pairs) or any(self._workers)
 
     def of_worker(self, address: str) -> int:
         """The penalty of the worker at an address; 0 is best."""
         return sum(address in each for each in self._workers)
 
     def of_pair(self, prefill: str, decode: str) -> tuple[int, int]:
-        """The sum of the penalties of two workers, and the penalty of their pair; less is better."""
-        return self.of_worker(prefill) + self.of_worker(decode), sum((prefill, decode) in each for each in self._pairs)
-
-    def of_best_pair(self, prefill: str, decodes: Collection[DecodeView], least_decode: int) -> tuple[int, int]:
-        """The penalty of the best pair with a prefill worker; `least_decode` is the least penalty among `decodes`."""
-        if prefill in self._paired and decodes:
-            return min(self.of_pair(prefill, decode.address) for decode in decodes)
-        return self.of_worker(prefill) + least_decode, 0
+        """The sum of the penalties of two workers, or of one that does both, and the penalty of their pair."""
+        workers = self.of_worker(prefill) + (self.of_worker(decode) if decode != prefill else 0)
+        return workers, sum((prefill, decode) in each for each in self._pairs)
 
 
 def can_serve(fleet: FleetView, *, needs_decode: bool) -> bool:
@@ -278,35 +301,123 @@ def compatible_decode_addresses(fleet: FleetView) -> frozenset[str]:
     return frozenset(decode.address for _, decode_groups in fleet.compatible_groups for decode in chain(*decode_groups))
 
 
-def select_workers(
-    fleet: FleetView, criteria: SelectionCriteria, *, prefill_limit: int, open_breakers: OpenBreakers = NO_OPEN_BREAKERS
-) -> WorkerSelection | None:
-    """The best workers for a request.
+class PrefillCost(NamedTuple):
+    """The cost of a prompt at a prefill worker, by which workers are compared; less is better.
 
-    None if no prefill worker of the least penalty has fewer than `prefill_limit` requests of this router: a request
-    waits rather than use a worker with a higher penalty.
+    `full` tells that the worker has as many requests of this router as it may have. `seconds` are those of queue,
+    computing, and harm to others; `compute_s` those of the computing alone.
     """
-    penalty = AvoidancePenalty(criteria, open_breakers)
-    found = [
-        (view, decodes)
-        for prefills, decodes in _usable_groups(fleet, criteria, fleet.isolated | criteria.too_small_workers)
-        for view in prefills
-    ]
-    if penalty:
-        found = _least_penalty(found, penalty)
-    found = [(view, decodes) for view, decodes in found if view.open_requests < prefill_limit]
-    if not found:
-        return None
-    seconds = _prefill_seconds([view for view, _ in found], criteria, fleet.mean_rate)
-    least = min(seconds)
-    view, decodes = min(
-        (each for each, time in zip(found, seconds, strict=True) if time == least),
-        key=lambda each: (each[0].open_requests, each[0].assigned_total, each[0].address),
-    )
-    if penalty:
-        best = min((penalty.of_pair(view.address, decode.address) for decode in decodes), default=None)
-        decodes = [decode for decode in decodes if penalty.of_pair(view.address, decode.address) == best]
-    return WorkerSelection(view.address, _best_decodes(decodes, criteria))
+
+    penalty: int
+    full: bool
+    seconds: float
+    open_requests: int
+    assigned_total: int
+    address: str
+    compute_s: float
+
+
+class PairCost(NamedTuple):
+    """The cost of a pair, by which pairs are compared; less is better.
+
+    `order` has the seconds in units of TIE_S, whether the decode worker lacks a slot, its room in tokens (negative),
+    and this router's requests there.
+    """
+
+    penalty: tuple[int, int]
+    full: bool
+    order: tuple[int, bool, float, int]
+    decode: str
+    transfers: bool
+    prefill: str
+
+
+class PlacementCosts:
+    """The costs of workers and pairs for one request."""
+
+    def __init__(
+        self, fleet: FleetView, criteria: SelectionCriteria, penalty: AvoidancePenalty, prefill_limit: float
+    ) -> None:
+        self._penalty = penalty if penalty else None
+        self._tokens, self._limit, self._mean_rate = criteria.tokens, prefill_limit, fleet.mean_rate
+        self._at_prefill, self._at_decode = criteria.prefill_match.by_worker, criteria.decode_match.by_worker
+
+    def of_prefill(self, view: PrefillView) -> PrefillCost:
+        """The cost of the prompt at a prefill worker."""
+        rate, address, penalty = view.rate or self._mean_rate, view.address, self._penalty
+        compute_s = max(self._tokens - self._at_prefill.get(address, 0), 0) / rate
+        return PrefillCost(
+            0 if penalty is None else penalty.of_worker(address),
+            view.open_requests >= self._limit,
+            view.load_tokens / rate + compute_s * (1 + view.running),
+            view.open_requests,
+            view.assigned_total,
+            address,
+            compute_s,
+        )
+
+    def of_pairs(self, prefills: Sequence[PrefillCost], views: Iterable[DecodeView]) -> list[PairCost]:
+        """The costs of decoding at the workers, if the best one of `prefills` for each computes the prompt."""
+        prefill, cached_tokens, penalty, pair_penalty, costs = prefills[0], self._at_decode, self._penalty, (0, 0), []
+        for view in views:
+            address, tokens, room = view.address, self._tokens, float(view.free_tokens)
+            if cached := cached_tokens.get(address):
+                # A fully cached prompt doubles the room.
+                room *= 1 + min(cached / max(tokens, 1), 1.0)
+                tokens = max(tokens - cached, 0)
+            if penalty is not None:
+                pair_penalty, prefill = min((penalty.of_pair(each.address, address), each) for each in prefills)
+            seconds = prefill.seconds + view.slot_wait_s
+            if transfers := prefill.address != address:
+                rest_s = tokens * view.transfer_token_s - prefill.compute_s
+                seconds += TRANSFER_S + rest_s if rest_s > 0 else TRANSFER_S
+            order = round(seconds / TIE_S), view.free_slots <= 0, -room, view.open_requests
+            costs.append(PairCost(pair_penalty, prefill.full, order, address, transfers, prefill.address))
+        return costs
+
+
+def rank_pairs(
+    fleet: FleetView,
+    criteria: SelectionCriteria,
+    *,
+    prefill_limit: float,
+    open_breakers: OpenBreakers = NO_OPEN_BREAKERS,
+    only: str | None = None,
+    most: int = 1,
+    may_exceed: bool = False,
+) -> list[WorkerPair]:
+    """The best pairs for a request, best first, each with another decode worker; `most` at most.
+
+    Only pairs with the least penalty are used, and of these the ones whose prefill worker has fewer than
+    `prefill_limit` requests of this router: a request waits rather than use a pair with a higher penalty. If
+    `may_exceed`, the others follow. If the address `only` is given, it is that of the only decode worker to look at.
+    """
+    penalty, excluded = AvoidancePenalty(criteria, open_breakers), fleet.isolated | criteria.too_small_workers
+    costs = PlacementCosts(fleet, criteria, penalty, prefill_limit)
+    alone: list[PrefillCost] = []
+    pairs: dict[str, PairCost] = {}
+    for group, decode_groups in fleet.compatible_groups:
+        prefills = [costs.of_prefill(view) for view in group if view.address not in fleet.isolated]
+        if not criteria.needs_decode or not prefills:
+            alone += prefills
+            continue
+        decodes = [view for view in chain(*decode_groups) if only in (None, view.address)]
+        decodes = [view for view in decodes if view.address not in excluded]
+        mixed = {view.address: view for view in decodes if view.address in fleet.prefill}
+        # For each decode worker, at least one of the first prefill workers is in no pair with a penalty.
+        found = costs.of_pairs(heapq.nsmallest(1 + penalty.pairs, prefills), decodes)
+        for prefill in prefills if mixed else ():
+            if prefill.address in mixed:
+                found += costs.of_pairs([prefill], [mixed[prefill.address]])
+        for cost in found:
+            known = pairs.setdefault(cost.decode, cost)
+            if cost < known:
+                pairs[cost.decode] = cost
+    if not criteria.needs_decode:
+        return [WorkerPair(cost.address) for cost in heapq.nsmallest(1, alone) if may_exceed or not cost.full]
+    least = min((cost.penalty for cost in pairs.values()), default=None)
+    usable = [cost for cost in pairs.values() if cost.penalty == least and (may_exceed or not cost.full)]
+    return [WorkerPair(cost.prefill, cost.decode) for cost in heapq.nsmallest(most, usable)]
 
 
 def least_loaded_pair(
@@ -315,87 +426,34 @@ def least_loaded_pair(
     open_breakers: OpenBreakers = NO_OPEN_BREAKERS,
     *,
     isolates_decode: bool = True,
-) -> tuple[WorkerSelection, bool] | None:
+) -> tuple[WorkerPair, bool] | None:
     """The pair for a request that runs isolated, and whether it serves no request of this router now.
 
     Without `isolates_decode`, only the prefill worker must be empty. None if there is no pair.
     """
-    penalty = AvoidancePenalty(criteria, open_breakers)
+    penalty, none, too_small = AvoidancePenalty(criteria, open_breakers), frozenset[str](), criteria.too_small_workers
 
-    def busy(view: PrefillView | DecodeView) -> tuple[int, int, str]:
-        return penalty.of_worker(view.address), view.open_requests, view.address
+    def requests(address: str) -> int:
+        """Requests of this router at a worker; a mixed one has two views."""
+        views = fleet.prefill.get(address), fleet.decode.get(address)
+        return sum(view.open_requests for view in views if view is not None)
 
-    groups = list(_usable_groups(fleet, criteria, criteria.too_small_workers))
-    prefills = heapq.nsmallest(ASK_ALL_UP_TO, (view for group, _ in groups for view in group), key=busy)
-    if not criteria.needs_decode:
-        return (WorkerSelection(prefills[0].address), prefills[0].open_requests == 0) if prefills else None
-    decodes = {view.address: view for _, group in groups for view in group}
-    best_decodes = heapq.nsmallest(ASK_ALL_UP_TO, decodes.values(), key=busy)
-    pairs = [
-        (
-            penalty.of_pair(prefill.address, decode.address),
-            prefill.open_requests + decode.open_requests * isolates_decode,
-            decode.open_requests,
-            prefill.address,
-            decode.address,
-        )
-        for prefill in prefills
-        for decode in best_decodes
-        if can_pair(prefill.kv_format, decode.kv_format, converts=decode.converts_kv)
-    ]
+    def busy(address: str) -> tuple[int, int, str]:
+        return penalty.of_worker(address), requests(address), address
+
+    def least_busy(views: Iterable[PrefillView] | Iterable[DecodeView], excluded: frozenset[str]) -> list[str]:
+        addresses = (view.address for view in views if view.address not in excluded)
+        return heapq.nsmallest(ASKED_AT_MOST, addresses, key=busy)
+
+    pairs: list[tuple[tuple[int, int], int, int, str, str]] = []
+    for group, decode_groups in fleet.compatible_groups:
+        for prefill in least_busy(group, none):
+            for decode in least_busy(chain(*decode_groups), too_small) if criteria.needs_decode else [""]:
+                own = {prefill, decode} if isolates_decode else {prefill}
+                pairs.append(
+                    (penalty.of_pair(prefill, decode), sum(map(requests, own)), requests(decode), prefill, decode)
+                )
     if not pairs:
         return None
-    _, requests, _, prefill_address, decode_address = min(pairs)
-    return WorkerSelection(prefill_address, (decode_address,)), requests == 0
-
-
-def _usable_groups(
-    fleet: FleetView, criteria: SelectionCriteria, excluded: frozenset[str]
-) -> Iterator[tuple[Collection[PrefillView], list[DecodeView]]]:
-    """Groups of prefill workers with the decode workers that can take their KV, except the addresses in `excluded`."""
-    for group, decode_groups in fleet.compatible_groups:
-        prefills = [view for view in group if view.address not in excluded] if excluded else group
-        if not criteria.needs_decode:
-            yield prefills, []
-        elif decodes := [view for view in chain(*decode_groups) if view.address not in excluded]:
-            yield prefills, decodes
-
-
-def _least_penalty(
-    found: list[tuple[PrefillView, list[DecodeView]]], penalty: AvoidancePenalty
-) -> list[tuple[PrefillView, list[DecodeView]]]:
-    """The prefill workers whose best pair has the least penalty of all."""
-    least_decode_of = {
-        id(decodes): min((penalty.of_worker(each.address) for each in decodes), default=0)
-        for decodes in {id(decodes): decodes for _, decodes in found}.values()
-    }
-    penalties = [penalty.of_best_pair(view.address, decodes, least_decode_of[id(decodes)]) for view, decodes in found]
-    least = min(penalties, default=None)
-    return [each for each, theirs in zip(found, penalties, strict=True) if theirs == least]
-
-
-def _prefill_seconds(views: list[PrefillView], criteria: SelectionCriteria, mean_rate: float) -> list[float]:
-    """Seconds until the prompt would be computed at each worker, in the order of `views`.
-
-    So cached and waiting tokens have the same unit: a cached prefix makes a worker better by the time that it saves.
-    """
-    tokens, cached = criteria.tokens, criteria.prefill_match.by_worker
-    return [
-        (view.load_tokens + max(tokens - cached.get(view.address, 0), 0)) / (view.rate or mean_rate) for view in views
-    ]
-
-
-def _best_decodes(views: list[DecodeView], criteria: SelectionCriteria) -> tuple[str, ...]:
-    """Addresses of the best workers: a free slot first, then most room; a fully cached prompt doubles the room."""
-    tokens, cached = max(criteria.tokens, 1), criteria.decode_match.by_worker
-    ranks = [
-        (
-            view.free_slots <= 0,
-            -view.free_tokens * (1 + min(cached.get(view.address, 0) / tokens, 1.0)),
-            view.open_requests,
-            view.address,
-        )
-        for view in views
-    ]
-    most = ASK_ALL_UP_TO if len(ranks) <= ASK_ALL_UP_TO else ASKED_IF_MORE
-    return tuple(rank[-1] for rank in heapq.nsmallest(most, ranks))
+    _, count, _, *addresses = min(pairs)
+    return WorkerPair(*addresses), count == 0

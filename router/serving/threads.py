@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from baton.errors import Overloaded
 from baton.process.cores import usable
 from baton.process.executors import RunOnThread
-from router.fair_queue import FairQueue
+from router.placement.queue import FairQueue
 
 _MIN_THREADS, _MAX_THREADS = 2, 4
 

@@ -3,9 +3,11 @@
     up    Hello, then Reserve, Start and Cancel for single attempts, and a Heartbeat every second
     down  parts for several attempts: answers, outputs of one step or several, ends and failures; and Heartbeats
 
+A reservation that lacks room waits at the worker, which answers `waiting` first, and again when it has room.
+
 A Heartbeat lists the attempts that its sender believes to be alive. Decode reports the end of an attempt before a list
-without it. So an attempt that was granted, has not ended, and is not on the list is lost, and it fails: an error of the
-worker costs a second, and never a hang. Silence for `SILENCE_S` seconds ends the session.
+without it. So an attempt that was granted or waits, has not ended, and is not on the list is lost, and it fails: an
+error of the worker costs a second, and never a hang. Silence for `SILENCE_S` seconds ends the session.
 
 Messages from decode are delivered at once, and never wait for a client. When the stream ends, the worker has freed all
 that belonged to it. Every attempt of the session then fails, and a new session starts without attempts.
@@ -74,10 +76,11 @@ class DecodeCall:
         self._session = session
         self._key = decode_pb2.AttemptKey(request_id=request_id, attempt=attempt_number)
         self._deliver = deliver
-        self._answer: asyncio.Future[ReserveResult] = asyncio.get_running_loop().create_future()
+        self._on_answer: Callable[[ReserveResult], None] | None = None
+        """Gets the answers, and a refusal if the attempt fails, until `keep`."""
         self._live: set[int] = set()
         self._reserved = False
-        self._unanswered = False
+        self._unanswered = self._waiting = False
         self.has_output = False
         """Whether the worker has sent a token of the attempt."""
 
@@ -88,16 +91,22 @@ class DecodeCall:
 
     @property
     def may_hold_pages(self) -> bool:
-        """Whether the worker may hold pages of the attempt: it was asked, and no refusal or end is known."""
-        return self._unanswered or self.granted
+        """Whether the worker may hold pages of the attempt, or keeps its reservation: no refusal or end is known."""
+        return self._unanswered or self._waiting or self.granted
 
     @property
     def granted(self) -> bool:
         """Whether the worker must hold pages of the attempt."""
-        return self._reserved and not self._unanswered and bool(self._live)
+        return self._reserved and not (self._unanswered or self._waiting) and bool(self._live)
 
-    async def reserve(
+    @property
+    def waits(self) -> bool:
+        """Whether the worker keeps the reservation until it has room; until then it holds nothing that could fail."""
+        return self._waiting
+
+    def reserve(
         self,
+        on_answer: Callable[[ReserveResult], None],
         *,
         context_tokens: int,
         max_new_tokens: int,
@@ -106,11 +115,13 @@ class DecodeCall:
         salt: bytes,
         cache: CachePolicy,
         prefix_digests: bytes,
-    ) -> ReserveResult:
-        """Ask for pages and wait for the answer. Raises Unavailable if the session ends before.
+    ) -> None:
+        """Ask for pages. `on_answer` gets one answer, or two if the first one is `waiting`.
 
-        `prefix_digests` are the digests of leading blocks that the worker may have, 32 bytes each, without separators.
+        If the attempt fails before `keep`, or the session ends, it gets a refusal. `prefix_digests` are the digests of
+        leading blocks that the worker may have, 32 bytes each, without separators.
         """
+        self._on_answer = on_answer
         self._live.update(choices)
         self._reserved = self._unanswered = True
         message = decode_pb2.SessionUp(
@@ -127,7 +138,10 @@ class DecodeCall:
         # Set only now, because protobuf copies the inner message, and the digests may have megabytes.
         message.reserve.prefix_digests = prefix_digests
         self._session.send(message)
-        return await self._answer
+
+    def keep(self) -> None:
+        """Use the pages that were granted: from now on a failure of the attempt is delivered as an event."""
+        self._on_answer = None
 
     def start(
         self,
@@ -157,10 +171,6 @@ class DecodeCall:
             self._live.discard(choice)
             self._session.send(decode_pb2.SessionUp(cancel=decode_pb2.Cancel(key=self._key, choice_index=choice)))
 
-    def cancel_claim(self) -> None:
-        """End the attempt's claim at a worker that has refused it: the worker sets no more pages aside for it."""
-        self._session.send(decode_pb2.SessionUp(cancel=decode_pb2.Cancel(key=self._key)))
-
     def close(self) -> None:
         """End the attempt; the worker cancels it unless all of its choices have ended there. Idempotent."""
         if not self._session.forget(self._key):
@@ -171,20 +181,23 @@ class DecodeCall:
             self._session.send(decode_pb2.SessionUp(cancel=decode_pb2.Cancel(key=self._key)))
 
     def on_reserved(self, message: decode_pb2.ReserveResult) -> None:
-        """Handle the answer to `reserve`."""
+        """Handle an answer to `reserve`."""
+        if self.granted and not message.granted:
+            # The grant was the late answer to an earlier call with this key, which had waited.
+            error = Unavailable("the decode worker has granted pages to an earlier call")
+            self.on_failure(error, Blame.DECODE, Cause.REFUSED)
+            return
         self._unanswered = False
-        self._reserved = message.granted
-        if not self._answer.done():
-            retry_after_s = message.retry_after_ms / 1e3
-            self._answer.set_result(
+        self._waiting = message.waiting and not message.granted
+        self._reserved = message.granted or message.waiting
+        if self._on_answer is not None:
+            self._on_answer(
                 ReserveResult(
                     message.granted,
                     message.reason,
                     message.too_small,
-                    retry_after_s,
-                    message.cached_tokens,
-                    message.reservable_tokens,
-                    message.waiting,
+                    cached_tokens=message.cached_tokens,
+                    waiting=self._waiting,
                 )
             )
 
@@ -202,7 +215,7 @@ class DecodeCall:
 
     def on_ended(self) -> None:
         """Handle the end of the attempt without a fault: all of its choices have ended at the worker."""
-        if self._unanswered:
+        if self._unanswered or self._waiting:
             # The end of an earlier call with this key, which had given up.
             return
         self._reserved = False
@@ -213,15 +226,13 @@ class DecodeCall:
     ) -> None:
         """Handle the end of the attempt by a fault, after which the worker holds nothing of it.
 
-        While `reserve` waits, it raises `error`, so that another worker can be asked. Later, the failure is delivered.
+        Before `keep` it is a refusal, so that another worker can be asked. Later, the failure is delivered.
         """
-        self._reserved = self._unanswered = False
-        if self._answer.done():
+        self._reserved = self._unanswered = self._waiting = False
+        if self._on_answer is not None:
+            self._on_answer(ReserveResult(False, str(error)))
+        else:
             self._deliver(FailureEvent(error, blame, cause, loss))
-            return
-        self._answer.set_exception(error)
-        # If `reserve` was not called, nobody reads this future: asyncio must not warn about its exception.
-        self._answer.exception()
 
 
 class DecodeSession:
@@ -252,7 +263,8 @@ class DecodeSession:
     @property
     def attempts_without_token(self) -> list[tuple[str, int]]:
         """Attempts, as request id and number, for which the worker was asked for pages, but has sent no token yet."""
-        return [key for key, call in self._calls.items() if call.may_hold_pages and not call.has_output]
+        calls = self._calls.items()
+        return [key for key, call in calls if call.may_hold_pages and not call.waits and not call.has_output]
 
     def granted_requests(self, *, without_token: bool = False) -> set[str]:
         """Ids of the requests that hold pages at the worker, or only of those `without_token` from it."""
@@ -312,7 +324,10 @@ class DecodeSession:
         return True
 
     def skip_answer(self, key: decode_pb2.AttemptKey) -> None:
-        """Ignore the next answer to a reservation with this key: the attempt gave up, and may ask again later."""
+        """Ignore the next answer to a reservation with this key: the attempt gave up, and may ask again later.
+
+        If that answer is `waiting`, a second one may come before the worker knows: see `DecodeCall.on_reserved`.
+        """
         self._skipped[key.request_id, key.attempt] += 1
 
     def _close(self, reason: str, ended: Callable[[], SessionEnd]) -> None:
@@ -361,8 +376,9 @@ class DecodeSession:
             self._compare(down.heartbeat.live)
 
     def _compare(self, live: Iterable[decode_pb2.AttemptKey]) -> None:
-        """Fail attempts that a Heartbeat lacks although they were granted and have not ended."""
+        """Fail attempts that a Heartbeat lacks although they were granted, or wait, and have not ended."""
         known = {(key.request_id, key.attempt) for key in live}
-        for key in [key for key, call in self._calls.items() if call.granted and key not in known]:
+        held = [key for key, call in self._calls.items() if call.granted or call.waits]
+        for key in [key for key in held if key not in known]:
             error = EngineError(f"decode worker {self._name} knows nothing of attempt {key[0]}/{key[1]}")
             self._calls[key].on_failure(error, Blame.DECODE)

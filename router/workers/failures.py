@@ -46,7 +46,7 @@ class Cause(enum.Enum):
     PREEMPTED = "preempted"
     """The worker ran out of memory for the sequence, which is not an error."""
     REFUSED = "refused"
-    """The worker was full."""
+    """The worker was full, or a mixed worker had no pages for the prompt of another decode worker."""
 
 
 class Suspicion(enum.IntEnum):
@@ -103,8 +103,9 @@ class AttemptBreakers:
         self._breakers = breakers
         self.prefill: Key = (prefill,)
         self.decode: Key | None = None if decode is None else (decode,)
-        self.pair: Key | None = None if decode is None else (prefill, decode)
-        keys = [key for key in (self.prefill, self.decode, self.pair) if key is not None]
+        # A worker that does both has no network link to itself.
+        self.pair: Key | None = None if decode in (None, prefill) else (prefill, decode)
+        keys = {key for key in (self.prefill, self.decode, self.pair) if key is not None}
         trials: dict[Key, Permit | None] = {key: breakers.start_trial(key) for key in keys}
         self._trials: dict[Key, Permit] = {key: permit for key, permit in trials.items() if permit is not None}
 

@@ -181,7 +181,6 @@ class WorkerLink:
         if self.status is None:
             raise Unavailable(f"{self.role.value} worker {self.address} is lost")
         self._assigned += 1
-        self._recent.add(tokens - cached_tokens, asyncio.get_running_loop().time())
         assignment = PrefillAssignment(self, self.status.identity, tokens, cached_tokens, self._lost)
         self._assignments.add(assignment)
         self._pool.update_view(self)
@@ -196,8 +195,9 @@ class WorkerLink:
         return True
 
     def add_suspect(self, assignment: PrefillAssignment, request_id: str) -> None:
-        """Make the request a suspect if the worker dies."""
+        """Make the request a suspect if the worker dies: its prompt goes there now."""
         self._suspects[assignment] = request_id
+        self._recent.add(assignment.tokens - assignment.cached_tokens, asyncio.get_running_loop().time())
 
     def remove_suspect(self, assignment: PrefillAssignment) -> None:
         """Make the request no suspect any more: it needs nothing more from the worker."""
@@ -248,6 +248,7 @@ class WorkerLink:
             assigned_total=self._assigned,
             recent_tokens=self._recent.value(asyncio.get_running_loop().time()),
             incarnation=self._incarnation,
+            running=self.status.load.slots_used,
         )
 
     def decode_view(self, *, retired: bool) -> DecodeView | None:
@@ -264,6 +265,9 @@ class WorkerLink:
             free_slots=max(load.slots_total - load.slots_used - self._granted_slots, 0),
             open_requests=self.session.open_calls,
             incarnation=self._incarnation,
+            slots=load.slots_total,
+            step_seconds=load.step_seconds,
+            transfer_bytes_per_second=load.transfer_bytes_per_second,
         )
 
     async def _redial(self) -> None:

@@ -59,9 +59,9 @@ class PrefillMessage:
     data: bytes
     logprob_count: int
 
-    def complete(self, transfer_id: str, source: PrefixSource | None) -> bytes:
+    def complete(self, transfer_id: str, source: PrefixSource | None, *, in_place: bool = False) -> bytes:
         """The complete message. Protobuf merges messages that are concatenated, so two parts make one request."""
-        last = prefill_pb2.PrefillRequest(transfer_id=transfer_id)
+        last = prefill_pb2.PrefillRequest(transfer_id=transfer_id, in_place=in_place)
         if source is not None:
             last.prefix_source.CopyFrom(prefix_source_to_proto(source))
         return self.data + last.SerializeToString()
@@ -185,6 +185,7 @@ async def call_prefill(
     *,
     transfer_id: str,
     source: PrefixSource | None,
+    in_place: bool = False,
     timeout: float | None,
     silence_s: float,
     deliver: Deliver,
@@ -198,7 +199,7 @@ async def call_prefill(
     """
     link = assignment.link
     method = link.channel.unary_stream(_METHOD, response_deserializer=prefill_pb2.PrefillEvent.FromString)
-    call = method(request.complete(transfer_id, source), timeout=timeout)
+    call = method(request.complete(transfer_id, source, in_place=in_place), timeout=timeout)
     missing = request.logprob_count
     done, failure = False, None
     silence = SilenceTimer(silence_s, call.cancel)

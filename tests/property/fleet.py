@@ -114,6 +114,8 @@ class Worker:
     watches: list[Call] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
     held: dict[tuple[str, int], Held] = field(default_factory=dict)
+    waiting: dict[tuple[str, int], Held] = field(default_factory=dict)
+    """Reservations that wait until it is not full."""
 
     @property
     def status(self) -> WorkerStatus:
@@ -179,12 +181,14 @@ class Worker:
             call.on_over.append(timer.cancel)
 
     def _live(self, call: Call) -> list[decode_pb2.AttemptKey]:
-        return [held.key for held in self.held.values() if held.session is call]
+        attempts = [*self.held.values(), *self.waiting.values()]
+        return [held.key for held in attempts if held.session is call]
 
     def _gone(self, call: Call) -> None:
         self.calls.remove(call)
         self.jobs = [job for job in self.jobs if job.call is not call]
         self.held = {key: held for key, held in self.held.items() if held.session is not call}
+        self.waiting = {key: held for key, held in self.waiting.items() if held.session is not call}
         if call not in self.watches:
             self.changed()
 
@@ -192,17 +196,20 @@ class Worker:
         match up.WhichOneof("message"):
             case "reserve":
                 key = up.reserve.key
-                granted = not (self.full or self.draining)
-                result = decode_pb2.ReserveResult(key=key, granted=granted, reason="full", retry_after_ms=100)
-                call.say(decode_pb2.SessionDown(reserved=[result]))
-                if granted:
-                    self.held[key.request_id, key.attempt] = Held(key, call)
-                    self.changed()
+                if self.draining:
+                    refusal = decode_pb2.ReserveResult(key=key, reason="drains")
+                    call.say(decode_pb2.SessionDown(reserved=[refusal]))
+                    return
+                self.waiting[key.request_id, key.attempt] = Held(key, call)
+                self.grant()
+                if (key.request_id, key.attempt) in self.waiting:
+                    call.say(decode_pb2.SessionDown(reserved=[decode_pb2.ReserveResult(key=key, waiting=True)]))
             case "start":
                 if held := self.held.get((up.start.key.request_id, up.start.key.attempt)):
                     held.start = up.start
             case "cancel":
                 name = up.cancel.key.request_id, up.cancel.key.attempt
+                self.waiting.pop(name, None)
                 if held := self.held.get(name):
                     if up.cancel.HasField("choice_index"):
                         held.cancelled.add(up.cancel.choice_index)
@@ -213,6 +220,16 @@ class Worker:
                 live = {(key.request_id, key.attempt) for key in up.heartbeat.live}
                 for name in [name for name, held in self.held.items() if held.session is call and name not in live]:
                     del self.held[name]
+                for name in [name for name, held in self.waiting.items() if held.session is call and name not in live]:
+                    del self.waiting[name]
+
+    def grant(self) -> None:
+        """Grant the reservations that wait, unless it is full."""
+        while self.up and not self.silent and not self.full and self.waiting:
+            name = next(iter(self.waiting))
+            held = self.held[name] = self.waiting.pop(name)
+            held.session.say(decode_pb2.SessionDown(reserved=[decode_pb2.ReserveResult(key=held.key, granted=True)]))
+            self.changed()
 
     def die(self) -> None:
         self.up = False
@@ -223,6 +240,7 @@ class Worker:
         """Up and honest; another incarnation if it had died."""
         self.born += not self.up
         self.up, self.silent, self.draining, self.full = True, False, False, False
+        self.grant()
 
     def compute(self, job: Job) -> None:
         """Prefill is done, and its KV can be fetched; nothing is said of it yet."""

@@ -1,35 +1,30 @@
-"""The queue under arbitrary arrivals, returns, departures and deadlines of several tenants.
+"""The queue under arbitrary arrivals, replays, grants and deadlines of several tenants.
 
-Every entry leaves exactly once; whose turn it is, is in its tenant's order; a tenant that waits is passed over at most
-once by each other one, whatever comes back; no tenant takes more than its share, and the whole queue is bounded.
+Every waiter leaves exactly once; whose turn it is, is in its tenant's order; a tenant that waits is passed over at most
+once by each other one, whatever comes back; no tenant takes more than its share, and the whole queue is bounded. A
+waiter that is not registered is hidden by one that waits, and the first of the queue is registered.
 """
 
 import itertools
 import math
-from dataclasses import dataclass
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.errors import DeadlineExceeded, Overloaded
-from router.placement.scheduler import RequestQueue
+from baton.lifecycle import Lifecycle, State
+from router.placement.policy import DecodeView, FleetView, PrefillView
+from router.placement.queue import PlacementQueue, PlacementRequest, Waiter
 from tests.effort import machine_test
+from tests.property.fleet import KV
 
 TENANTS = st.sampled_from("abcd")
 PATIENCE = st.sampled_from([0.0, 1.0, 3.0, math.inf])
+SIZES = st.sampled_from([1, 2, 3, 3, 3, 5])
+FLEET = FleetView([PrefillView("p", KV)], [DecodeView("d", KV)])
 
 
-@dataclass(eq=False)
-class Entry:
-    """One request: in the queue, out for a try, or gone."""
-
-    number: int
-    tenant: str
-    deadline: float
-    returned: bool = False
-
-
-class RequestQueueMachine(RuleBasedStateMachine):
+class QueueMachine(RuleBasedStateMachine):
     """The queue beside lists of what waits in it."""
 
     def __init__(self) -> None:
@@ -37,135 +32,130 @@ class RequestQueueMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.numbers = itertools.count()
         self.capacity = 7
-        self.queue: RequestQueue[Entry] = RequestQueue(self.capacity)
-        self.queues: dict[str, list[Entry]] = {}
-        self.out: list[Entry] = []
-        self.left: set[Entry] = set()
+        self.queue = PlacementQueue(capacity=self.capacity, prefill_limit=1)
+        self.queues: dict[str, list[Waiter]] = {}
+        self.registered: list[Waiter] = []
+        self.left: set[Waiter] = set()
         self.passed: dict[str, dict[str, int]] = {}
         self.accepted = 0
-        self.first: Entry | None = None
 
-    def waiting(self, tenant: str) -> list[Entry]:
+    def waiting(self, tenant: str) -> list[Waiter]:
         return self.queues.get(tenant, [])
 
-    @rule(tenant=TENANTS, patience=PATIENCE)
-    def arrive(self, tenant: str, patience: float) -> None:
-        entry = Entry(next(self.numbers), tenant, self.now + patience)
+    def waiter(self, tenant: str, tokens: int, patience: float = math.inf, *, again: bool = False) -> Waiter:
+        lifecycle = Lifecycle(State.QUEUED, self.now, request_deadline=self.now + patience)
+        request = PlacementRequest(f"{next(self.numbers)}", 0, tenant, lifecycle, tokens, 1, (0,), again)
+        return Waiter(request, self.now)
+
+    @rule(tenant=TENANTS, patience=PATIENCE, tokens=SIZES)
+    def arrive(self, tenant: str, patience: float, tokens: int) -> None:
+        waiter = self.waiter(tenant, tokens, patience)
         others = sum(1 for other, queue in self.queues.items() if queue and other != tenant)
         full = len(self.waiting(tenant)) >= max(1, self.capacity // (others + 1))
         try:
-            self.queue.push(entry, tenant=tenant, deadline=entry.deadline, now=self.now)
+            self.queue.push(waiter, FLEET, self.now)
         except DeadlineExceeded:
             assert patience == 0.0
         except Overloaded as error:
-            assert full
+            assert full or self.queue.expected_wait_s(tenant, self.now) > patience
             self._sane(error.retry_after)
         else:
             assert patience > 0.0
             assert not full
-            self.accepted += 1
-            self._joined(entry, -1)
+            self._joined(waiter, -1)
 
-    @precondition(lambda self: self.out)
-    @rule(index=st.integers(0, 99), again=st.booleans())
-    def come_back(self, index: int, again: bool) -> None:
-        entry = self.out.pop(index % len(self.out))
-        if again:
-            entry.returned = True
-            if self.first is None:
-                self.first = entry
-            else:
-                self._joined(entry, 0)
-                # It had no turn.
-                self.passed[entry.tenant] = {}
-                for times in self.passed.values():
-                    times[entry.tenant] = max(times.get(entry.tenant, 0) - 1, 0)
-            self.queue.push_head_of_line(entry, tenant=entry.tenant, deadline=entry.deadline)
-        else:
-            self.queue.record_departure(self.now)
-            self._gone(entry)
-
-    @precondition(lambda self: self.out)
-    @rule(index=st.integers(0, 99))
-    def try_again(self, index: int) -> None:
+    @rule(tenant=TENANTS, tokens=SIZES)
+    def replay(self, tenant: str, tokens: int) -> None:
         """Another attempt at a request that was served, and failed."""
-        entry = self.out.pop(index % len(self.out))
-        entry.returned = True
-        self._joined(entry, 0)
-        self.queue.push_front_of_tenant(entry, tenant=entry.tenant, deadline=entry.deadline)
+        waiter = self.waiter(tenant, tokens, again=True)
+        self.queue.push(waiter, FLEET, self.now)
+        self._joined(waiter, 0)
 
     def _sane(self, retry_after: float | None) -> None:
         assert retry_after is not None
         assert 0.1 <= retry_after <= 60.0
 
-    def _joined(self, entry: Entry, at: int) -> None:
-        queue = self.queues.setdefault(entry.tenant, [])
+    def _joined(self, waiter: Waiter, at: int) -> None:
+        tenant = waiter.request.tenant
+        queue = self.queues.setdefault(tenant, [])
         if not queue:
-            self.passed[entry.tenant] = {}
-        queue.insert(len(queue) if at else 0, entry)
+            self.passed[tenant] = {}
+        queue.insert(len(queue) if at else 0, waiter)
+        self.accepted += 1
+
+    @rule(waits=st.booleans())
+    def register(self, waits: bool) -> None:
+        found = self.queue.next_to_register(FLEET, self.now, ())
+        rest = [each for queue in self.queues.values() for each in queue if each not in self.registered]
+        if found is None:
+            for each in rest:
+                if each.request.deadline > self.now:
+                    assert not each.request.is_retry
+                    assert any(other.hides(each, FLEET.decode) for other in self.registered)
+            if any(self.queues.values()):
+                head = next(iter(self.queue._queue.heads()))
+                assert head in self.registered or head.request.deadline <= self.now
+            return
+        assert found in rest
+        assert found.request.deadline > self.now
+        same = [each for each in rest if each.request.tenant == found.request.tenant]
+        for before in same[: same.index(found)]:
+            hidden = any(other.hides(before, FLEET.decode) for other in self.registered)
+            assert hidden or before.request.deadline <= self.now, "not in the order of its tenant"
+        self.queue.register(found)
+        found.waits = waits
+        self.registered.append(found)
+
+    @precondition(lambda self: self.registered)
+    @rule(index=st.integers(0, 99))
+    def room_is_short(self, index: int) -> None:
+        self.registered[index % len(self.registered)].waits = True
+
+    @precondition(lambda self: self.registered)
+    @rule(index=st.integers(0, 99))
+    def grant(self, index: int) -> None:
+        """Workers grant in any order."""
+        waiter = self.registered.pop(index % len(self.registered))
+        self.queue.pop(waiter, self.now)
+        self.queues[waiter.request.tenant].remove(waiter)
+        self.passed[waiter.request.tenant] = {}
+        self._gone(waiter)
 
     @rule()
-    def serve(self) -> None:
-        entry = next(self.queue.candidates(self.now), None)
-        self._drop_what_expired_at_a_head()
-        assert self.queue.head_of_line is self.first
-        if entry is None:
-            assert not any(self.queues.values()), "somebody waits, and nobody is served"
+    def serve_in_order(self) -> None:
+        """Without others that wait at workers, tenants take turns."""
+        if self.registered:
             return
-        self.queue.pop(entry)
-        assert entry.deadline > self.now
-        if self.first is not None:
-            assert entry is self.first
-            self.first = None
-            self.out.append(entry)
+        waiter = self.queue.next_to_register(FLEET, self.now, ())
+        if waiter is None:
+            assert all(each.request.deadline <= self.now for queue in self.queues.values() for each in queue)
             return
-        assert self.queues[entry.tenant].pop(0) is entry, "not in the order of arrival"
-        self._served(entry)
-
-    @rule(index=st.integers(0, 99))
-    def serve_one_that_finds_room(self, index: int) -> None:
-        candidates = list(self.queue.candidates(self.now))
-        self._drop_what_expired_at_a_head()
-        assert set(candidates) == {entry for entry in self.queue if entry.deadline > self.now}
-        if others := [entry for entry in candidates if entry is not self.first]:
-            entry = others[index % len(others)]
-            self.queue.pop(entry)
-            self.queues[entry.tenant].remove(entry)
-            self.out.append(entry)
-            # It is a turn of its tenant's; nobody else could have had it.
-            self.passed[entry.tenant] = {}
-
-    def _served(self, entry: Entry) -> None:
-        self.out.append(entry)
-        self.passed[entry.tenant] = {}
-        for tenant, queue in self.queues.items():
-            if queue and tenant != entry.tenant:
-                times = self.passed[tenant]
-                times[entry.tenant] = times.get(entry.tenant, 0) + 1
-                assert times[entry.tenant] <= 1, f"{entry.tenant} had two turns while {tenant} waited"
-
-    def _drop_what_expired_at_a_head(self) -> None:
-        inside = set(self.queue)
-        if self.first is not None and self.first not in inside:
-            assert self.first.deadline <= self.now
-            self._gone(self.first)
-            self.first = None
-        for queue in self.queues.values():
-            for entry in [entry for entry in queue if entry not in inside and entry.deadline <= self.now]:
-                queue.remove(entry)
-                self._gone(entry)
+        tenant = waiter.request.tenant
+        live = [each for each in self.queues[tenant] if each.request.deadline > self.now]
+        assert live[0] is waiter, "not in the order of arrival"
+        self.queue.register(waiter)
+        self.queue.pop(waiter, self.now)
+        self.queues[tenant].remove(waiter)
+        self._gone(waiter)
+        self.passed[tenant] = {}
+        for other, queue in self.queues.items():
+            if other != tenant and queue and queue[0].request.deadline > self.now:
+                times = self.passed[other]
+                times[tenant] = times.get(tenant, 0) + 1
+                assert times[tenant] <= 1, f"{tenant} had two turns while {other} waited"
 
     @rule(tenant=TENANTS, index=st.integers(0, 99))
     def leave(self, tenant: str, index: int) -> None:
         if queue := self.waiting(tenant):
-            entry = queue.pop(index % len(queue))
-            assert self.queue.remove(entry)
-            assert not self.queue.remove(entry)
-            self._gone(entry)
+            waiter = queue.pop(index % len(queue))
+            assert self.queue.remove(waiter)
+            assert not self.queue.remove(waiter)
+            self.registered = [each for each in self.registered if each is not waiter]
+            self._gone(waiter)
 
-    def _gone(self, entry: Entry) -> None:
-        assert entry not in self.left
-        self.left.add(entry)
+    def _gone(self, waiter: Waiter) -> None:
+        assert waiter not in self.left
+        self.left.add(waiter)
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 4.0]))
     def pass_time(self, seconds: float) -> None:
@@ -173,9 +163,8 @@ class RequestQueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def it_holds_what_came_and_did_not_leave(self) -> None:
-        waiting = {entry for queue in self.queues.values() for entry in queue} | {self.first} - {None}
-        assert set(self.queue) == waiting
-        assert len(self.queue) == len(waiting)
+        assert set(self.queue) == {waiter for queue in self.queues.values() for waiter in queue}
+        assert len(self.queue) == sum(map(len, self.queues.values()))
 
     @invariant()
     def its_estimates_are_sane(self) -> None:
@@ -187,15 +176,19 @@ class RequestQueueMachine(RuleBasedStateMachine):
     def it_is_bounded(self) -> None:
         tenants = sum(1 for queue in self.queues.values() if queue)
         bound = sum(max(1, self.capacity // place) for place in range(1, tenants + 1))
-        returned = sum(entry.returned for queue in self.queues.values() for entry in queue)
-        assert len(self.queue) - returned - (self.first is not None) <= bound
+        replays = sum(each.request.is_retry for queue in self.queues.values() for each in queue)
+        assert len(self.queue) - replays <= bound
 
     def teardown(self) -> None:
-        for _ in range(len(self.queue) + 1):
-            self.serve()
-        assert len(self.queue) == 0
-        assert len(self.left | set(self.out)) == len(self.left) + len(self.out) == self.accepted
-        assert not self.queue.tenants
+        while self.registered:
+            self.grant(0)
+        while self.queue.next_to_register(FLEET, self.now, ()) is not None:
+            self.serve_in_order()
+        for waiter in list(self.queue):
+            assert waiter.request.deadline <= self.now
+            self.queue.remove(waiter)
+            self._gone(waiter)
+        assert len(self.left) == self.accepted
 
 
-TestRequestQueue = machine_test(RequestQueueMachine, 150, 50)
+TestQueue = machine_test(QueueMachine, 150, 50)

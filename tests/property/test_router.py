@@ -224,13 +224,13 @@ class RouterMachine(RuleBasedStateMachine):
         for client in self.clients:
             assert client.left or client.usage or isinstance(client.error, BatonError)
         self.loop.advance(3.0)
-        assert len(self.dispatcher.scheduler) == 0
+        assert len(self.dispatcher.queue) == 0
         assert not self.loop.run_until_complete(self.request_runner.ledger()).entries
         fleet = self.pool.fleet
         assert len(fleet.prefill) == PREFILLS
         assert len(fleet.decode) == DECODES
         assert all(view.open_requests == 0 for view in (*fleet.prefill.values(), *fleet.decode.values()))
-        assert not any(worker.held or worker.jobs for worker in self.fleet.workers.values())
+        assert not any(worker.held or worker.waiting or worker.jobs for worker in self.fleet.workers.values())
         self.dispatcher.close()
         self.loop.run_until_complete(self.request_runner.wait_stopped())
         self.loop.run_until_complete(self.running.aclose())

@@ -48,12 +48,9 @@ PURE = (
     "decode_svc.scheduler",
     "mixed_svc.budget",
     "prefill_svc.scheduler",
-    "router.fair_queue",
     "router.placement.prefix_directory",
     "router.placement.policy",
-    "router.placement.refusals",
-    "router.placement.scheduler",
-    "router.placement.waiter",
+    "router.placement.queue",
     "router.retries",
     "router.workers.failures",
 )

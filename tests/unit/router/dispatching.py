@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 from baton.config.router import RouterConfig
@@ -15,12 +16,13 @@ from baton.request import ReserveResult
 from router.dispatcher import Dispatcher, Placement
 from router.placement.policy import DecodeView, FleetView, PrefillView
 from router.placement.prefix_directory import PrefixDirectory
-from router.placement.waiter import PlacementRequest
+from router.placement.queue import PlacementRequest
 from router.workers.failures import AvoidedWorker, Suspicion, WorkerLosses
 from router.workers.pool import WorkerPool
 
 KV = KvFormat((KvPart("k", "float32", (2, 4)),), layers=2, block_size=16)
-GRANTED, FULL = ReserveResult(True, "", False), ReserveResult(False, "full", False)
+GRANTED, REFUSED = ReserveResult(True), ReserveResult(False, "drains")
+FULL = ReserveResult(False, "full", waiting=True)
 TOO_LARGE = ReserveResult(False, "needs 9 pages, there are 4", True)
 
 
@@ -32,7 +34,8 @@ class FakeAssignment:
     consumer = ""
 
     def __init__(self, pool: FakePool, worker: str) -> None:
-        self.link, self._worker, self._open = pool, worker, True
+        self.link = SimpleNamespace(address=worker, name=f"{worker} at {worker}:1", namespace=None, channel=None)
+        self._pool, self._worker, self._open = pool, worker, True
         self.lost = asyncio.Event()
         # A lost worker is not asked to abandon an export.
         self.lost.set()
@@ -46,7 +49,7 @@ class FakeAssignment:
 
     def release(self) -> bool:
         was_open, self._open = self._open, False
-        self.link.open_requests[self._worker] -= was_open
+        self._pool.open_requests[self._worker] -= was_open
         return was_open
 
 
@@ -56,19 +59,42 @@ class FakeAttempt:
     def __init__(self, pool: FakePool, request_id: str, worker: str) -> None:
         self._pool, self.request_id, self.worker = pool, request_id, worker
         self.held: Any = None
+        self.kept = self.closed = False
+        self._answering: asyncio.Task[None] | None = None
         pool.running[worker] += 1
 
-    async def reserve(self, **asked: Any) -> ReserveResult:
+    def reserve(self, on_answer: Callable[[ReserveResult], None], **asked: Any) -> None:
         self._pool.asked += 1
-        return await self._pool.reserve(self, **asked)
+        self.on_answer, self._asked = on_answer, asked
+        self.answer()
+
+    def answer(self) -> None:
+        """Answer at once or, if the attempt waits, perhaps again."""
+        self._answering = asyncio.create_task(self._answer())
+
+    async def _answer(self) -> None:
+        answer = await self._pool.reserve(self, **self._asked)
+        waited = self in self._pool.waiting
+        if not answer.waiting and waited:
+            self._pool.waiting.remove(self)
+        elif answer.waiting and not waited:
+            self._pool.waiting.append(self)
+        if not (answer.waiting and waited):
+            self.on_answer(answer)
+
+    def keep(self) -> None:
+        self.kept = True
 
     def start(self, **started: Any) -> None:
         return
 
-    def cancel_claim(self) -> None:
-        self._pool.cancel_claim(self)
-
     def close(self) -> None:
+        assert not self.closed
+        self.closed = True
+        if self._answering is not None:
+            self._answering.cancel()
+        if self in self._pool.waiting:
+            self._pool.waiting.remove(self)
         self._pool.running[self.worker] -= 1
         self._pool.closed += 1
         self._pool.close(self)
@@ -78,12 +104,12 @@ class FakePool:
     """Workers that answer as a test says; stands for pool, link and session at once.
 
     `open_requests` has the number of requests at each prefill worker, `by_name` the answers of decode workers. `order`
-    tells who asked, and whom it asked where decode workers are named.
+    tells who asked, and whom it asked where decode workers are named. `waiting` are the attempts that wait at decode
+    workers; these answer again when a test changes the answers.
     """
 
     open = True
     name = "d at d:1"
-    address = "p:1"
     consumer = "incarnation-d"
     fingerprint = "f"
     namespace = status = None
@@ -98,7 +124,7 @@ class FakePool:
         self.notify: Callable[[], None] = lambda: None
         self.session = self
         self.order: list[str] = []
-        self.cancelled_claims: list[str] = []
+        self.waiting: list[FakeAttempt] = []
         self.prefixes = PrefixDirectory()
         self.losses = WorkerLosses()
         self.namespaces = frozenset[Any]()
@@ -113,18 +139,32 @@ class FakePool:
     @property
     def fleet(self) -> FleetView:
         prefill = [PrefillView(name, KV, open_requests=own) for name, own in self.open_requests.items()]
-        decode = [DecodeView(name, KV, free_slots=1, open_requests=self.running[name]) for name in self.by_name]
+        decode = [
+            DecodeView(
+                name,
+                KV,
+                free_tokens=0 if answer.waiting else 10**6,
+                free_slots=1,
+                open_requests=self.running[name],
+            )
+            for name, answer in self.by_name.items()
+        ]
         fleet = FleetView(prefill, decode if self.there else [])
         fleet.isolated = self.isolated
         return fleet
 
     def answer_all(self, answer: ReserveResult) -> None:
-        self.by_name = dict.fromkeys(self.by_name, answer)
+        self.answer(**dict.fromkeys(self.by_name, answer))
 
     def answer(self, **answers: ReserveResult) -> None:
-        """Change the answers of these decode workers, and tell that something changed."""
+        """Change the answers of these decode workers, also to attempts that wait, and tell that something changed."""
         self.by_name |= answers
         self.notify()
+        self.answer_again()
+
+    def answer_again(self) -> None:
+        for attempt in self.waiting:
+            attempt.answer()
 
     async def reserve(self, attempt: FakeAttempt, **asked: Any) -> ReserveResult:
         await asyncio.sleep(0)
@@ -132,9 +172,6 @@ class FakePool:
 
     def close(self, attempt: FakeAttempt) -> None:
         return
-
-    def cancel_claim(self, attempt: FakeAttempt) -> None:
-        self.cancelled_claims.append(f"{attempt.request_id} {attempt.worker}")
 
     def isolate(self, addresses: frozenset[str]) -> None:
         if addresses != self.isolated:
@@ -238,7 +275,7 @@ async def settle() -> None:
 
 
 async def ask(dispatcher: Dispatcher, name: str, **asked: Any) -> Held:
-    """A request that has asked all workers that it can: if all refuse, it waits for an epoch."""
+    """A request that has asked all workers that it can: if all lack room, it waits there."""
     held = Held(dispatcher, name, **asked)
     await settle()
     return held

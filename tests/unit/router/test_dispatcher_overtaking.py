@@ -1,15 +1,18 @@
 """No request that waits for reasons of its own keeps others from workers that they could use."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from baton.request import ReserveResult
 from router.dispatcher import Dispatcher
+from router.placement.policy import FleetView
 from tests.unit.router.dispatching import (
     FULL,
     GRANTED,
+    REFUSED,
     TOO_LARGE,
     FakeAttempt,
     FakePool,
@@ -45,6 +48,7 @@ async def test_a_context_that_only_a_full_worker_can_hold_stops_nobody_who_has_a
     others = [Held(asked, f"other{i}", tenant=f"t{i}") for i in range(5)]
     await settle()
     assert [request.placed.is_set() for request in others] == [True] * 5
+    assert workers.order[:2] in (["large a", "large b"], ["large b", "large a"])
     assert not large.placed.is_set()
     workers.answer(b=GRANTED)
     await settle()
@@ -53,24 +57,42 @@ async def test_a_context_that_only_a_full_worker_can_hold_stops_nobody_who_has_a
 
 
 class Slots(FakePool):
-    """Decode workers with two slots each; a large context does not fit those that answer TOO_LARGE."""
+    """Decode workers with two slots each; a large context does not fit those that answer TOO_LARGE.
+
+    Who waits for a slot gets it in the order in which it came.
+    """
 
     def __init__(self, **answers: ReserveResult) -> None:
         super().__init__(**answers)
         self.free = dict.fromkeys(answers, 2)
+        self.shown = dict(self.free)
+        """Free slots as far as the router knows."""
 
     async def reserve(self, attempt: FakeAttempt, **asked: Any) -> ReserveResult:
         await asyncio.sleep(0)
         if self.by_name[attempt.worker] is TOO_LARGE and asked["context_tokens"] == LARGE:
             return TOO_LARGE
-        if not self.free[attempt.worker]:
-            return FULL
-        self.free[attempt.worker] -= 1
-        attempt.held = True
-        return GRANTED
+        if self.free[attempt.worker]:
+            self.free[attempt.worker] -= 1
+            attempt.held = True
+        self.shown[attempt.worker] = self.free[attempt.worker]
+        return GRANTED if attempt.held else FULL
+
+    def subtract_free(self, tokens: int, slots: int) -> None:
+        self.shown[self._worker] -= slots
 
     def close(self, attempt: FakeAttempt) -> None:
         self.free[attempt.worker] += bool(attempt.held)
+        self.shown[attempt.worker] = self.free[attempt.worker]
+        attempt.held = False
+        self.answer_again()
+
+    @property
+    def fleet(self) -> FleetView:
+        fleet = super().fleet
+        for view in list(fleet.decode.values()):
+            fleet.put_decode(replace(view, free_slots=self.shown[view.address]))
+        return fleet
 
 
 LARGE = 1000
@@ -97,19 +119,30 @@ async def test_a_restricted_waiter_gets_pages_however_many_others_want_them() ->
     await end(asked, *large, *others)
 
 
-async def test_of_many_restricted_waiters_with_the_same_workers_one_asks_in_an_epoch() -> None:
+async def test_of_many_restricted_waiters_with_the_same_workers_one_asks() -> None:
     asked = dispatcher(workers := FakePool(a=TOO_LARGE, b=FULL), prefill_limit=99)
-    large = [Held(asked, f"large{i}", tokens=LARGE) for i in range(20)]
+    large = [await ask(asked, "large0", tokens=LARGE)]
+    large += [Held(asked, f"large{i}", tokens=LARGE) for i in range(1, 20)]
     await settle()
-    # Each has been told once that it does not fit the one worker.
-    while len(workers.order) < 2 * len(large):
-        workers.notify()
-        await settle()
-    workers.order.clear()
     workers.notify()
     await settle()
-    assert workers.order == ["large0 b"]
-    await end(asked, *large)
+    assert sorted(workers.order) == ["large0 a", "large0 b"]
+    # A context that worker a may hold is not hidden: it need not wait for worker b.
+    smaller = await ask(asked, "smaller", tokens=LARGE - 1)
+    assert len(workers.order) == 4
+    await end(asked, *large, smaller)
+
+
+async def test_a_waiter_that_can_ask_fewer_workers_does_not_stop_one_that_can_ask_more() -> None:
+    """Worker b has refused the first one, so it only waits at worker a."""
+    asked = dispatcher(workers := FakePool(a=FULL, b=REFUSED))
+    first = await ask(asked, "first")
+    workers.by_name["b"] = GRANTED
+    other = await ask(asked, "other")
+    assert other.place is not None
+    assert other.place.decode_address == "b"
+    assert not first.placed.is_set()
+    await end(asked, first, other)
 
 
 async def test_a_waiter_without_a_pair_is_overtaken_while_prefill_workers_have_room() -> None:
@@ -146,17 +179,26 @@ class Choosy(FakePool):
 
     async def reserve(self, attempt: FakeAttempt, **asked: Any) -> ReserveResult:
         await asyncio.sleep(0)
-        return GRANTED if len(asked["choices"]) == 1 else ReserveResult(False, "", False, 9.0, 0, 100)
+        return GRANTED if len(asked["choices"]) == 1 else FULL
 
 
-async def test_waiters_with_many_choices_stop_nobody_with_one_and_ask_once_in_an_epoch() -> None:
+async def test_waiters_with_many_choices_stop_nobody_with_one_and_one_of_them_asks() -> None:
     asked = dispatcher(workers := Choosy(), prefill_limit=1)
-    many = [Held(asked, f"many{i}", choices=64, tokens=100) for i in range(3)]
-    await settle()
+    many = [await ask(asked, "many0", choices=64, tokens=100)]
+    many += [await ask(asked, f"many{i}", choices=64, tokens=100) for i in (1, 2)]
     assert workers.order == ["many0"]
     other = await ask(asked, "other", tokens=100)
     assert other.placed.is_set()
     await other.end()
     await settle()
-    assert workers.order == ["many0", "other", "many0"]
+    assert workers.order == ["many0", "other"]
     await end(asked, *many)
+
+
+@pytest.mark.parametrize("tokens", [1, 10**9])
+async def test_replays_are_never_hidden(tokens: int) -> None:
+    asked = dispatcher(workers := FakePool(d=FULL))
+    waiting = [await ask(asked, "waiting", tokens=5), await ask(asked, "hidden", tokens=5)]
+    replays = [await ask(asked, f"replay{i}", tokens=tokens, again=True) for i in range(2)]
+    assert workers.order == ["waiting d", "replay0 d", "replay1 d"]
+    await end(asked, *waiting, *replays)

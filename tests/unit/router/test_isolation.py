@@ -2,18 +2,11 @@
 
 import asyncio
 import contextlib
-from typing import cast
 
 import pytest
 
 from baton.errors import Unavailable
-from baton.lifecycle import Lifecycle, State
-from router.dispatcher import DecodeReserver, Placement
-from router.placement.policy import WorkerSelection
-from router.placement.waiter import PlacementRequest
-from router.workers.failures import Breakers, Suspicion
-from router.workers.pool import WorkerPool
-from router.workers.prefill_call import PrefillAssignment
+from router.workers.failures import Suspicion
 from tests.property.virtual import VirtualLoop
 from tests.unit.router.dispatching import FULL, GRANTED, TOO_LARGE, FakePool, Held, ask, dispatcher, place, settle
 
@@ -93,7 +86,7 @@ async def test_an_isolated_request_asks_the_next_worker_if_one_is_too_small_and_
     assert pool.assignments == 0
 
 
-async def test_one_request_at_a_time_is_isolated_and_asks_once_in_an_epoch() -> None:
+async def test_one_request_at_a_time_is_isolated_and_asks_once() -> None:
     d = dispatcher(pool := FakePool(d=FULL))
     first, second = (Held(d, name, again=True, isolated=Suspicion.PAIR) for name in ("first", "second"))
     await settle()
@@ -104,20 +97,7 @@ async def test_one_request_at_a_time_is_isolated_and_asks_once_in_an_epoch() -> 
     assert not second.placed.is_set()
     await first.end()
     await second.finish()
-    assert pool.order == ["first d", "first d", "second d"]
-
-
-@pytest.mark.parametrize("isolated", [False, True])
-async def test_a_worker_that_was_meanwhile_isolated_is_not_asked(isolated: bool) -> None:
-    pool = FakePool(d=FULL, e=GRANTED)
-    reserver = DecodeReserver(cast(WorkerPool, pool), Breakers(asyncio.get_running_loop().time), 1.0)
-    pool.isolated = frozenset({"e"})
-    request = PlacementRequest("r", 0, "", Lifecycle(State.QUEUED, 0.0), 8, 4, (0,), True, isolated=isolated)
-    selection = WorkerSelection("p", ("d", "e"))
-    assignment = cast(PrefillAssignment, pool.prefill_link("p").assign(8))
-    answer = await reserver.reserve(request, assignment, selection, lambda event: None, {})
-    assert isinstance(answer, Placement) is isolated
-    assert pool.order == ["r d", "r e"][: 1 + isolated]
+    assert pool.order == ["first d", "second d"]
 
 
 async def test_an_isolated_request_does_not_fall_back_on_a_worker_where_others_run() -> None:
@@ -125,7 +105,9 @@ async def test_an_isolated_request_does_not_fall_back_on_a_worker_where_others_r
     other = await place(d, "other")
     d.release(other.place.prefill)
     isolated = await ask(d, "isolated", again=True, isolated=Suspicion.PAIR, avoid=("e",))
-    assert pool.order == ["other d", "other e", "isolated d"]
+    assert pool.order == ["other e", "isolated d"]
+    pool.notify()
+    await settle()
     assert not isolated.placed.is_set()
     pool.answer(d=GRANTED)
     await isolated.until_placed()
@@ -192,3 +174,34 @@ async def test_a_choice_that_needs_a_decode_worker_for_itself_does_not_take_one_
     second = await place(d, "second", request="r", again=True, isolated=Suspicion.PAIR)
     assert second.place.isolation is None
     await asyncio.gather(first.end(), second.end())
+
+
+async def test_one_that_waits_for_pages_keeps_its_workers_and_runs_among_others_after_a_time() -> None:
+    d = dispatcher(pool := FakePool(prefill=("p", "q"), d=FULL, e=FULL), isolation_wait_s=0.05)
+    isolated = await ask(d, "isolated", again=True, isolated=Suspicion.PAIR)
+    kept = set(pool.isolated)
+    for _ in range(3):
+        pool.notify()
+        await settle()
+    assert (len(pool.order), pool.isolated) == (1, kept)
+    async with asyncio.timeout(60):
+        while pool.isolated:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await settle()
+    assert {attempt.worker for attempt in pool.waiting} == {"d", "e"}
+    pool.answer(e=GRANTED)
+    await isolated.until_placed()
+    assert isolated.place.isolation is None
+    await isolated.end()
+
+
+async def test_one_that_waits_for_pages_at_a_worker_that_leaves_goes_to_another() -> None:
+    d = dispatcher(pool := FakePool(d=FULL, e=FULL))
+    isolated = await ask(d, "isolated", again=True, isolated=Suspicion.PAIR)
+    (first,) = (attempt.worker for attempt in pool.waiting)
+    del pool.by_name[first]
+    pool.answer_all(GRANTED)
+    await isolated.until_placed()
+    assert isolated.place.decode_address != first
+    await isolated.end()
+    assert pool.isolated == frozenset()

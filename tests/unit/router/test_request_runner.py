@@ -9,18 +9,20 @@ import pytest
 
 import router.request_runner
 from baton.config.router import RouterConfig
-from baton.errors import DeadlineExceeded, EngineError, Overloaded, Unavailable
+from baton.errors import DeadlineExceeded, EngineError, Overloaded, TransferError, Unavailable
 from baton.pb import prefill_pb2
-from baton.request import FinishReason, FirstToken, Prefilled, SamplingParams, TokenInfo
+from baton.request import FinishReason, FirstToken, Prefilled, ReserveResult, SamplingParams, TokenInfo
+from baton.telemetry.metrics import PLACEMENTS
 from router.output import OutputProcessor
 from router.request import Request
 from router.request_runner import RequestRunner
 from router.serving.threads import TenantThreads
 from router.workers.failures import Blame, Cause, Deliver, FailureEvent
 from router.workers.pool import WorkerPool
-from router.workers.prefill_call import PrefillMessage
+from router.workers.prefill_call import ExportAbandoner, PrefillMessage
+from tests.metrics import count
 from tests.property.virtual import VirtualLoop
-from tests.unit.router.dispatching import FULL, FakePool, dispatcher
+from tests.unit.router.dispatching import FULL, GRANTED, FakePool, dispatcher
 
 
 def runner(pool: FakePool) -> RequestRunner:
@@ -105,3 +107,41 @@ async def test_a_request_after_the_stop_is_not_begun() -> None:
     for output in outputs:
         with pytest.raises(Unavailable, match="the router is stopping"):
             await output.queue.take()
+
+
+async def test_on_a_mixed_worker_the_prompt_is_computed_in_place_and_no_export_is_abandoned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[prefill_pb2.PrefillRequest, object]] = []
+
+    async def call(
+        assignment: Any, message: PrefillMessage, *, deliver: Deliver, transfer_id: str, in_place: bool, **others: Any
+    ) -> None:
+        data = message.complete(transfer_id, others["source"], in_place=in_place)
+        seen.append((prefill_pb2.PrefillRequest.FromString(data), assignment.link.address))
+        entry = (await request_runner.ledger()).entries[0]
+        assert entry.detail == f"prefill: on {assignment.link.name}" + (", in place" if in_place else ", decode: at e")
+        if in_place:
+            # The request goes to a pair that has joined. Decode reports a failed job as it reports a failed transfer.
+            pool.open_requests["p"], pool.by_name["e"] = 0, GRANTED
+            deliver(FailureEvent(TransferError("the job failed"), Blame.PAIR))
+        else:
+            deliver(Prefilled((FirstToken(0, TokenInfo(7), FinishReason.LENGTH),), 0))
+
+    abandoned: list[str] = []
+    monkeypatch.setattr(router.request_runner, "call_prefill", call)
+    monkeypatch.setattr(
+        ExportAbandoner, "abandon", lambda self, assignment, *_: abandoned.append(assignment.link.address)
+    )
+    before = {kind: count(PLACEMENTS, kind) for kind in ("in_place", "transfer")}
+    request_runner = runner(pool := FakePool(prefill=("m",), m=ReserveResult(True, cached_tokens=16)))
+    request, output = requested()
+    async with asyncio.timeout(60):
+        await request_runner.run(request, output)
+    assert [(asked.in_place, bool(asked.transfer_id), asked.HasField("prefix_source"), at) for asked, at in seen] == [
+        (True, True, False, "m"),
+        (False, True, False, "p"),
+    ]
+    assert abandoned == ["p"]
+    assert {kind: count(PLACEMENTS, kind) - before[kind] for kind in before} == {"in_place": 1, "transfer": 1}
+    assert (output.output_ids(0), pool.assignments, pool.running.total()) == ([7], 0, 0)

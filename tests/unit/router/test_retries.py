@@ -182,6 +182,16 @@ def test_a_full_worker_is_left_in_peace_for_as_long_as_it_says(history: RetryHis
         retry(history, FailureEvent(never, Blame.PREFILL, Cause.REFUSED))
 
 
+def test_after_a_first_refusal_another_worker_is_tried_at_once(history: RetryHistory) -> None:
+    full, charges = FailureEvent(Overloaded("4 wait", 0.7), Blame.PREFILL, Cause.REFUSED), Charges()
+    delays = [
+        history.next_delay_s(full, max_attempts=3, charge=charges, elsewhere=True, jitter=lambda least, most: most)
+        for _ in range(2)
+    ]
+    assert delays == [0.0, pytest.approx(0.7)]
+    assert (charges.count, history.faults) == (0, 0)
+
+
 def test_choices_that_part_have_their_own_history_and_common_numbers(history: RetryHistory) -> None:
     retry(history, FAULT)
     one, other = history.fork(), history.fork()

@@ -16,7 +16,7 @@ from baton.telemetry import metrics
 from baton.telemetry.metrics import MAX_TENANTS, METRIC_FAMILIES, OTHER_TENANTS, Exposition, tenant_label
 from router.gauges import queued_seconds
 from router.placement.policy import DecodeView, FleetView, PrefillView
-from router.placement.waiter import PlacementRequest
+from router.placement.queue import PlacementRequest
 from scripts.metrics import PAGE, page
 
 ROOT = Path(__file__).parents[3]

@@ -2,44 +2,56 @@
 
 import asyncio
 import contextlib
-from typing import cast
+from typing import Any, cast
 
 import grpc.aio
 import pytest
 
 from baton.pb import decode_pb2
 from baton.request import CachePolicy, ReserveResult
-from router.workers.decode_session import DecodeCall, DecodeSession
-from router.workers.failures import DecodeEnded, Event, FailureEvent
+from router.workers.decode_session import DecodeCall, DecodeSession, SessionEnd
+from router.workers.failures import Cause, DecodeEnded, Event, FailureEvent
 from tests.property.virtual import VirtualLoop
 
 
-async def asked(session: DecodeSession, events: list[Event]) -> tuple[DecodeCall, asyncio.Task[ReserveResult]]:
-    """An attempt that asks the worker for pages, and its task."""
+def asked(session: DecodeSession, events: list[Event]) -> tuple[DecodeCall, list[ReserveResult]]:
+    """An attempt that asks the worker for pages, and the answers that it gets."""
     attempt = session.begin_call("r", 0, events.append)
-    asking = asyncio.create_task(
-        attempt.reserve(
-            context_tokens=1,
-            max_new_tokens=1,
-            choices=(0,),
-            deadline_ms=1,
-            salt=b"",
-            cache=CachePolicy.OFF,
-            prefix_digests=b"",
-        )
+    answers: list[ReserveResult] = []
+    attempt.reserve(
+        answers.append,
+        context_tokens=1,
+        max_new_tokens=1,
+        choices=(0,),
+        deadline_ms=1,
+        salt=b"",
+        cache=CachePolicy.OFF,
+        prefix_digests=b"",
     )
-    await asyncio.sleep(0)
-    return attempt, asking
+    return attempt, answers
 
 
-async def granted(session: DecodeSession, events: list[Event]) -> decode_pb2.AttemptKey:
+KEY = decode_pb2.AttemptKey(request_id="r", attempt=0)
+GRANT = decode_pb2.ReserveResult(key=KEY, granted=True, cached_tokens=16)
+WAIT = decode_pb2.ReserveResult(key=KEY, waiting=True)
+
+
+def told(session: DecodeSession, *answers: decode_pb2.ReserveResult, **others: Any) -> None:
+    session._deliver_messages(decode_pb2.SessionDown(reserved=answers, **others))
+
+
+def granted(session: DecodeSession, events: list[Event]) -> decode_pb2.AttemptKey:
     """An attempt that the worker has granted."""
-    attempt, asking = await asked(session, events)
-    grant = decode_pb2.ReserveResult(key=attempt.key, granted=True)
-    session._deliver_messages(decode_pb2.SessionDown(reserved=[grant]))
-    await asking
-    assert attempt.granted
+    attempt, answers = asked(session, events)
+    told(session, GRANT)
+    attempt.keep()
+    assert (attempt.granted, len(answers)) == (True, 1)
     return attempt.key
+
+
+def sent(session: DecodeSession) -> list[str | None]:
+    """Kinds of the messages to the worker so far."""
+    return [session._up.get_nowait().WhichOneof("message") for _ in range(session._up.qsize())]
 
 
 @pytest.mark.parametrize("ended", [True, False])
@@ -47,7 +59,7 @@ async def test_an_attempt_that_the_worker_no_longer_lists_fails_unless_it_was_to
     async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
         events: list[Event] = []
         session = DecodeSession(channel, "d", "r0")
-        key = await granted(session, events)
+        key = granted(session, events)
         ends = [key] if ended else []
         session._deliver_messages(decode_pb2.SessionDown(ended=ends, heartbeat=decode_pb2.Heartbeat()))
     (event,) = events
@@ -58,20 +70,95 @@ async def test_an_attempt_that_the_worker_no_longer_lists_fails_unless_it_was_to
         assert "knows nothing of attempt r/0" in str(event.error)
 
 
+async def test_a_reservation_that_waits_and_that_the_worker_no_longer_lists_is_refused() -> None:
+    async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
+        session = DecodeSession(channel, "d", "r0")
+        attempt, answers = asked(session, [])
+        session._deliver_messages(decode_pb2.SessionDown(heartbeat=decode_pb2.Heartbeat()))
+        assert answers == [], "the worker may not have read the reservation yet"
+        told(session, WAIT, heartbeat=decode_pb2.Heartbeat(live=[KEY]))
+        assert [answer.waiting for answer in answers] == [True]
+        session._deliver_messages(decode_pb2.SessionDown(heartbeat=decode_pb2.Heartbeat()))
+        assert (answers[-1].waiting, answers[-1].granted, attempt.may_hold_pages) == (False, False, False)
+
+
 async def test_the_end_of_a_call_that_gave_up_does_not_end_the_next_one_with_its_key() -> None:
     async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
         events: list[Event] = []
         session = DecodeSession(channel, "d", "r0")
-        gave_up, asking = await asked(session, events)
-        asking.cancel()
+        gave_up, _ = asked(session, events)
         gave_up.close()
-        attempt, asking = await asked(session, events)
+        attempt, answers = asked(session, events)
         # A worker that was slow answers both, and ends the first, in one message.
-        grant = decode_pb2.ReserveResult(key=attempt.key, granted=True)
-        session._deliver_messages(decode_pb2.SessionDown(reserved=[grant, grant], ended=[attempt.key]))
-        assert (await asking).granted
+        told(session, GRANT, GRANT, ended=[attempt.key])
+        assert [answer.granted for answer in answers] == [True]
     assert attempt.granted
     assert events == []
+
+
+async def test_a_reservation_that_waits_is_listed_as_alive_and_is_cancelled_at_its_end() -> None:
+    async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
+        session = DecodeSession(channel, "d", "r0")
+        attempt, answers = asked(session, [])
+        told(session, WAIT)
+        assert (attempt.may_hold_pages, attempt.granted, answers[-1].waiting) == (True, False, True)
+        # What waits can't have killed the worker.
+        assert session.attempts_without_token == []
+        told(session, GRANT)
+        assert (attempt.granted, answers[-1].granted, answers[-1].cached_tokens) == (True, True, 16)
+        assert session.attempts_without_token == [("r", 0)]
+        attempt.close()
+        other, _ = asked(session, [])
+        told(session, WAIT)
+        other.close()
+        assert sent(session) == ["hello", "reserve", "cancel", "reserve", "cancel"]
+        third, answers = asked(session, [])
+        told(session, WAIT, decode_pb2.ReserveResult(key=KEY, reason="drains"))
+        assert [(answer.waiting, answer.reason) for answer in answers] == [(True, ""), (False, "drains")]
+        assert not third.may_hold_pages
+        third.close()
+        assert sent(session) == ["reserve"]
+
+
+@pytest.mark.parametrize("first", [[], [WAIT], [GRANT]])
+async def test_a_session_that_ends_refuses_reservations_and_fails_what_is_in_use(
+    first: list[decode_pb2.ReserveResult],
+) -> None:
+    async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
+        events: list[Event] = []
+        session = DecodeSession(channel, "d", "r0")
+        attempt, answers = asked(session, events)
+        told(session, *first)
+        session._close("is lost", lambda: SessionEnd("", Cause.LOST, None))
+        assert (answers[-1].granted, answers[-1].waiting, answers[-1].reason) == (
+            False,
+            False,
+            "decode worker d: is lost",
+        )
+        assert (events, attempt.may_hold_pages) == ([], False)
+        session = DecodeSession(channel, "d", "r0")
+        granted(session, events)
+        session._close("is lost", lambda: SessionEnd("", Cause.LOST, None))
+        assert isinstance(events[0], FailureEvent)
+
+
+@pytest.mark.parametrize("answer", [WAIT, decode_pb2.ReserveResult(key=KEY)])
+async def test_a_late_grant_for_an_earlier_call_is_no_grant_for_the_next_one(answer: decode_pb2.ReserveResult) -> None:
+    """The worker granted the first call, which waited, before it knew that the router had ended it."""
+    async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
+        events: list[Event] = []
+        session = DecodeSession(channel, "d", "r0")
+        first, _ = asked(session, events)
+        told(session, WAIT)
+        first.close()
+        second, answers = asked(session, events)
+        told(session, GRANT)
+        second.keep()
+        told(session, answer)
+        assert [each.granted for each in answers] == [True]
+        (event,) = events
+        assert isinstance(event, FailureEvent)
+        assert event.cause is Cause.REFUSED
 
 
 def test_heartbeats_are_sent_while_other_messages_always_wait() -> None:

@@ -17,7 +17,6 @@ from baton.pb.worker_pb2_grpc import add_WorkerServicer_to_server
 from baton.request import CachePolicy
 from baton.rpc.server import listen
 from baton.worker.status import PrefixChange, StatusHub, WorkerIdentity, WorkerLoad, WorkerRole, WorkerServicer
-from router.dispatcher import Dispatcher
 from router.placement.prefix_directory import BlockNamespace
 from router.workers import link as link_module
 from router.workers.failures import Blame, Cause, Event, FailureEvent
@@ -27,7 +26,7 @@ from tests.property.virtual import VirtualLoop
 from tests.unit.router.dispatching import KV
 
 
-async def test_each_status_lets_refused_requests_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_each_status_is_news_for_requests_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.worker.status.MAX_INTERVAL_S", 0.05)
     identity = WorkerIdentity("p", WorkerRole.PREFILL, "i", "m", "f", KV, False, "t", 64, (KV.whole,))
     status = StatusHub(identity, WorkerLoad)
@@ -39,9 +38,10 @@ async def test_each_status_lets_refused_requests_ask_again(monkeypatch: pytest.M
         status.advertise(":1")
         config = RouterConfig(prefill=(listener.address,), decode=("127.0.0.1:1",), served_model_name="m")
         pool = WorkerPool(config, "router", "t")
-        scheduler, identities = Dispatcher(pool, config).scheduler, set()
+        news, identities = list[None](), set()
+        pool.subscribe(lambda: news.append(None))
         async with asyncio.timeout(60), pool.run():
-            while scheduler.fleet_epoch < 5:
+            while len(news) < 5:
                 identities.update(each.incarnation for each in pool.identities)
                 await asyncio.sleep(0.01)
         status.close()
@@ -175,7 +175,10 @@ def test_the_death_of_a_mixed_worker_is_one_loss_for_both_roles(
                 assert link.session is not None
                 call = link.session.begin_call(request_id, 0, events.setdefault(request_id, []).append)
                 asked = {"context_tokens": 1, "max_new_tokens": 1, "choices": (0,), "deadline_ms": 1, "salt": b""}
-                assert (await call.reserve(**asked, cache=CachePolicy.OFF, prefix_digests=b"")).granted
+                answer = asyncio.get_running_loop().create_future()
+                call.reserve(answer.set_result, **asked, cache=CachePolicy.OFF, prefix_digests=b"")
+                assert (await answer).granted
+                call.keep()
                 call.has_output = spoken
 
             def prefill(request_id: str) -> None:

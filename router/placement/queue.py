@@ -1,0 +1,342 @@
+"""The queue of requests for workers: who asks decode workers for pages next. Pure; the caller passes times in seconds.
+
+    PlacementRequest ── push ──▶ Waiter ── next_to_register ──▶ registered: it asks decode workers ── granted ──▶ remove
+
+Order: the tenant with the fewest requests at prefill workers comes first; among equals, the one that was served least
+recently. A request that is tried again after a failure goes before the others of its tenant. Each tenant with waiters
+may fill an equal part of the queue's capacity, so that a flood fills only the part of its own tenant; the whole queue
+holds at most capacity × (1 + 1/2 + 1/3 + ...) first attempts.
+
+A reservation for which a decode worker lacks room waits at that worker. So waiters need not ask again, and few of them
+are registered: a waiter is *hidden* while a registered one *waits* that would be granted no later. That is one with no
+larger context, which has asked every worker that the other could ask. The first waiter of the queue is registered in
+any case, and so are all replays. So a flood of large contexts registers one of them, small contexts behind it go on,
+and while these pass, the first one is in line at the workers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Container, Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from baton.errors import DeadlineExceeded, Overloaded
+from baton.lifecycle import Lifecycle
+from baton.rates import DecayingSum
+from baton.request import CachePolicy
+from router.placement.policy import FleetView, can_serve
+from router.placement.prefix_directory import Digests
+from router.workers.failures import AvoidedWorker
+
+T = TypeVar("T", bound=Hashable)
+
+
+class FairQueue(Generic[T]):
+    """Distinct items of several tenants, in order for each tenant; tenants are served round-robin."""
+
+    def __init__(self) -> None:
+        self._queues: OrderedDict[str, OrderedDict[T, None]] = OrderedDict()
+        self._tenants: dict[T, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._tenants)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(list(self._tenants))
+
+    @property
+    def tenants(self) -> Collection[str]:
+        """Tenants that have items."""
+        return self._queues.keys()
+
+    def count(self, tenant: str) -> int:
+        """Number of items of a tenant."""
+        return len(self._queues.get(tenant, ()))
+
+    def append(self, item: T, tenant: str) -> None:
+        """Add to the end of the tenant's queue."""
+        self._queues.setdefault(tenant, OrderedDict())[item] = None
+        self._tenants[item] = tenant
+
+    def prepend(self, item: T, tenant: str) -> None:
+        """Add to the front of the tenant's queue; the order of the tenants stays."""
+        self.append(item, tenant)
+        self._queues[tenant].move_to_end(item, last=False)
+
+    def pop(self, item: T) -> str:
+        """Remove an item, and put its tenant behind the others. Returns the tenant."""
+        tenant = self._tenants[item]
+        self.remove(item)
+        if tenant in self._queues:
+            self._queues.move_to_end(tenant)
+        return tenant
+
+    def remove(self, item: T) -> bool:
+        """Remove an item; False if it was not in the queue."""
+        tenant = self._tenants.pop(item, None)
+        if tenant is None:
+            return False
+        del self._queues[tenant][item]
+        if not self._queues[tenant]:
+            del self._queues[tenant]
+        return True
+
+    def heads(self) -> list[T]:
+        """The first item of each tenant, in the order of the tenants."""
+        return [next(iter(queue)) for queue in self._queues.values()]
+
+    def round_robin(self, load: Callable[[str], float]) -> Iterator[T]:
+        """The first item of each tenant, then the second of each, and so on; the queue must not change meanwhile.
+
+        Tenants with a lower `load` come first; tenants of equal load stay in order. The tenants are sorted once; an
+        item costs the same however many there are.
+        """
+        queues = [iter(self._queues[tenant]) for tenant in sorted(self._queues, key=load)]
+        while queues:
+            longer = []
+            for queue in queues:
+                for item in queue:
+                    yield item
+                    longer.append(queue)
+                    break
+            queues = longer
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementRequest:
+    """The request of one attempt for workers.
+
+    `is_retry` is set for an attempt that goes before new requests, because its request was accepted before;
+    `needs_decode` if the attempt needs a decode worker. The state of `lifecycle` changes from QUEUED to RESERVING when
+    decode workers are asked. `digests` are the hashes of the context's blocks, and are empty for a request that must
+    not read the prefix cache.
+    """
+
+    request_id: str
+    attempt_number: int
+    tenant: str
+    lifecycle: Lifecycle
+    context_tokens: int
+    max_new_tokens: int
+    choices: tuple[int, ...]
+    is_retry: bool
+    needs_decode: bool = True
+    digests: Digests = field(default_factory=dict)
+    salt: bytes = b""
+    cache: CachePolicy = CachePolicy.READ_WRITE
+    avoided_workers: frozenset[AvoidedWorker] = frozenset()
+    """Workers that failed the request in earlier attempts."""
+    avoided_pairs: frozenset[tuple[str, str]] = frozenset()
+    """Addresses of (prefill, decode) pairs that failed it."""
+
+    @property
+    def deadline(self) -> float:
+        """The deadline of the request, in seconds on the event loop's clock; infinite if it has none."""
+        return self.lifecycle.request_deadline
+
+
+@dataclass(eq=False, slots=True)
+class Waiter:
+    """A request in the queue, which it joined at `queued_at`, in seconds on the caller's clock."""
+
+    request: PlacementRequest
+    queued_at: float
+    waits: bool = False
+    """Whether it is registered, and decode workers lack room for it, as far as is known."""
+    unused: Collection[str] = ()
+    """Addresses of decode workers that it can't use, though others can."""
+
+    def hides(self, other: Waiter, decodes: Container[str]) -> bool:
+        """Whether no decode worker would grant the other one before this one; `decodes` has their addresses."""
+        mine, theirs = self.request, other.request
+        return (
+            self.waits
+            and mine.context_tokens <= theirs.context_tokens
+            # A worker with room for the context may lack room for several choices.
+            and (len(mine.choices) == 1 or len(theirs.choices) > 1)
+            and all(address in other.unused for address in self.unused if address in decodes)
+        )
+
+
+_MAX_SCANNED = 256
+"""Most waiters that one search looks at, besides the first one of each tenant."""
+
+_SPAN_S = 3.0
+"""Seconds in which the weight of a departure in the measured pace falls to 1/e."""
+
+_MAX_INTERVAL_RATIO = 3.0
+"""An interval between departures counts as at most this multiple of the usual interval, or as `_SPAN_S` if longer."""
+
+_MIN_DEPARTURES = 8
+"""Number of departures needed to know the pace of the queue: workers are cold at the first ones."""
+
+_FIRST_GUESS_S = 1.0
+_MIN_RETRY_S, _MAX_RETRY_S = 0.1, 60.0
+
+
+class PlacementQueue:
+    """Waiters of all tenants in order, and the pace at which they leave.
+
+    `capacity` is the most first attempts of a single tenant. A prefill worker with `prefill_limit` requests of this
+    router gets no more; the limit is doubled for a tenant with less than its share. If the expected wait exceeds
+    `max_wait_s`, new requests are refused; 0 means no limit.
+    """
+
+    def __init__(self, *, capacity: int, prefill_limit: int, max_wait_s: float = 0.0) -> None:
+        self._capacity = capacity
+        self._prefill_limit = prefill_limit
+        self._max_wait_s = max_wait_s
+        self._queue: FairQueue[Waiter] = FairQueue()
+        self._registered: set[Waiter] = set()
+        self._at_prefill: Counter[str] = Counter()
+        """Number of requests at prefill workers, by tenant."""
+        self._busy_s, self._departures = DecayingSum(_SPAN_S), DecayingSum(_SPAN_S)
+        self._busy_clock = 0.0
+        """Seconds of all busy periods together: the clock of the two decaying sums."""
+        self._counted = 0
+        self._last_departure: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[Waiter]:
+        return iter(self._queue)
+
+    @property
+    def waits_for_decode(self) -> bool:
+        """Whether decode workers lack room for a waiter, so that the queue does not wait for prefill workers."""
+        return any(waiter.waits for waiter in self._registered)
+
+    # Joining.
+
+    def check_capacity(self, tenant: str) -> None:
+        """Raise Overloaded, with the seconds until a retry, if the tenant's part of the queue is full."""
+        waiting, tenants = self._queue.count(tenant), self._queue.tenants
+        share = max(1, self._capacity // (len(tenants) + (tenant not in tenants)))
+        if waiting >= share:
+            problem = f"{waiting} requests are waiting, the limit is {share}; try again later"
+            raise Overloaded(problem, self.retry_after(), reason="queue_full")
+
+    def push(self, waiter: Waiter, fleet: FleetView, now: float) -> None:
+        """Add a waiter: a retry to the front of its tenant's queue, another one to the end.
+
+        Raises Overloaded if the queue is full or the expected wait too long, DeadlineExceeded after the deadline; a
+        retry is refused in no case.
+        """
+        request = waiter.request
+        if request.is_retry:
+            self._queue.prepend(waiter, request.tenant)
+            return
+        if request.deadline <= now:
+            raise DeadlineExceeded("the deadline had passed when the request came")
+        if can_serve(fleet, needs_decode=request.needs_decode):
+            # The pace of the queue does not tell when a worker will come.
+            self._check_wait(request, now)
+        self.check_capacity(request.tenant)
+        if not len(self._queue):
+            # The time for which the queue was empty is no standstill.
+            self._last_departure = None
+        self._queue.append(waiter, request.tenant)
+
+    def _check_wait(self, request: PlacementRequest, now: float) -> None:
+        left_s, wait_s = request.deadline - now, self.expected_wait_s(request.tenant, now)
+        if 0 < left_s < wait_s:
+            problem = f"the deadline is in {left_s:.1f} s, the queue is expected to take {wait_s:.1f} s"
+            raise Overloaded(problem, self.retry_after(), reason="deadline")
+        if 0 < self._max_wait_s < wait_s:
+            problem = f"the queue is expected to take {wait_s:.1f} s, {self._max_wait_s:g} s are allowed"
+            raise Overloaded(problem, max(wait_s - self._max_wait_s, _MIN_RETRY_S), reason="queue_wait")
+
+    # Order.
+
+    def next_to_register(self, fleet: FleetView, now: float, passed: Container[Waiter]) -> Waiter | None:
+        """The next waiter that may ask decode workers; None if there is none. Waiters in `passed` are left out.
+
+        One call sorts the tenants, and looks at one waiter for each and `_MAX_SCANNED` more, at most.
+        """
+        waiting = [each for each in self._registered if each.waits]
+        order = self._queue.round_robin(self._at_prefill.__getitem__)
+        if not can_serve(fleet, needs_decode=True):
+            # Waiters that need decode workers must not keep others from prefill workers.
+            order = (each for each in order if not each.request.needs_decode)
+        for place, waiter in enumerate(itertools.islice(order, len(self._queue.tenants) + _MAX_SCANNED)):
+            if waiter in self._registered or waiter in passed or waiter.request.deadline <= now:
+                continue
+            must_not_hide = place == 0 or waiter.request.is_retry or not waiter.request.needs_decode
+            if must_not_hide or not any(each.hides(waiter, fleet.decode) for each in waiting):
+                return waiter
+        return None
+
+    def register(self, waiter: Waiter) -> None:
+        """Record that the waiter asks decode workers now, or that it needs none and is placed at once."""
+        self._registered.add(waiter)
+
+    def prefill_limit(self, tenant: str, fleet: FleetView) -> int:
+        """Number of requests of this router at which a prefill worker gets no more requests of this tenant.
+
+        The number is doubled for a tenant with less than its share of the places at prefill workers. So it need not
+        wait until long prompts of another tenant have ended, and a worker computes its shortest prompt first.
+        """
+        limit, tenants = self._prefill_limit, len(self._at_prefill.keys() | self._queue.tenants)
+        share = limit * fleet.usable_prefills // max(tenants, 1)
+        return 2 * limit if tenants > 1 and self._at_prefill[tenant] < max(share, 1) else limit
+
+    def begin_prefill(self, tenant: str) -> None:
+        """Count one request more of the tenant at prefill workers."""
+        self._at_prefill[tenant] += 1
+
+    def end_prefill(self, tenant: str) -> None:
+        """Count one request fewer of the tenant at prefill workers."""
+        self._at_prefill[tenant] -= 1
+        if not self._at_prefill[tenant]:
+            del self._at_prefill[tenant]
+
+    # Leaving.
+
+    def remove(self, waiter: Waiter) -> bool:
+        """Remove a waiter that gives up; False if it was not in the queue."""
+        self._registered.discard(waiter)
+        return self._queue.remove(waiter)
+
+    def pop(self, waiter: Waiter, now: float) -> None:
+        """Remove a waiter that is placed, and put its tenant behind the others. Departures make the pace."""
+        self._registered.discard(waiter)
+        self._queue.pop(waiter)
+        # Only intervals within a busy period tell the pace; an idle queue has none.
+        if self._last_departure is not None:
+            latest = now - self._last_departure
+            if self._counted:
+                # One standstill of a quick queue does not make it a slow one; several do.
+                latest = min(latest, max(_SPAN_S, _MAX_INTERVAL_RATIO * self._interval))
+            self._busy_clock += latest
+            self._busy_s.add(latest, self._busy_clock)
+            self._departures.add(1, self._busy_clock)
+            self._counted += 1
+        self._last_departure = now if len(self._queue) else None
+
+    @property
+    def _interval(self) -> float:
+        """Mean seconds between two recent departures; 0 while unknown."""
+        now = self._busy_clock
+        return self._busy_s.value(now) / self._departures.value(now) if self._counted else 0.0
+
+    def retry_after(self) -> float:
+        """Seconds until a client should retry: those until the queue is empty at its recent pace, within limits."""
+        estimate = len(self) * self._interval if self._interval else _FIRST_GUESS_S
+        return min(max(estimate, _MIN_RETRY_S), _MAX_RETRY_S)
+
+    def expected_wait_s(self, tenant: str, now: float) -> float:
+        """Expected wait in seconds of a tenant's next waiter, from recent departures; 0 if unknown.
+
+        A request whose deadline is sooner is refused, so the estimate must never be too long. Therefore it is 0 until
+        enough departures were measured, and leaves out the request's own time: its prompt may be cached.
+        """
+        own = self._queue.count(tenant)
+        # Until the new waiter is reached, no other tenant is served more often than this one.
+        before = own + sum(min(self._queue.count(name), own + 1) for name in self._queue.tenants if name != tenant)
+        if not before or self._counted < _MIN_DEPARTURES:
+            return 0.0
+        standstill = 0.0 if self._last_departure is None else now - self._last_departure
+        return before * self._interval + max(standstill - self._interval, 0.0)
