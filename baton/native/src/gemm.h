@@ -1,6 +1,8 @@
 // Rows of float32 times a panel of 32 columns, summed in registers. Include after a `Vec`.
 #pragma once
 
+#include <climits>
+
 #include "kernels.h"
 
 namespace baton {
@@ -34,8 +36,9 @@ struct FromCaches {
   inline __attribute__((always_inline)) void fetch(const void*, int) const {}
 };
 
-// Inputs of a block of many rows, and how many rows make it worth to unpack its weights once for all of them.
-constexpr int kInputBlock = 256, kUnpackedRows = 2 * Vec::kRows;
+// Inputs of a block of many rows, and how many rows make it worth to unpack its weights once for all of them. With 32
+// registers it never is: a tile has enough rows to hide the unpacking, and 24 rows took a third longer than 22.
+constexpr int kInputBlock = 256, kUnpackedRows = Vec::kSums < 24 ? 2 * Vec::kRows : INT_MAX;
 
 struct Float32Panel {
   using T = float;
