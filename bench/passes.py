@@ -39,8 +39,8 @@ from bench.common import save
 from bench.pairing import turned
 
 CONTEXT, PROMPT = 288, 256
-STEPS = (0, 6, 8, 24, 32)
-TOKENS = (0, 16, 32, 40, 64, 128, 256, 264, 288)
+STEPS = (0, 6, 8, 16, 24, 32)
+TOKENS = (0, 16, 32, 40, 48, 64, 96, 128, 256, 264, 288)
 CASES = ((8, 256, 64), (32, 256, 64), (8, 1024, 128))
 """Clients, tokens of a prompt and of an output, on average."""
 STOLEN = 0.02

@@ -10,7 +10,7 @@ import contextlib
 import re
 import sys
 import urllib.request
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,13 +41,15 @@ class Router:
 
 
 @contextlib.contextmanager
-def up(arguments: Iterable[str], *, model: Path | str, **settings: Any) -> Iterator[Router]:
-    """Start a fleet and wait until it is ready. `settings` are flags; `arguments` are, too, and win.
+def up(arguments: Sequence[str], *, model: Path | str, **settings: Any) -> Iterator[Router]:
+    """Start a fleet and wait until it is ready. `settings` become flags, except those that `arguments` have.
 
     Raises ChildFailed if it does not start.
     """
+    given = {each.partition("=")[0] for each in arguments}
     flags = {**DEFAULTS, "model": model, **{name.replace("_", "-"): value for name, value in settings.items()}}
-    command = [sys.executable, "-m", "baton", "up", *(f"--{name}={value}" for name, value in flags.items()), *arguments]
+    rest = [f"--{name}={value}" for name, value in flags.items() if f"--{name}" not in given]
+    command = [sys.executable, "-m", "baton", "up", *rest, *arguments]
     with child(command, name="baton up", grace_s=_STOP_S) as fleet:
         line = fleet.line()
         if not line.startswith("ready "):

@@ -91,6 +91,16 @@ def known_loads(path: Path, add: bool) -> dict[str, Any]:
     return {name: part["results"] for name, part in found.items() if add and part["commit"] == commit()}
 
 
+def needed(arguments: argparse.Namespace) -> set[str]:
+    """Names of the paths that the chosen parts use."""
+    only, found = set(arguments.only), {"model"}
+    if "interference" in only:
+        return set(PeerPaths.__slots__)
+    if only & {"decode", "prefill"}:
+        found |= {"vllm"} & set(arguments.peers) | ({"llama", "gguf"} if "llama" in arguments.peers else set())
+    return found | ({"vllm"} & set(arguments.servers) if "fleet" in only else set())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
@@ -127,8 +137,7 @@ def main() -> None:
     # Servers have processes that outlive a parent which is killed: SIGTERM, as `timeout` sends it, must end them.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     name = "peers-quick" if arguments.quick else "peers"
-    # Whole servers need neither llama.cpp nor its file.
-    paths = from_environment(("vllm", "model") if arguments.only == ["fleet"] else PeerPaths.__slots__)
+    paths = from_environment(sorted(needed(arguments)))
     known_rounds = known_loads(RESULTS / f"{name}.json", arguments.add)
     with pinned(CORES):
         for part, results in measure(arguments, paths, known_rounds):

@@ -60,7 +60,7 @@ class PeerPaths:
         return [str(python), str(RUNNERS / f"run_{peer}.py"), str(model), "--threads=2"]
 
 
-def from_environment(needed: Sequence[str] = PeerPaths.__slots__) -> PeerPaths:
+def from_environment(needed: Sequence[str]) -> PeerPaths:
     """The paths; ends the process if a `needed` part is missing."""
     paths = PeerPaths.of(os.environ)
     if missing := paths.missing(needed):
