@@ -423,11 +423,11 @@ class DecodeWorker:
 
     def load_report(self) -> WorkerLoad:
         """The worker's load."""
-        return self._load_meter.report(self.attempts.requests_without_token)
+        return self._load_meter.report(self.attempts.requests_without_token, self._fetcher.rate.value)
 
     def set_gauges(self) -> None:
         """Set the gauges of the worker."""
-        self._load_meter.set_gauges(self.attempts.ready_choices)
+        self._load_meter.set_gauges(self.attempts.ready_choices, len(self.admission))
 
     async def ledger(self) -> Ledger:
         """The ledger: all owners of pages, and whether the sums are right."""
