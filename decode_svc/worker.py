@@ -162,7 +162,7 @@ class DecodeWorker:
 
     def close_session(self, session: RouterSession, error: BatonError | None = None) -> None:
         """End a session, its attempts and its reservations; idempotent. If there is an error, the router gets it."""
-        self.admission.drop_session(session.number)
+        self.admission.clear(session.number)
         for attempt in self.attempts.in_session(session.number):
             self._end(attempt)
         if self.sessions.pop(session.number, None) is not None:
@@ -444,11 +444,11 @@ class DecodeWorker:
 
     def load_report(self) -> WorkerLoad:
         """The worker's load."""
-        return self._load_meter.report(self.attempts.requests_without_token)
+        return self._load_meter.report(self.attempts.requests_without_token, self._fetcher.rate.value)
 
     def set_gauges(self) -> None:
         """Set the gauges of the worker."""
-        self._load_meter.set_gauges(self.attempts.ready_choices)
+        self._load_meter.set_gauges(self.attempts.ready_choices, len(self.admission))
 
     @property
     def idle(self) -> bool:

@@ -197,8 +197,8 @@ RUNNING = _gauge(
 )
 WAITING = _gauge(
     "baton_requests_waiting",
-    "Router: requests in the queue. Prefill: prompts before their first chunk. Decode: sequences that wait for a slot. "
-    "Mixed: the sum of both.",
+    "Router: requests in the queue. Prefill: prompts before their first chunk. Decode: reservations and sequences "
+    "that wait. Mixed: the sum of both.",
     ROLES,
 )
 QUEUED_SECONDS = _gauge(

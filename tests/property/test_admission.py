@@ -216,7 +216,7 @@ def test_nothing_that_fits_waits_and_all_end(seed: int) -> None:
                 for waiting in list(worker.admission._in_turn())[:1]:
                     worker.admission.cancel(waiting.session_number, waiting.reservation.key)
             case "drop" if dice.random() < 0.2:
-                worker.admission.drop_session(dice.randint(0, 2))
+                worker.admission.clear(dice.randint(0, 2))
             case "keep" if any(attempt.choices for attempt in attempts):
                 worker.batch_pages.kept_pages = dice.choice([0, 0, 1, pages // 2])
         if not any(attempt.choices for attempt in worker.attempts):

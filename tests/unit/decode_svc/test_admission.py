@@ -358,6 +358,19 @@ def test_choices_that_alone_hold_pages_are_forked_whatever_is_set_aside_for_othe
     assert not any(asked.failed for asked in worker.asked.values())
 
 
+def test_a_fork_leaves_the_pages_that_the_batch_needs_while_a_sequence_runs() -> None:
+    worker = Worker(4, pages=20, reserve_tokens=8)
+    worker.batch_pages.kept_pages = 10
+    # Nine pages, and a fork needs two more; one is free beside those of the batch.
+    assert worker.ask("many", list(range(2, 23)), 8, 2)
+    assert worker.attempts.pending_choices == 1
+    worker.batch_pages.kept_pages = 9
+    worker.advance()
+    assert worker.attempts.pending_choices == 0
+    worker.batch_pages.kept_pages = 0
+    worker.finish()
+
+
 def test_requests_with_many_choices_leave_half_of_the_pages_to_others() -> None:
     worker = Worker(8, pages=100)
     names = [f"many{number}" for number in range(40)]
@@ -709,7 +722,7 @@ def test_a_reservation_ends_at_its_deadline_by_a_cancel_with_its_session_or_in_a
     assert worker.admission.wake_at(6.0) == math.inf
     assert worker.admission.cancel(1, AttemptKey("cancelled", 0))
     assert not worker.admission.cancel(1, AttemptKey("cancelled", 0))
-    worker.admission.drop_session(2)
+    assert [each.reservation.key.request_id for each in worker.admission.clear(2)] == ["lost"]
     assert worker.admission.cancel(1, AttemptKey("choices", 0), 1)
     assert set(worker.admission.in_session(1)) == {AttemptKey("choices", 0)}
     assert worker.admission.cancel(1, AttemptKey("choices", 0), 0)

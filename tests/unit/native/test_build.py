@@ -14,7 +14,7 @@ from baton.errors import ConfigError
 from baton.native import library as native
 from baton.native.build import LIBRARY as LIBRARY_FILE
 from baton.native.build import SOURCES, BuildError, NoCompiler, build, find_compiler, source_hash
-from baton.native.library import NativeUnavailable, fastest_isa, isa, open_library, select_isa, select_kernels
+from baton.native.library import NativeUnavailable, best_isa, isa, open_library, select_isa, select_kernels
 from tests.kernels import LIBRARY, needs_native
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -87,7 +87,7 @@ def not_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def fastest_isa(library: ctypes.CDLL) -> str:
     """The best one, unless this is a CPU of Intel whose AMX is hidden."""
     words = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
-    best = fastest_isa(library)
+    best = best_isa(library)
     return "avx512" if best == "avx512_bf16" and {"GenuineIntel", "avx512_fp16"} <= set(words) else best
 
 
@@ -154,7 +154,7 @@ def test_with_a_library_native_kernels_run_unless_torch_is_demanded(monkeypatch:
     assert isinstance(chosen.library, ctypes.CDLL)
     assert str(chosen) == f"native ({fastest_isa(chosen.library)})"
     for best in native.ISAS:
-        monkeypatch.setattr(native, "fastest_isa", lambda _, best=best: best)
+        monkeypatch.setattr(native, "best_isa", lambda _, best=best: best)
         assert str(select_kernels("auto")) == (
             "torch (this CPU has no AVX2; --kernels native runs slow native ones)" if best == "scalar" else str(chosen)
         )
