@@ -21,6 +21,7 @@ from baton.process import allocator, executors
 from baton.process.executors import WORK
 from baton.process.ops import serve_ops
 from baton.rpc.admin import ADMIN_SERVICE, AdminSources, add_admin
+from baton.rpc.channel import CONTROL_MESSAGE_BYTES
 from baton.rpc.server import MAX_STREAMS, Listener, check_reach, listen
 from baton.rpc.tls import Tls
 from baton.telemetry.metrics import Exposition
@@ -34,7 +35,7 @@ from router.serving.front_door import ApiKeys, FrontDoor, StallGuard
 from router.serving.servicer import SERVICE, ApiKeyGuard, InferenceServicer
 from router.serving.threads import TenantThreads
 from router.serving.tokenizer_processes import TokenizerProcesses
-from router.serving.validator import RequestValidator, ServedModel, largest_message
+from router.serving.validator import RequestValidator, ServedModel, largest_request
 from router.workers.pool import WorkerPool
 
 _FINAL_READ_S = 2.0
@@ -107,7 +108,7 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
                 roles=("client", "admin") if config.client_certs else (),
                 keys=keys,
                 streams=max(MAX_STREAMS, 2 * config.queue_capacity),
-                message_bytes=parts.largest_message,
+                message_bytes=min(parts.largest_request, CONTROL_MESSAGE_BYTES),
                 guards=[ApiKeyGuard(api_keys)],
                 shared=shared,
                 connection_age_s=config.connection_age_s,
@@ -139,7 +140,7 @@ class _Parts:
     dispatcher: Dispatcher
     request_runner: RequestRunner
     door: FrontDoor
-    largest_message: int
+    largest_request: int
     """Size of the largest request in bytes."""
 
     def add_services(self, server: grpc.aio.Server) -> None:
@@ -164,7 +165,7 @@ async def _running_parts(config: RouterConfig, tls: Tls | None, api_keys: ApiKey
     """Load the tokenizer, and find and watch workers until the block ends."""
     signer = TicketSigner(config.ticket_key) if config.ticket_key else None
     model, longest, digest = await executors.run(WORK, _load, config)
-    largest = largest_message(min(longest, config.max_model_len or longest), model.vocab_size)
+    largest = largest_request(min(longest, config.max_model_len or longest), model.vocab_size)
     # Large requests are received, copied and parsed on the event loop, where page faults would hold up others.
     allocator.prefault(2 * largest)
     router_id = f"router-{socket.gethostname()}-{secrets.token_hex(4)}"

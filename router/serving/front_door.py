@@ -43,7 +43,6 @@ from baton.errors import (
     unexpected,
 )
 from baton.keys import MAX_KEY_LENGTH, ApiKey, digest, parse
-from baton.rpc.channel import LATE_S
 from baton.telemetry.logs import about
 from baton.telemetry.metrics import CLIENTS_STALLED, REFUSED, REQUESTS, tenant_label
 from baton.worker.status import WorkerIdentity, WorkerRole
@@ -57,6 +56,9 @@ from router.workers.pool import WorkerPool
 DRAIN_LIMIT_S = 5.0
 
 _TICK_S = 1.0
+
+_LATE_S = 0.5
+"""A tick that comes so much later finds a process that was paused or busy."""
 
 HEADER = "authorization"
 _SCHEME = "bearer"
@@ -134,11 +136,11 @@ class ApiKeys:
 
 def _key(authorization: Sequence[str]) -> str:
     if not authorization:
-        raise Unauthenticated(f"an API key is needed, as metadata {HEADER}: Bearer KEY")
+        raise Unauthenticated(f"an API key is needed, as {HEADER}: Bearer KEY")
     scheme, _, key = authorization[0].partition(" ")
     key = key.strip()
     if len(authorization) > 1 or scheme.lower() != _SCHEME or not 0 < len(key) <= MAX_KEY_LENGTH:
-        raise Unauthenticated(f"the metadata {HEADER} must be one Bearer KEY of at most {MAX_KEY_LENGTH} characters")
+        raise Unauthenticated(f"{HEADER} must be one Bearer KEY of at most {MAX_KEY_LENGTH} characters")
     return key
 
 
@@ -221,7 +223,7 @@ class StallGuard:
             due = self.now() + tick_s
             await asyncio.sleep(tick_s)
             now = self.now()
-            if now > due + LATE_S:
+            if now > due + _LATE_S:
                 # This process was paused or busy, and does not yet know which items clients took meanwhile.
                 continue
             for stream in self._overdue(now):
