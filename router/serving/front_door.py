@@ -45,10 +45,11 @@ from baton.errors import (
 from baton.keys import MAX_KEY_LENGTH, ApiKey, digest, parse
 from baton.telemetry.logs import about
 from baton.telemetry.metrics import CLIENTS_STALLED, REFUSED, REQUESTS, tenant_label
+from baton.tokenizer import Tokenizer
 from baton.worker.status import WorkerIdentity, WorkerRole
 from router.dispatcher import Dispatcher
 from router.output import OutputProcessor, Update
-from router.request import ChatPrompt, TextPrompt, UncheckedRequest
+from router.request import ChatPrompt, Request, TextPrompt, UncheckedRequest
 from router.request_runner import RequestRunner
 from router.serving.validator import RequestValidator, ServedModel
 from router.workers.pool import WorkerPool
@@ -116,13 +117,15 @@ class ApiKeys:
         return Caller(found.tenant, found.max_streams, found.admin)
 
     @contextlib.contextmanager
-    def stream(self, caller: Caller) -> Iterator[None]:
-        """Count a stream of the caller's tenant until the block ends. Raises Overloaded beyond the tenant's limit.
+    def stream(self, caller: Caller, *, limited: bool = True) -> Iterator[None]:
+        """Count a stream of the caller's tenant until the block ends.
+
+        Raises Overloaded beyond the tenant's limit if `limited`.
 
         A call counts once while its message is received, and once while it is served.
         """
         tenant, limit = caller.tenant, caller.max_streams
-        if limit is not None and self._streams[tenant] >= limit:
+        if limited and limit is not None and self._streams[tenant] >= limit:
             problem = f"{self._streams[tenant]} streams of tenant {tenant} are open, {limit} are allowed"
             raise Overloaded(f"max_streams: {problem}", _RETRY_S, reason="max_streams")
         self._streams[tenant] += 1
@@ -300,8 +303,8 @@ class FrontDoor:
     @contextlib.asynccontextmanager
     async def generate(
         self, request: UncheckedRequest, caller: Caller, deadline: float | None
-    ) -> AsyncIterator[tuple[str, ClientStream[Update]]]:
-        """Serve a request until the block ends; yields its id and its updates, of which the last one has the usage.
+    ) -> AsyncIterator[tuple[Request, ClientStream[Update]]]:
+        """Serve a request until the block ends; yields it and its updates, of which the last one has the usage.
 
         `deadline` is in seconds on the event loop's clock; None for the router's default. A full queue refuses with
         Overloaded before the request is validated, because validation may take long. So an invalid request may be
@@ -325,7 +328,7 @@ class FrontDoor:
                 serving = asyncio.create_task(self._request_runner.run(checked, output), name=f"request {checked.id}")
                 try:
                     async with self._stalls.stream(output.queue.take, serving.done, checked.id) as stream:
-                        yield checked.id, stream
+                        yield checked, stream
                 finally:
                     serving.cancel()
                     await asyncio.gather(serving, return_exceptions=True)
@@ -346,6 +349,20 @@ class FrontDoor:
             REQUESTS.labels(tenant_label(caller.tenant), status).inc()
 
     @contextlib.asynccontextmanager
+    async def answer(self, parts: Iterator[T], caller: Caller) -> AsyncIterator[ClientStream[T]]:
+        """A stream of the parts of an answer that is complete; its requests have ended.
+
+        It counts as a stream of the tenant, beyond its limit too, and a drain waits for it.
+        """
+        with self._serving(), self._api_keys.stream(caller, limited=False):
+            async with self._stalls.stream(_taker(parts), lambda: True) as stream:
+                yield stream
+
+    async def decode(self, token_ids: Sequence[int], caller: Caller) -> str:
+        """The text of the prompt of a request that is served, with its special tokens. Raises Overloaded."""
+        return await self._validator.detokenize(token_ids, caller.tenant, skip_special_tokens=False)
+
+    @contextlib.asynccontextmanager
     async def tokenize(
         self, prompt: TextPrompt | ChatPrompt | None, size: int, caller: Caller, *, model: str = ""
     ) -> AsyncIterator[ClientStream[Sequence[int]]]:
@@ -353,7 +370,7 @@ class FrontDoor:
         with self._admit(caller):
             self._validator.check_model(model)
             token_ids = await self._validator.tokenize(prompt, size, caller.tenant)
-            async with self._stalls.stream(_once(token_ids), lambda: True) as stream:
+            async with self._stalls.stream(_taker(iter((token_ids,))), lambda: True) as stream:
                 yield stream
 
     @contextlib.asynccontextmanager
@@ -364,7 +381,7 @@ class FrontDoor:
         with self._admit(caller):
             self._validator.check_model(model)
             text = await self._validator.detokenize(token_ids, caller.tenant, skip_special_tokens=skip_special_tokens)
-            async with self._stalls.stream(_once(text), lambda: True) as stream:
+            async with self._stalls.stream(_taker(iter((text,))), lambda: True) as stream:
                 yield stream
 
     def model(self, name: str = "") -> ModelInfo:
@@ -380,6 +397,11 @@ class FrontDoor:
             identities[0].fingerprint if identities else "",
             _groups(identities),
         )
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the served model."""
+        return self._model.tokenizer
 
     async def drain(self) -> None:
         """Refuse new requests, and wait until the running ones have ended."""
@@ -405,15 +427,19 @@ class FrontDoor:
     @contextlib.contextmanager
     def _admit(self, caller: Caller) -> Iterator[None]:
         """Count a call as a stream while it is served; a drain waits for it."""
-        with self.count_receiving(caller):
-            self.running += 1
-            self._idle.clear()
-            try:
-                yield
-            finally:
-                self.running -= 1
-                if not self.running:
-                    self._idle.set()
+        with self.count_receiving(caller), self._serving():
+            yield
+
+    @contextlib.contextmanager
+    def _serving(self) -> Iterator[None]:
+        self.running += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.running -= 1
+            if not self.running:
+                self._idle.set()
 
 
 _REFUSALS = {Unavailable: "unavailable", InvalidRequest: "invalid_argument", NotFound: "not_found"}
@@ -434,9 +460,8 @@ def _groups(identities: Iterable[WorkerIdentity]) -> tuple[WorkerGroup, ...]:
     return tuple(WorkerGroup(role.value, count, tensor, pipeline) for (role, tensor, pipeline), count in found)
 
 
-def _once(item: T) -> Callable[[], Awaitable[T]]:
-    """A `take` function for a stream of one item."""
-    items = iter((item,))
+def _taker(items: Iterator[T]) -> Callable[[], Awaitable[T]]:
+    """A `take` function for a stream of items that are there."""
 
     async def take() -> T:
         for each in items:

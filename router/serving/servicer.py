@@ -100,13 +100,13 @@ class InferenceServicer:
         remaining = context.time_remaining()
         deadline = None if remaining is None else asyncio.get_running_loop().time() + remaining
         request = generate_request(received)
-        async with self._door.generate(request, caller, deadline) as (request_id, updates):
+        async with self._door.generate(request, caller, deadline) as (checked, updates):
             begun = False
             async for update in updates:
                 if not begun:
                     await send_initial_metadata(context)
                     begun = True
-                await send(context, _response(request_id, update))
+                await send(context, _response(checked.id, update))
 
     async def Tokenize(
         self,

@@ -239,7 +239,7 @@ class RequestValidator:
             text = tokenizer.render_chat(messages, add_generation_prompt=prompt.add_generation_prompt)
             if small:
                 return tokenizer.encode(text, add_special_tokens=False)
-            return self._encode(_utf8(text), add_special_tokens=False)
+            return self._encode(utf8(text), add_special_tokens=False)
 
         small = prompt.count <= _INLINE_MESSAGES and size <= _INLINE_BYTES
         return await self._work(render_and_encode, tenant, size, inline=small)
@@ -280,14 +280,14 @@ def largest_request(max_model_len: int, vocab_size: int) -> int:
     return min(max(needed, _MIN_REQUEST_BYTES), MAX_REQUEST_BYTES)
 
 
-def _utf8(text: str) -> bytes:
+def utf8(text: str) -> bytes:
     """The text in UTF-8, encoded in pieces, so that other threads run between them."""
     return b"".join(text[start : start + _PIECE].encode() for start in range(0, len(text), _PIECE))
 
 
 def _size(text: str) -> int:
     """Bytes of the text in UTF-8."""
-    return len(text) if text.isascii() else len(_utf8(text))
+    return len(text) if text.isascii() else len(utf8(text))
 
 
 def _check_roles(messages: Sequence[Mapping[str, str]]) -> None:
