@@ -111,7 +111,8 @@ class UpOptions:
     def flags(self, role: str, name: str, secure: SecureFleet | None) -> list[str]:
         """The flags of the service `name`, without the listeners of workers and the router's list of workers."""
         if role == "router":
-            own = {"grpc": self.grpc, "http": self.http, "ops": "127.0.0.1:0", "insecure": self.insecure}
+            own = {"grpc": self.grpc, "ops": "127.0.0.1:0", "insecure": self.insecure}
+            own |= {"http": self.http} if self.http else {}
         else:
             tp, pp = self.degrees(role)
             own = {"worker_id": name, "threads": self.threads, "tensor_parallel": tp, "pipeline_parallel": pp}

@@ -293,8 +293,9 @@ class FrontDoor:
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
+        self._awaited = 0
         self.running = 0
-        """Number of calls that a drain waits for."""
+        """Number of calls that are served."""
 
     def authenticate(self, authorization: Sequence[str]) -> Caller:
         """The caller with the key in the values of the header `authorization`. Raises Unauthenticated."""
@@ -354,7 +355,7 @@ class FrontDoor:
 
         It counts as a stream of the tenant, beyond its limit too, and a drain waits for it.
         """
-        with self._serving(), self._api_keys.stream(caller, limited=False):
+        with self.awaited(), self._api_keys.stream(caller, limited=False):
             async with self._stalls.stream(_taker(parts), lambda: True) as stream:
                 yield stream
 
@@ -409,6 +410,18 @@ class FrontDoor:
         await self._idle.wait()
 
     @contextlib.contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Let a drain wait until the block ends."""
+        self._awaited += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._awaited -= 1
+            if not self._awaited:
+                self._idle.set()
+
+    @contextlib.contextmanager
     def count_receiving(self, caller: Caller) -> Iterator[None]:
         """Count a call of `caller` against its tenant's limit while its message arrives; a drain does not wait for it.
 
@@ -427,19 +440,12 @@ class FrontDoor:
     @contextlib.contextmanager
     def _admit(self, caller: Caller) -> Iterator[None]:
         """Count a call as a stream while it is served; a drain waits for it."""
-        with self.count_receiving(caller), self._serving():
-            yield
-
-    @contextlib.contextmanager
-    def _serving(self) -> Iterator[None]:
-        self.running += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self.running -= 1
-            if not self.running:
-                self._idle.set()
+        with self.count_receiving(caller), self.awaited():
+            self.running += 1
+            try:
+                yield
+            finally:
+                self.running -= 1
 
 
 _REFUSALS = {Unavailable: "unavailable", InvalidRequest: "invalid_argument", NotFound: "not_found"}

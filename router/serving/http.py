@@ -66,7 +66,7 @@ from router.serving.http_answers import (
     quoted,
     usage_event,
 )
-from router.serving.http_body import SMALL_BYTES, BodyTooLarge, parse, receive
+from router.serving.http_body import SMALL_BYTES, parse, receive
 from router.serving.http_requests import (
     ChatBody,
     CompletionBody,
@@ -188,11 +188,12 @@ class HttpApi:
     async def _generate(self, call: Call, asked: Generation) -> None:
         """Serve the prompts of a request at the same time, each in a task of its own if there are several."""
         served = _Served(self._door, self._texts, call, asked, self._door.model().name)
-        if len(asked.requests) == 1:
-            await served.serve(0)
-        else:
-            await _run_all(served.serve(index) for index in range(len(asked.requests)))
-        await served.finish()
+        with self._door.awaited():
+            if len(asked.requests) == 1:
+                await served.serve(0)
+            else:
+                await _run_all(served.serve(index) for index in range(len(asked.requests)))
+            await served.finish()
 
     async def _models(self, call: Call) -> None:
         await call.answer({"object": "list", "data": [self._described()]})
@@ -489,8 +490,6 @@ def _error_body(error: BatonError) -> Any:
 def _error_headers(error: BatonError) -> dict[str, str]:
     if isinstance(error, Unauthenticated):
         return {"www-authenticate": "Bearer"}
-    if isinstance(error, BodyTooLarge):
-        return {"connection": "close"}
     if isinstance(error, Overloaded):
         if error.retry_after is None:
             # OpenAI's clients would try again.

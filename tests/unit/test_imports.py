@@ -201,6 +201,7 @@ def test_stubs_are_used_only_at_the_edges() -> None:
     [
         *((module, {"torch", "transformers", "numpy", "redis"}) for module in TORCH_FREE),
         ("baton", {"grpc", "google.protobuf", "click"}),
+        ("router.app, router.__main__, router.processes", {"pydantic"}),
         ("baton.model.config, baton.model.checkpoint, baton.model.fingerprint", {"torch", "transformers", "numpy"}),
         (
             "prefill_svc.app, decode_svc.app, baton.engine.factory",
