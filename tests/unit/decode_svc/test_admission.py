@@ -480,6 +480,14 @@ def test_growth_takes_from_both_halves_and_what_it_gives_back_counts_once() -> N
     assert set_aside(line, 200) == 50
 
 
+def test_no_more_is_set_aside_than_the_first_in_line_needs_now() -> None:
+    line = PageLine()
+    line.add(FORKS, 10, 20)
+    assert set_aside(line, 20) == 10
+    line.add(FORKS, 4, 20)
+    assert set_aside(line, 20) == 4
+
+
 def test_what_others_take_is_not_taken_from_the_first_in_line() -> None:
     line = PageLine()
     line.add(party(0), 50, 20)
@@ -728,6 +736,16 @@ def test_a_reservation_ends_at_its_deadline_by_a_cancel_with_its_session_or_in_a
     assert worker.admission.cancel(1, AttemptKey("choices", 0), 0)
     assert [each.reservation.key.request_id for each in worker.admission.clear()] == ["kept"]
     assert len(worker.admission) == 0
+
+
+def test_the_time_of_waiting_counts_for_the_deadline_of_an_attempt() -> None:
+    worker = Worker(1)
+    for name, deadline_s in (("runs", None), ("waits", 5.0)):
+        worker.admission.register(1, Reserve(AttemptKey(name, 0), 4, 4, 1, deadline_s), 1.0)
+    (first,) = worker.admission.advance(1.0).granted
+    worker.attempts.end(first, 3.0)
+    (attempt,) = worker.admission.advance(3.0).granted
+    assert attempt.lifecycle.deadline == 6.0
 
 
 def test_a_choice_that_is_cancelled_while_its_reservation_waits_never_starts() -> None:
