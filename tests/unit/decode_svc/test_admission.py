@@ -816,6 +816,20 @@ def test_a_reservation_that_shares_pages_is_granted_when_the_blocks_are_there() 
     assert second.handle.cached_tokens >= 32
 
 
+def test_pages_that_no_request_holds_are_freed_for_a_reservation() -> None:
+    worker = Worker(4, pages=8)
+    copies = [worker.engine.reserve("copy", 4 * PAGE)]
+
+    def reclaim() -> bool:
+        while copies:
+            worker.engine.free(copies.pop())
+        return True
+
+    admission = Admission(worker.engine, worker.attempts, 4, SlotForecast(4, 0.0), BatchPages(), reclaim)
+    admission.register(1, Reserve(AttemptKey("r", 0), 20, 4, 1), 0.0)
+    assert len(admission.advance(0.0).granted) == 1
+
+
 def test_the_token_that_prefill_computes_here_is_not_pinned() -> None:
     worker, ids = Worker(4, pages=20), list(range(2, 34))
     names = digests(worker.engine, ids)
