@@ -480,6 +480,14 @@ def test_growth_takes_from_both_halves_and_what_it_gives_back_counts_once() -> N
     assert set_aside(line, 200) == 50
 
 
+def test_no_more_is_set_aside_than_the_first_in_line_needs_now() -> None:
+    line = PageLine()
+    line.add(FORKS, 10, 20)
+    assert set_aside(line, 20) == 10
+    line.add(FORKS, 4, 20)
+    assert set_aside(line, 20) == 4
+
+
 def test_what_others_take_is_not_taken_from_the_first_in_line() -> None:
     line = PageLine()
     line.add(party(0), 50, 20)
@@ -730,6 +738,16 @@ def test_a_reservation_ends_at_its_deadline_by_a_cancel_with_its_session_or_in_a
     assert len(worker.admission) == 0
 
 
+def test_the_time_of_waiting_counts_for_the_deadline_of_an_attempt() -> None:
+    worker = Worker(1)
+    for name, deadline_s in (("runs", None), ("waits", 5.0)):
+        worker.admission.register(1, Reserve(AttemptKey(name, 0), 4, 4, 1, deadline_s), 1.0)
+    (first,) = worker.admission.advance(1.0).granted
+    worker.attempts.end(first, 3.0)
+    (attempt,) = worker.admission.advance(3.0).granted
+    assert attempt.lifecycle.deadline == 6.0
+
+
 def test_a_choice_that_is_cancelled_while_its_reservation_waits_never_starts() -> None:
     worker = Worker(1)
     assert worker.ask("runs", [1, 2], 4)
@@ -796,6 +814,20 @@ def test_a_reservation_that_shares_pages_is_granted_when_the_blocks_are_there() 
     assert worker.attempts.commit(other, ready.handoff, 0.0, 0.0) is not None
     (second,) = worker.admission.advance(0.0).granted
     assert second.handle.cached_tokens >= 32
+
+
+def test_pages_that_no_request_holds_are_freed_for_a_reservation() -> None:
+    worker = Worker(4, pages=8)
+    copies = [worker.engine.reserve("copy", 4 * PAGE)]
+
+    def reclaim() -> bool:
+        while copies:
+            worker.engine.free(copies.pop())
+        return True
+
+    admission = Admission(worker.engine, worker.attempts, 4, SlotForecast(4, 0.0), BatchPages(), reclaim)
+    admission.register(1, Reserve(AttemptKey("r", 0), 20, 4, 1), 0.0)
+    assert len(admission.advance(0.0).granted) == 1
 
 
 def test_the_token_that_prefill_computes_here_is_not_pinned() -> None:
