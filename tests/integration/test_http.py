@@ -302,7 +302,7 @@ async def test_prompts_of_a_batch_are_served_beside_each_other(http: Http) -> No
     assert done.usage.completion_tokens == sum(each.usage.completion_tokens for each in expected)
 
 
-# What else is served
+# Tokens, models and health
 
 
 async def test_texts_are_tokenized_and_back(http: Http) -> None:
