@@ -10,7 +10,8 @@ from typing import Any
 
 import uvicorn
 
-ABORT_S = 0.05
+_ABORT_S = 0.05
+"""Seconds between two looks at connections that are cut at the end."""
 
 
 class HttpServer(uvicorn.Server):
@@ -64,7 +65,7 @@ async def serve_http(app: Any, bound: socket.socket, *, grace_s: float, **settin
             for connection in list(server.server_state.connections):
                 if (transport := getattr(connection, "transport", None)) is not None:
                     transport.abort()
-            await asyncio.wait([serving], timeout=ABORT_S)
+            await asyncio.wait([serving], timeout=_ABORT_S)
         bound.close()
         await serving
 

@@ -51,6 +51,7 @@ from baton.errors import (
 )
 from baton.process.http_server import HttpServer, address_of, serve_http
 from baton.process.sockets import bind
+from baton.request import MAX_ID_LENGTH
 from baton.rpc.tls import Tls, certificate_roles
 from baton.telemetry.metrics import REFUSED
 from router.request import UncheckedRequest
@@ -82,7 +83,6 @@ from router.serving.threads import TenantThreads
 REQUEST_ID = "x-request-id"
 KEY_HEADER = "x-api-key"
 
-_MAX_REQUEST_ID = 128
 _IDLE_S = 60
 """Seconds after which a connection without a request is closed."""
 _GRACE_S = 0.5
@@ -279,6 +279,8 @@ class _Served:
         request: UncheckedRequest = self._asked.requests[index]
         try:
             async with self._door.generate(request, self._call.caller, None) as (checked, updates):
+                if len(self._asked.requests) == 1:
+                    self._envelope.request_id = self._call.name(checked.id)
                 echoed = None
                 if self._asked.options.echo and (echoed := self._asked.prompts[index].text) is None:
                     echoed = await self._door.decode(checked.prompt_ids, self._call.caller)
@@ -322,7 +324,8 @@ class Call:
         self.headers = Headers(scope=scope)
         self.caller = Caller()
         self.body: dict[str, Any] = {}
-        self.request_id = _request_id(self.headers.get(REQUEST_ID))
+        self._given_id = _checked_id(self.headers.get(REQUEST_ID, ""))
+        self.request_id = self._given_id or secrets.token_hex(12)
         self._send = send
         self._begun = self._ended = self._streams = False
 
@@ -330,6 +333,12 @@ class Call:
     def complete(self) -> bool:
         """Whether all of the answer was written."""
         return self._ended
+
+    def name(self, request_id: str) -> str:
+        """The id of the answer: the client's, else this one, under which the logs know the request."""
+        if not (self._given_id or self._begun):
+            self.request_id = request_id
+        return self.request_id
 
     async def stream(self, data: bytes) -> None:
         """Write events; the first ones begin the answer."""
@@ -474,11 +483,10 @@ def _renamed(names: dict[str, str]) -> Iterator[None]:
         raise rename(error, names) from None
 
 
-def _request_id(given: str | None) -> str:
-    """The id that a client has given, if it can be a header, else a new one."""
-    if given and len(given) <= _MAX_REQUEST_ID and given.isascii() and given.isprintable() and '"' not in given:
-        return given.replace("\\", "")
-    return secrets.token_hex(12)
+def _checked_id(given: str) -> str:
+    """The id that a client has given, if it can stand in headers and in JSON; else empty."""
+    usable = len(given) <= MAX_ID_LENGTH and given.isascii() and given.isprintable() and not set(given) & {'"', "\\"}
+    return given if usable else ""
 
 
 def _error_body(error: BatonError) -> Any:

@@ -81,7 +81,7 @@ class Counts:
 
 @dataclass(slots=True)
 class Envelope:
-    """What all objects of an answer begin with."""
+    """The beginning of all objects of an answer."""
 
     options: AnswerOptions
     request_id: str

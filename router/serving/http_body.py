@@ -38,7 +38,7 @@ MAX_VALUES = 1 << 15
 _LONG = 8 << 10
 """Bytes from which on a text, or a list of token ids, is taken out."""
 
-_PIECE = 64 << 10
+_PIECE = 32 << 10
 """Bytes that are read in one call."""
 
 _STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)

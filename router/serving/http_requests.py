@@ -279,7 +279,7 @@ class TokenizeBody(_Body):
     return_token_strs: bool | None = None
 
     def text(self) -> TextPrompt | ChatPrompt:
-        """What is to be tokenized."""
+        """The text or the chat to tokenize."""
         if self.messages is not None:
             if self.prompt is not None:
                 raise InvalidRequest("prompt", "can't be set together with messages")

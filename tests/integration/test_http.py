@@ -233,7 +233,7 @@ def same(expected: Completion, found: list[dict[str, Any]], asked: dict[str, Any
 
 async def test_output_is_the_same_as_over_grpc(http: Http) -> None:
     def check(run: Callable[[Awaitable[Any]], Any]) -> None:
-        @settings(deadline=None, max_examples=15, suppress_health_check=list(HealthCheck))
+        @settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
         @example(CHAT, {"max_tokens": 6, "seed": 3, "logprobs": 2, "n": 2, "min_tokens": 4})
         @example(TEXT, {"max_tokens": 6, "seed": 2**64 - 1, "logprobs": 0, "stop": ["Error"]})
         @given(PROMPTS, PARAMETERS)
@@ -302,7 +302,7 @@ async def test_prompts_of_a_batch_are_served_beside_each_other(http: Http) -> No
     assert done.usage.completion_tokens == sum(each.usage.completion_tokens for each in expected)
 
 
-# What else is served
+# Tokens, models and health
 
 
 async def test_texts_are_tokenized_and_back(http: Http) -> None:

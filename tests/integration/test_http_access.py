@@ -14,12 +14,14 @@ import httpx2
 import pytest
 
 from baton import keys
+from baton.pb import decode_pb2, prefill_pb2
 from baton.rpc.tls import SETTINGS, Tls
 from baton.telemetry.metrics import CLIENTS_STALLED
 from router.serving.http import HttpApi, listen
 from router.serving.threads import TenantThreads
 from tests.certificates import SECRET, copied, fleet, settings
 from tests.integration.router_rig import RouterRig, router_rig
+from tests.integration.router_stubs import DownStream, continue_by_hand, letter, text
 from tests.integration.test_slow_clients import TOKENS, endless, generated, much, scripted
 from tests.metrics import count
 from tests.unit.router.serving.test_front_door import FakeRequestRunner, door_of
@@ -180,3 +182,34 @@ async def test_an_answer_that_waits_for_its_client_is_whole(tmp_path: Path) -> N
     assert answer.startswith(b"HTTP/1.1 200")
     assert answer.count(b'"token_logprobs"') == 1
     assert sum(map(len, parts)) > 500_000
+
+
+# Failures after a stream has begun
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+async def test_a_stream_goes_on_after_a_fault_and_tells_if_it_can_not(tmp_path: Path, goes_on: bool) -> None:
+    async with router_rig(tmp_path, prefill=2, decode=2, **HTTP) as b, client(b) as plain:
+        failed: list[decode_pb2.AttemptKey] = []
+
+        async def fail(down: DownStream, start: decode_pb2.Start, asked: prefill_pb2.PrefillRequest) -> None:
+            if failed and goes_on:
+                await continue_by_hand(down, start, asked)
+                return
+            failed.append(start.key)
+            if len(failed) == 1:
+                down.send(start.key, 0, 1, [letter(1), letter(2)])
+            down.fail(start.key, decode_pb2.AttemptFailure.KIND_ENGINE)
+
+        for stub in b.decode:
+            stub.script = fail
+        asked = {"prompt": "hi", "max_tokens": 6, "stream": True}
+        events = (await plain.post("/v1/completions", json=asked)).text.removesuffix("\n\n").split("\n\n")
+        assert events.pop() == "data: [DONE]"
+        told = [json.loads(event.removeprefix("data: ")) for event in events]
+        if goes_on:
+            assert "".join(event["choices"][0]["text"] for event in told) == text(0, 6)
+        else:
+            assert told[-1]["error"]["type"] == "server_error"
+            assert "".join(event["choices"][0]["text"] for event in told[:-1]).startswith(text(0, 3))
+        await b.app._door._idle.wait()

@@ -100,6 +100,22 @@ def test_ids_beyond_their_range_are_refused_by_the_name_of_their_field() -> None
         parse(b'{"n":1,"prompt":[1,2,3,4294967296]}')
 
 
+def test_a_large_body_is_read_in_short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call of the parser holds the interpreter's lock."""
+    sizes: list[int] = []
+
+    def measured(data: bytes, **options: Any) -> Any:
+        sizes.append(len(data))
+        return http_body_parser(data, **options)
+
+    http_body_parser = http_body.from_json
+    monkeypatch.setattr(http_body, "from_json", measured)
+    text, ids = 'größe \n"日本" \U0001f600' * 100_000, list(range(300_000))
+    assert plain(parse(json.dumps({"a": [text, ids], "b": text}).encode())) == {"a": [text, ids], "b": text}
+    assert sum(sizes) > 5 << 20
+    assert max(sizes) <= 33 << 10
+
+
 def test_a_body_of_too_many_values_is_refused_before_they_are_made() -> None:
     for data in (b'{"a":[' + b"[]," * 40_000 + b"[]]}", b'{"a":[' + b"1.5," * 40_000 + b"1]}"):
         with pytest.raises(InvalidRequest, match=r"^body: has more than 32768 values$"):
