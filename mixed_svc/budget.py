@@ -5,7 +5,8 @@
 The seconds of a step alone are measured by the size of the batch, in classes of powers of two. The rate of prompt
 tokens is measured in passes that also have a step, and apart from it in passes without one. Both may change with time,
 so old passes count less. While prompts wait, no step is alone; so every MEASURE_EVERY passes one is, and at once if
-nothing is known of batches of this size.
+nothing is known of batches of this size. Since one wrong time must not make a pass long, the number of prompt tokens
+grows from pass to pass by at most a factor.
 
 The target of a pass is the time between two tokens of a sequence. If none is set, it is DEFAULT_MULTIPLE times a step
 alone, and more if that leaves less than ROW_TOKENS prompt tokens for each sequence of the batch. That many keep
@@ -33,8 +34,11 @@ ALONE_TOKENS = 64
 """Smallest number of tokens of a pass without a step; shorter passes use a processor badly."""
 
 _WEIGHT = 0.25
-_LEAST_SHARE = 0.1
-"""Smallest part of a mixed pass that counts as time of its prompts: a step alone may have been slower by chance."""
+_LEAST_SHARE = 0.5
+"""Smallest time of the prompts in a mixed pass, as a part of their share of its rows. The time of a step alone is
+measured in other passes, and may have been longer by chance."""
+_GROWTH, _SHRINKAGE = 2.0, 0.9
+"""A mixed pass has at most _GROWTH times the prompt tokens of a recent one; each pass lowers that limit."""
 
 
 class Part(Protocol):
@@ -69,6 +73,7 @@ class PassBudget:
         self._alone: dict[int, DecayingAverage] = {}
         self._mixed_rate, self._prompt_rate = DecayingRate(), DecayingRate()
         self._since_alone = 0
+        self._most_tokens = float(ALONE_TOKENS)
 
     def step_alone(self, running: int) -> float:
         """Seconds of a step of `running` sequences without prompts; 0 while unknown."""
@@ -83,9 +88,9 @@ class PassBudget:
         if not alone or self._since_alone >= MEASURE_EVERY:
             return None
         rate = self._mixed_rate.value or self._prompt_rate.value or UNKNOWN_PREFILL_RATE
-        if self._target_s:
-            return Budget(self._target_s - alone, rate, running)
-        return Budget((DEFAULT_MULTIPLE - 1) * alone, rate, ROW_TOKENS * running)
+        seconds = self._target_s - alone if self._target_s else (DEFAULT_MULTIPLE - 1) * alone
+        least = running if self._target_s else ROW_TOKENS * running
+        return Budget(min(seconds, self._most_tokens / rate), rate, least)
 
     def record(self, tokens: int, running: int, seconds: float) -> float:
         """Record a pass; returns the seconds of it that its `tokens` prompt tokens took."""
@@ -97,7 +102,8 @@ class PassBudget:
             self._since_alone = 0
             return 0.0
         self._since_alone += 1
-        own = max(seconds - self.step_alone(running), _LEAST_SHARE * seconds)
+        self._most_tokens = max(_GROWTH * tokens, _SHRINKAGE * self._most_tokens, ALONE_TOKENS)
+        own = max(seconds - self.step_alone(running), _LEAST_SHARE * seconds * tokens / (tokens + running))
         self._mixed_rate.add(tokens, own)
         return own
 

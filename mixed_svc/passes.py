@@ -34,6 +34,9 @@ from prefill_svc.scheduler import CHUNK_S, FAR_TOKENS, PrefillScheduler, Schedul
 
 T = TypeVar("T")
 
+SHORT_S = 1.0
+"""Expected seconds of the prompts in a pass up to which nothing looks at it before its end."""
+
 
 @dataclass(eq=False, slots=True)
 class _Prompt:
@@ -110,14 +113,16 @@ class MixedPasses:
         budget = self._budget.next(running) if prompts else None
         if budget is None:
             return ()
-        chunks = []
-        for index, end in next_rows(prompts, budget):
+        chunks, rows = [], next_rows(prompts, budget)
+        expected_s = sum((end - prompts[index].position) / budget.rate for index, end in rows)
+        is_short = running > 0 and expected_s <= SHORT_S and not any(prompts[index].is_far for index, _ in rows)
+        for index, end in rows:
             prompt = prompts[index]
             job, start = prompt.job, prompt.position
             if not running and job.scheduled.in_host:
                 # A shorter chunk would wait for the copies of its KV.
                 end = max(end, min(start + self._spec.min_overlap_chunk, prompt.total))
-            chunk = job.chunk(start, end, self._on_layer(job, end, running))
+            chunk = job.chunk(start, end, None if is_short and job.export is None else self._on_layer(job, end))
             chunks.append(chunk)
             self._in_flight[id(chunk)] = prompt
             prompt.position, prompt.stopped = end, end == prompt.total
@@ -163,14 +168,12 @@ class MixedPasses:
             self.on_pass(failed, 0.0)
         return active
 
-    def _on_layer(self, job: PrefillJob, end: int, running: int) -> OnLayer | None:
+    def _on_layer(self, job: PrefillJob, end: int) -> OnLayer:
         """The function that follows a chunk layer by layer.
 
-        None if passes are launched ahead, since a pass that stops after each layer could not be, and nobody needs its
-        layers: there is no export, and the step keeps the pass short.
+        A pass with a step and short chunks in place has none. So all its layers can be one call of native kernels,
+        which does not wait for the interpreter's lock between them, or can be launched ahead.
         """
-        if self._spec.steps_ahead and running and job.export is None:
-            return None
 
         def on_layer(layer: int) -> None:
             self._watchdog.record()

@@ -83,11 +83,12 @@ async def fleet(checkpoint: Path) -> AsyncIterator[Fleet]:
     assert [engine.audit() for engine in made.engines] == [{} for _ in made.engines]
 
 
-def watch_passes(engine: Any) -> list[tuple[int, int]]:
-    """The numbers of chunks and of sequences in each pass from now on."""
+def watch_passes(engine: Any, gate: threading.Event) -> list[tuple[int, int]]:
+    """The numbers of chunks and of sequences in each pass from now on; passes wait for the gate."""
     passes, launch = [], engine.launch
 
     def watched(chunks: Any = (), **more: Any) -> Any:
+        assert gate.wait(60)
         launched = launch(chunks, **more)
         passes.append((len(chunks), len(launched.batch)))
         return launched
@@ -123,8 +124,14 @@ async def test_passes_of_prompts_and_steps_give_the_tokens_of_separate_ones(
 ) -> None:
     async with fleet(checkpoint) as made:
         worker = await made.mixed(chunk_size=chunk_size)
-        passes = watch_passes(worker.app.engine)
+        gate = threading.Event()
+        passes = watch_passes(worker.app.engine, gate)
         asked = [await made.workers.ask(worker, worker, prompt, GREEDY) for prompt, _ in expected]
+        async with asyncio.timeout(WAIT_S):
+            while worker.app.prefill.load_report().requests_without_token < len(expected):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        gate.set()
         answers = [await each.answer() for each in asked]
         assert [answer.tokens for answer in answers] == [[tokens] for _, tokens in expected]
         assert any(chunks and batch for chunks, batch in passes)

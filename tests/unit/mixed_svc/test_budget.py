@@ -98,6 +98,15 @@ def test_steps_are_measured_alone_at_first_and_from_time_to_time() -> None:
     assert [tokens == 0 for tokens, _ in machine.run(2, 20)] == [True, False]
 
 
+def test_one_slow_step_alone_does_not_make_the_next_pass_long() -> None:
+    """It makes prompts look fast."""
+    machine = Machine(PassBudget())
+    machine.budget.record(0, 8, 5 * machine.alone(8))
+    machine.budget.record(40, 8, machine.alone(8) + 40 * machine.token_s)
+    ((_, seconds),) = machine.run(1, 8)
+    assert seconds <= machine.alone(8) + 81 * machine.token_s
+
+
 def test_prompts_go_on_when_a_step_alone_misses_the_target() -> None:
     machine = Machine(PassBudget(0.001))
     assert {tokens for tokens, _ in machine.run(50, 8)} == {0, 8}

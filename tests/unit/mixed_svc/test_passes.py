@@ -5,7 +5,8 @@ import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -32,12 +33,15 @@ class Engine(FakeEngine):
         super().__init__(**{"page_size": 4, "pages": 512, "slots": 4, **settings})
         self.passes: list[tuple[list[tuple[str, int, int]], list[str]]] = []
         self.fail_next = False
+        self.followed: list[bool] = []
+        """For each chunk, whether it is followed layer by layer."""
 
     def launch(self, chunks: Any = (), **more: Any) -> Any:
         if self.fail_next:
             self.fail_next = False
             raise EngineError("told so by the test")
         launched = super().launch(chunks, **more)
+        self.followed += [chunk.on_layer is not None for chunk in chunks]
         cut = [(chunk.handle.owner, chunk.start, chunk.end) for chunk in chunks]
         self.passes.append((cut, [each.handle.owner for each in launched.batch]))
         return launched
@@ -242,6 +246,29 @@ async def test_the_loop_waits_a_little_for_the_sequences_of_prompts_that_ended_i
     bench.loop.add([DecodeSequence(9, handle, SequenceState(GREEDY, [1, 2], [3]))])
     await asyncio.wait_for(thread, 60)
     assert bench.engine.passes[-1][1] == ["s5", "q"]
+
+
+async def test_short_passes_are_followed_only_for_exports() -> None:
+    bench = Bench()
+    alone = bench.prompt("alone", range(8))
+    await started()
+    await bench.run()
+    await alone
+    bench.sequence([5, 7])
+    await bench.run(2)
+    del bench.engine.followed[:]
+    prompts = [bench.prompt(name, range(8)) for name in ("here", "elsewhere")]
+    await started()
+    bench.job("elsewhere").export = cast(Any, SimpleNamespace(mark_final=lambda layer, end: None))
+    await bench.run()
+    assert sorted(bench.engine.followed) == [False, True]
+    await asyncio.gather(*prompts)
+    bench.passes._budget.record(8, 1, 100.0)
+    slow = bench.prompt("slow", range(8))
+    await started()
+    await bench.run()
+    assert bench.engine.followed[-1]
+    await slow
 
 
 async def test_calls_run_between_passes_and_are_cancelled_after_the_end() -> None:
