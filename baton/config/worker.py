@@ -108,7 +108,9 @@ class WorkerConfig(Settings):
         "", help="Secret that authenticates cached blocks, the same in all workers and routers.", secret=True
     )
     cache_budget_s: float = option(0.5, help="Seconds that a round trip to Redis may take.", minimum=0.001, hidden=True)
-    cache_ttl_s: int = option(24 * 3600, help="Seconds for which Redis keeps a block that nobody uses.", minimum=1)
+    cache_ttl_s: int = option(
+        24 * 3600, help="Seconds for which Redis keeps a block that nobody uses.", minimum=1, hidden=True
+    )
     cache_writes: str = option(
         "first", help="Write blocks to Redis when first seen, when seen a second time, or never.", choices=CACHE_WRITES
     )
