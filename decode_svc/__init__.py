@@ -12,7 +12,7 @@ session      the stream of messages to one router
 write_backs  copies of ended sequences' blocks to the shared cache
 loop         the engine thread: admit, make room, launch a step, read one, report
 scheduler    pure: sequences that wait for a slot or run, and their ends
-admission    pure: the choice of the next reservation or fork for a slot and pages; claims of large ones
+admission    pure: reservations and forks that wait for slots and pages, and the order in which they get them
 reservation  pure: the size of a reservation, and its checks
 attempts     pure: attempts from reservation to end, their pages and choices
 load_meter   the worker's load, for its status and metrics

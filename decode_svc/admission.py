@@ -1,36 +1,33 @@
-"""Admission: the choice of the reservation or fork that gets the next slot of the batch, and pages. Pure.
+"""Admission: reservations and forks wait here until they get a slot of the batch, and pages. Pure.
 
-    admit ── malformed ─▶ InvalidRequest; larger than the worker ─▶ ReservationTooLarge
-       │──── no slot is free in time ─▶ Overloaded: try again
-       │──── too few pages are free, or the batch or a claim needs them ─▶ OutOfPages
-       └───▶ DecodeAttempt, which counts as one sequence, however many choices it has
-    start_forks ─▶ sequences of further choices; call it whenever a slot or pages may have come free
+    register ── malformed ─▶ InvalidRequest; larger than the worker ─▶ ReservationTooLarge
+       └──────▶ waiting ── advance: its turn ─▶ DecodeAttempt, one sequence, however many choices it has
+                  └────── cancel, drop_session, clear, its deadline ─▶ gone
+    advance ──▶ also sequences of further choices (forks); call it after each event that may free slots or pages
 
-**Slots** (`SlotForecast`).
+**Order.** Replays go before first attempts, sessions take turns, and within a session the oldest goes first. A
+reservation or fork that lacks pages blocks no other one.
 
-- A reservation is granted only if there are then at most slots + lookahead sequences, in any state.
-- `lookahead` is the number of completions per second times the seconds from a reservation until its sequence is ready:
-  so many sequences end in the meantime (Little's law). It is at most a quarter of the slots.
-- Further choices of a request are forks. Reservations and forks take turns (decision 10):
+**Slots.** At most slots + lookahead sequences are held, in any state. `lookahead` is the number of completions per
+second times the seconds from a grant until its sequence is ready: so many sequences end in the meantime (Little's law).
+It is at most a quarter of the slots. After a grant while forks are pending, the next slot is a fork's; after the fork,
+it is a reservation's. If no reservation can use a slot, forks take it, but leave some for new requests.
 
-  1. Forks leave some slots free for new requests.
-  2. After a refusal, forks take no slot for REFUSED_PRIORITY_S seconds.
-  3. After a grant while forks are pending, the next slot is a fork's; this overrides the other two.
-
-**Pages** (`Admission`). A fork that lacks pages waits, and blocks no other sequence. Contexts that wait for forks may
-use at most half of the pages. A single such context may use more. The oldest attempt and the attempt with the fewest
-pending choices take turns. Every fork ends; decision 10 has the proof.
+**Pages.** The first in line of those that lack pages has pages set aside: half of the pages that were free when it came
+to the front, and half of those that came free later. The others may use the rest. Sessions take turns in the line, and
+all pending forks are one party there (decision 28 has the bound on the wait). Contexts that wait for forks may use at
+most half of the pages, with such a line of their own; a larger context may be kept only alone. The oldest attempt and
+the attempt with the fewest pending choices take turns. Every fork ends; decision 10 has the proof.
 
 After a preemption, the pages that the batch needs for its next steps do not count as free (`BatchPages.kept_pages`).
 
-**Claims** (`Claims`) keep small reservations from starving large ones. A reservation that is refused because pages are
-missing leaves a claim. Half of the pages that are free then, and half of the pages that come free later, are set aside
-for the oldest claim. Each session has at most one claim, and so have all pending forks together. Decision 11 has the
-bound on the wait.
+A long context may replace many cached blocks. They are evicted in slices, one in each call of `advance`, and until the
+last one the slot and the pages are the reservation's.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import abc
 from dataclasses import dataclass, field
@@ -38,9 +35,10 @@ from functools import partial
 from typing import TypeVar
 
 from baton.engine.contract import Engine
-from baton.errors import InvalidRequest, OutOfPages, Overloaded
+from baton.errors import InvalidRequest, OutOfPages
 from baton.kv.cached_blocks import SLICE_NODES
 from baton.rates import DecayingAverage, DecayingSum
+from baton.request import ReserveResult
 from decode_svc.attempts import Attempts, DecodeAttempt
 from decode_svc.messages import AttemptKey, Reserve
 from decode_svc.reservation import ReservationSize, size_reservation
@@ -54,24 +52,15 @@ CONTEXTS_DIVISOR = 2
 SPAN_S = 10.0
 """Seconds after which a completion counts with a weight of 1/e."""
 
-MIN_RETRY_S, MAX_RETRY_S, USUAL_RETRY_S = 0.02, 5.0, 0.5
-
 FORK_HEADROOM_DIVISOR, FORK_HEADROOM_S = 8, 0.5
 """Forks leave 1 / FORK_HEADROOM_DIVISOR of the slots free, or as many slots as were reserved in the last
 FORK_HEADROOM_S seconds if that is more."""
 
-REFUSED_PRIORITY_S, GRANTED_PRIORITY_S = 1.0, 0.1
-"""For REFUSED_PRIORITY_S seconds after a refusal, forks take no free slot, so that the refused reservation can come
-back. Each grant in that time shortens the rest to GRANTED_PRIORITY_S seconds."""
-
-CLAIM_S, CLAIM_RENEW_S = 3.0, 1.0
-"""Seconds after which a claim ends if it is not renewed, and after which its owner is told to ask again."""
-
-Claimant = tuple[int, AttemptKey | None]
+Party = tuple[int, AttemptKey | None]
 """A session and its attempt."""
 
-FORKS: Claimant = (-1, None)
-"""The claimant of all pending forks."""
+FORKS: Party = (-1, None)
+"""All pending forks together."""
 
 _LEAD_WEIGHT = 0.1
 
@@ -80,14 +69,10 @@ class SlotForecast:
     """Measures how fast slots come free; times are seconds on the caller's clock."""
 
     def __init__(self, slots: int, now: float) -> None:
-        self._slots = slots
+        self.slots = slots
         self._began = now
         self._ends, self._grants = DecayingSum(SPAN_S), DecayingSum(SPAN_S)
         self._lead_s = DecayingAverage(_LEAD_WEIGHT)
-        self._fork_owed = False
-        """Whether the next free slot is for a fork, because a reservation took the last one."""
-        self.forks_wait_until = -math.inf
-        """Time before which free slots are for a reservation that was just refused, unless a fork is owed one."""
 
     def record_end(self, now: float, count: int = 1) -> None:
         """Record that `count` sequences have ended."""
@@ -97,158 +82,123 @@ class SlotForecast:
         """Record that a sequence was ready to run `lead_s` seconds after its reservation."""
         self._lead_s.add(lead_s)
 
+    def record_grant(self, now: float) -> None:
+        """Record that a reservation was granted."""
+        self._grants.add(1, now)
+
     def rate(self, now: float) -> float:
         """Recent completions per second."""
         return self._ends.value(now) / self._span_s(now)
 
     def fork_headroom(self, now: float) -> int:
-        """Number of slots that forks leave free."""
+        """Number of slots that forks leave free when it is not their turn."""
         wanted = int(FORK_HEADROOM_S * self._grants.value(now) / self._span_s(now))
-        return min(max(self._slots // FORK_HEADROOM_DIVISOR, wanted), self._slots // 2)
+        return min(max(self.slots // FORK_HEADROOM_DIVISOR, wanted), self.slots // 2)
 
     def lookahead(self, now: float) -> int:
-        """Number of sequences that may be reserved beyond the slots, because slots will come free in time.
-
-        It is completions per second × seconds until a reservation is ready, and at most a quarter of the slots.
-        """
-        return min(int(self.rate(now) * self._lead_s.value), self._slots // 4)
-
-    def check(self, held: int, now: float) -> None:
-        """Raise Overloaded, with the seconds after which to retry, if one more sequence would wait for a slot."""
-        ahead = self.lookahead(now)
-        beyond = held + self._fork_owed + 1 - self._slots - ahead
-        if beyond > 0:
-            self.forks_wait_until = now + REFUSED_PRIORITY_S
-            owed = ", one of them promised to a choice that waits" if self._fork_owed else ""
-            raise Overloaded(
-                f"{held} sequences are held for {self._slots} slots, of which {ahead} will be free in time{owed}; "
-                "one more would wait",
-                self.retry_after(now, beyond),
-            )
-
-    def record_grant(self, now: float, *, pending: bool) -> None:
-        """Record that a reservation was granted; if forks are `pending`, the next slot belongs to a fork."""
-        self._grants.add(1, now)
-        if now < self.forks_wait_until:
-            self.forks_wait_until = now + GRANTED_PRIORITY_S
-        self._fork_owed = pending
-
-    def may_fork(self, held: int, now: float) -> bool:
-        """Whether a fork may start now, given that `held` sequences exist."""
-        if self._fork_owed or held >= self._slots:
-            return held < self._slots
-        return now >= self.forks_wait_until and held + self.fork_headroom(now) < self._slots
-
-    def wake_at(self, held: int, now: float) -> float:
-        """Time at which a fork may start without any other event; infinite if there is none."""
-        if now < self.forks_wait_until:
-            return self.forks_wait_until
-        # The headroom for frequent reservations shrinks with time.
-        least = self._slots // FORK_HEADROOM_DIVISOR
-        shrinks = held + least < self._slots <= held + self.fork_headroom(now)
-        return now + FORK_HEADROOM_S if shrinks else math.inf
-
-    def record_fork(self) -> None:
-        """Record that forks had their turn: one has started, the next one lacks pages, or none is pending."""
-        self._fork_owed = False
-
-    def retry_after(self, now: float, wanted: int = 1) -> float:
-        """Seconds in which `wanted` sequences will probably end."""
-        rate = self.rate(now)
-        seconds = wanted / rate if rate > 0 else USUAL_RETRY_S
-        return min(max(seconds, MIN_RETRY_S), MAX_RETRY_S)
+        """Number of sequences that may be held beyond the slots, because slots will come free in time."""
+        return min(int(self.rate(now) * self._lead_s.value), self.slots // 4)
 
     def _span_s(self, now: float) -> float:
         """Seconds that the weights stand for; less at first, because only the time since the start counts."""
         return SPAN_S * -math.expm1(-max(now - self._began, 1.0) / SPAN_S)
 
 
-@dataclass(slots=True)
-class _Claim:
-    claimant: Claimant
+@dataclass(eq=False, slots=True)
+class _Place:
+    party: Party
     pages: int
-    renewed_at: float
 
 
-class Claims:
-    """All claims on a worker's pages; times are seconds on the caller's clock.
-
-    `record_free` must be called with the number of free pages before each question.
-    """
+class PageLine:
+    """The line of parties that lack pages; each session has one place. The first one has pages set aside."""
 
     def __init__(self) -> None:
-        self._claims: dict[int, _Claim] = {}
-        self._first: _Claim | None = None
-        # Twice the pages set aside for the first claim, and the number of free pages when that was computed.
+        self._places: dict[int, _Place] = {}
+        self._first: _Place | None = None
+        # Twice the pages set aside for the first party, and the number of free pages when that was computed.
         self._set_aside_doubled = self._free = 0
 
-    def record_free(self, free: int, now: float) -> None:
-        """Record that `free` pages are free: half of those that came free since the last call are set aside.
+    @property
+    def first(self) -> _Place | None:
+        """The first place; None if nobody lacks pages."""
+        return next(iter(self._places.values()), None)
 
-        Claims that were not renewed in time end here.
+    def room(self, party: Party, free: int) -> int:
+        """Number of pages that the party may take, if `free` pages are free: all but those set aside for another.
+
+        Half of the pages that came free since the last call are set aside.
         """
-        for session_number, claim in list(self._claims.items()):
-            if now >= claim.renewed_at + CLAIM_S:
-                del self._claims[session_number]
-        first = next(iter(self._claims.values()), None)
+        first = self.first
         if first is not self._first:
             self._first, self._set_aside_doubled, self._free = first, 0, 0
-        if first is not None:
-            self._set_aside_doubled = min(max(self._set_aside_doubled + free - self._free, 0), 2 * first.pages)
+        if first is None:
+            return free
+        self._set_aside_doubled = min(max(self._set_aside_doubled + free - self._free, 0), 2 * first.pages)
+        self._free = free
+        return free if first.party == party else free - (self._set_aside_doubled + 1) // 2
+
+    def add(self, party: Party, pages: int, free: int) -> None:
+        """Give a party that lacks `pages` pages a place in the line, unless another one has that of its session."""
+        place = self._places.setdefault(party[0], _Place(party, pages))
+        if place.party == party:
+            place.pages = pages
+        self.room(party, free)
+
+    def remove(self, party: Party, free: int | None = None) -> None:
+        """Remove a party that does not wait any more; if it has taken its pages, `free` are left."""
+        place = self._places.get(party[0])
+        if place is not None and place.party == party:
+            del self._places[party[0]]
+        if free is not None:
             self._free = free
 
-    def pages_set_aside(self, claimant: Claimant | None = None) -> int:
-        """Number of pages that were set aside, at the last `record_free`, for claimants other than this one."""
-        return 0 if self._first is None or self._first.claimant == claimant else -(-self._set_aside_doubled // 2)
 
-    def add(self, claimant: Claimant, pages: int, now: float) -> None:
-        """Record that `pages` pages were not free; renews the claim, or makes one if the session has none."""
-        claim = self._claims.get(claimant[0])
-        if claim is None or now >= claim.renewed_at + CLAIM_S:
-            self._claims.pop(claimant[0], None)
-            self._claims[claimant[0]] = _Claim(claimant, pages, now)
-        elif claim.claimant == claimant:
-            claim.pages, claim.renewed_at = pages, now
+@dataclass(eq=False, slots=True)
+class WaitingReservation:
+    """A reservation that is not granted yet.
 
-    def renew(self, claimant: Claimant, now: float) -> None:
-        """Record that the claimant asked again, whatever the answer is."""
-        claim = self._claims.get(claimant[0])
-        if claim is not None and claim.claimant == claimant and now < claim.renewed_at + CLAIM_S:
-            claim.renewed_at = now
+    `cancelled` are choices that its router has ended. `told` is whether its router knows that it waits. `tried_free`
+    and `tried_ready` are the free pages and the attempts with complete KV when its pages were last missing.
+    """
 
-    def remove_granted(self, claimant: Claimant, free: int) -> None:
-        """Remove the claim of a claimant that got its pages, or has none; `free` pages are left."""
-        claim = self._claims.get(claimant[0])
-        if claim is not None and claim.claimant == claimant:
-            del self._claims[claimant[0]]
-        self._free = free
+    session_number: int
+    reservation: Reserve
+    size: ReservationSize
+    deadline: float
+    cancelled: set[int] = field(default_factory=set)
+    told: bool = False
+    tried_free: int = -1
+    tried_ready: int = -1
 
-    def cancel(self, claimant: Claimant) -> bool:
-        """Remove the claim of a claimant that does not ask again; returns whether it had one."""
-        claim = self._claims.get(claimant[0])
-        if claim is None or claim.claimant != claimant:
-            return False
-        del self._claims[claimant[0]]
-        return True
-
-    def drop_session(self, session_number: int) -> None:
-        """Remove the claim of a session that has ended."""
-        self._claims.pop(session_number, None)
+    @property
+    def party(self) -> Party:
+        """Its place among the waiting ones."""
+        return self.session_number, self.reservation.key
 
 
 @dataclass(slots=True)
-class ForkResult:
-    """Results of `Admission.start_forks`: sequences for the batch, and attempts whose fork the engine refused."""
+class Progress:
+    """Results of `Admission.advance`.
 
-    started: list[DecodeSequence] = field(default_factory=list)
+    `granted` are new attempts, `answers` are further answers to their reservations: that they wait, or a refusal.
+    `forked` are sequences for the batch. `failed` are attempts whose fork the engine refused. If `evicting`, blocks are
+    being evicted for a reservation, and the caller must call again soon.
+    """
+
+    granted: list[DecodeAttempt] = field(default_factory=list)
+    answers: list[tuple[WaitingReservation, ReserveResult]] = field(default_factory=list)
+    forked: list[DecodeSequence] = field(default_factory=list)
     failed: list[tuple[DecodeAttempt, Exception]] = field(default_factory=list)
+    evicting: bool = False
 
 
 class Admission:
     """Decides for one worker; times are seconds on the caller's clock.
 
     `reserve_tokens` is the most outputs of a choice for which pages are reserved. `reclaim` frees pages that no request
-    holds, and returns False if there were none.
+    holds, and returns False if there were none. An attempt must be started within `start_limit_s` seconds of its grant.
+    The last `computed_tokens` tokens of a context are never pinned, because prefill computes them into its pages.
     """
 
     def __init__(
@@ -259,6 +209,9 @@ class Admission:
         forecast: SlotForecast,
         batch_pages: BatchPages,
         reclaim: abc.Callable[[], bool],
+        *,
+        start_limit_s: float = math.inf,
+        computed_tokens: int = 0,
     ) -> None:
         self._engine = engine
         self._attempts = attempts
@@ -266,106 +219,262 @@ class Admission:
         self.forecast = forecast
         self._batch_pages = batch_pages
         self._reclaim = reclaim
-        self.claims = Claims()
-        self._context_claims = Claims()
+        self._start_limit_s = start_limit_s
+        self._computed_tokens = computed_tokens
+        self._waiting: dict[int, dict[AttemptKey, WaitingReservation]] = {}
+        """Waiting reservations by session, in the order of the sessions' turns."""
+        self._evicting: WaitingReservation | None = None
+        """The reservation for which blocks are being evicted; it has a slot and its pages."""
+        self._line, self._context_line = PageLine(), PageLine()
+        self._forks_next = False
+        """Whether the next slot is a fork's, because a reservation took the last one."""
         self._oldest_leads = True
         """Whether the oldest attempt, not the one with the fewest pending choices, has the next turn to fork."""
 
-    def evict_for(self, session_number: int, reservation: Reserve, now: float) -> bool:
-        """Evict a slice of the cached blocks that a long context replaces; False if `admit` should be called now.
+    def __len__(self) -> int:
+        """Number of waiting reservations."""
+        return sum(map(len, self._waiting.values()))
 
-        Nothing is evicted for a reservation that would be refused.
+    def in_session(self, session_number: int) -> abc.Set[AttemptKey]:
+        """Keys of the waiting reservations of a session."""
+        return self._waiting.get(session_number, {}).keys()
+
+    def register(self, session_number: int, reservation: Reserve, now: float) -> None:
+        """Let a reservation wait; `advance` answers it.
+
+        Raises ReservationTooLarge if it can never be granted, InvalidRequest if it is malformed or its key is in use.
         """
-        if self._engine.spec.pages_for(reservation.context_tokens) <= SLICE_NODES:
+        key, live = reservation.key, self._attempts.get(session_number, reservation.key)
+        if live is not None or key in self.in_session(session_number):
+            state = live.lifecycle.state.value if live is not None else "waiting"
+            raise InvalidRequest("reserve.key", f"attempt {key} is {state} already")
+        size = size_reservation(self._engine.spec, reservation, self._reserve_tokens, self._computed_tokens)
+        deadline = math.inf if reservation.deadline_s is None else now + reservation.deadline_s
+        waiting = WaitingReservation(session_number, reservation, size, deadline)
+        self._waiting.setdefault(session_number, {})[key] = waiting
+
+    def cancel(self, session_number: int, key: AttemptKey, choice: int | None = None) -> bool:
+        """Remove a waiting reservation, or end one choice of it; returns False if there is none."""
+        waiting = self._waiting.get(session_number, {}).get(key)
+        if waiting is None:
             return False
-        try:
-            size = self._check(session_number, reservation, now)
-        except (InvalidRequest, OutOfPages, Overloaded):
-            return False
-        return self._engine.evict_for(size.tokens, reservation.pinnable_digests, reservation.context_tokens)
-
-    def admit(self, session_number: int, reservation: Reserve, now: float, limit_s: float = math.inf) -> DecodeAttempt:
-        """Take the pages of a reservation.
-
-        Raises ReservationTooLarge if it can never be granted, Overloaded or OutOfPages if it can't be granted now,
-        InvalidRequest if it is malformed.
-        """
-        size, claimant = self._check(session_number, reservation, now), (session_number, reservation.key)
-        try:
-            attempt = self._with_reclaim(
-                lambda: self._attempts.take_pages(session_number, reservation, size, now, limit_s)
-            )
-        except OutOfPages:
-            self._claim(claimant, size.pages, now)
-            raise
-        self.claims.remove_granted(claimant, self._free())
-        self._context_claims.remove_granted(claimant, self._free_context_pages)
-        self.forecast.record_grant(now, pending=bool(self._attempts.pending))
-        return attempt
-
-    def _check(self, session_number: int, reservation: Reserve, now: float) -> ReservationSize:
-        """Raise what `admit` raises before it takes pages; returns the size of the reservation."""
-        claimant = session_number, reservation.key
-        if (live := self._attempts.get(*claimant)) is not None:
-            raise InvalidRequest("reserve.key", f"attempt {live.key} is {live.lifecycle.state.value} already")
-        size = size_reservation(self._engine.spec, reservation, self._reserve_tokens)
-        self.claims.renew(claimant, now)
-        self.claims.record_free(self._free(), now)
-        self._context_claims.renew(claimant, now)
-        if reservation.choices > 1:
-            # Check this before the slots, because a refusal there leaves a free slot to this reservation.
-            self._check_contexts(claimant, self._engine.spec.pages_for(reservation.context_tokens), now)
-        self.forecast.check(self._attempts.held_sequences, now)
-        try:
-            self._check_claims(claimant, size.pages)
-        except OutOfPages:
-            self._claim(claimant, size.pages, now)
-            raise
-        return size
-
-    def _claim(self, claimant: Claimant, pages: int, now: float) -> None:
-        """Claim pages, and set half of the free ones aside if there is no other claim."""
-        self.claims.add(claimant, pages, now)
-        self.claims.record_free(self._free(), now)
-
-    def cancel_claim(self, claimant: Claimant) -> bool:
-        """Remove the claims of a refused attempt that does not ask again; returns whether it had any."""
-        pages, contexts = self.claims.cancel(claimant), self._context_claims.cancel(claimant)
-        return pages or contexts
+        if choice is not None:
+            waiting.cancelled.add(choice)
+        if choice is None or len(waiting.cancelled) >= waiting.reservation.choices:
+            self._remove(waiting)
+        return True
 
     def drop_session(self, session_number: int) -> None:
-        """Remove the claims of a session that has ended."""
-        self.claims.drop_session(session_number)
-        self._context_claims.drop_session(session_number)
+        """Remove all waiting reservations of a session."""
+        for key in list(self.in_session(session_number)):
+            self.cancel(session_number, key)
 
-    def start_forks(self, now: float) -> ForkResult:
-        """Start the forks whose turn it is.
+    def clear(self) -> list[WaitingReservation]:
+        """Remove all waiting reservations; the caller must refuse them."""
+        cleared = list(self._in_turn())
+        for waiting in cleared:
+            self._remove(waiting)
+        return cleared
 
-        The caller must give each sequence a slot, and end each attempt that failed.
+    def advance(self, now: float) -> Progress:
+        """Give free slots and pages to the reservations and forks whose turn it is.
+
+        The caller must give each sequence to the batch, and end each attempt that failed.
         """
-        forked = ForkResult()
-        while turns := self._fork_order():
-            if not self._may_fork(now):
-                return forked
-            started = self._fork(turns, forked, now)
-            # Its turn is over, even if pages are missing.
-            self.forecast.record_fork()
-            if not started:
-                return forked
-        self.forecast.record_fork()
-        return forked
-
-    def free_context_tokens(self) -> int:
-        """Size, in tokens, of the largest context for which a request without a claim could reserve pages now."""
-        pages = self._free() - self.claims.pages_set_aside()
-        return max(pages * self._engine.spec.page_size - self._reserve_tokens, 0)
+        progress = Progress()
+        for waiting in list(self._in_turn()):
+            if now >= waiting.deadline:
+                self._refuse(waiting, "its deadline has passed", progress)
+        if not self._attempts.pending:
+            self._line.remove(FORKS)
+        slots = self.forecast.slots
+        limit, headroom = slots + self.forecast.lookahead(now), self.forecast.fork_headroom(now)
+        while (
+            (self._forks_next and self._fork_next(progress, limit))
+            or self._grant_next(progress, limit, now)
+            or self._fork_next(progress, slots - headroom)
+        ):
+            pass
+        for waiting in self._in_turn():
+            if not waiting.told and waiting is not self._evicting:
+                waiting.told = True
+                progress.answers.append((waiting, ReserveResult(False, self._reason(waiting, now), waiting=True)))
+        return progress
 
     def wake_at(self, now: float) -> float:
-        """Time at which the caller must call `start_forks` even if nothing happens; infinite if it need not."""
-        return self.forecast.wake_at(self._attempts.held_sequences, now) if self._attempts.pending else math.inf
+        """Time at which the caller must call `advance` even if nothing happens; infinite if it need not."""
+        wake_at = min((waiting.deadline for waiting in self._in_turn()), default=math.inf)
+        if self._attempts.pending:
+            # The headroom for frequent reservations shrinks with time.
+            least, slots = self.forecast.slots // FORK_HEADROOM_DIVISOR, self.forecast.slots
+            held = self._attempts.held_sequences
+            if held + least < slots <= held + self.forecast.fork_headroom(now):
+                wake_at = min(wake_at, now + FORK_HEADROOM_S)
+        return wake_at
 
-    def _may_fork(self, now: float) -> bool:
-        return self.forecast.may_fork(self._attempts.held_sequences, now)
+    # Reservations.
+
+    def _in_turn(self) -> abc.Iterator[WaitingReservation]:
+        """The waiting reservations in the order of their turns."""
+        for is_replay in (True, False):
+            for session in self._waiting.values():
+                yield from (each for key, each in session.items() if (key.attempt > 0) == is_replay)
+
+    def _grant_next(self, progress: Progress, limit: int, now: float) -> bool:
+        """Grant the next reservation for which there are pages, if fewer than `limit` sequences are held.
+
+        Returns False if there is none, and no other pages are set aside than before.
+        """
+        held, first = self._attempts.held_sequences if self._waiting else 0, self._line.first
+        for waiting in itertools.chain(filter(None, [self._evicting]), self._in_turn()):
+            if held + (self._evicting not in (None, waiting)) >= limit:
+                return False
+            is_evicted_for = waiting is self._evicting and progress.evicting
+            if not is_evicted_for and self._grant(waiting, progress, now):
+                return True
+        return self._line.first is not first
+
+    def _grant(self, waiting: WaitingReservation, progress: Progress, now: float) -> bool:
+        """Grant a reservation, or refuse it if the engine fails; returns False if it must wait on."""
+        session_number, reservation, size = waiting.session_number, waiting.reservation, waiting.size
+        if self._has_context_room(waiting) and self._has_pages(waiting):
+            if self._evict_for(waiting):
+                progress.evicting = True
+                if self._evicting is None:
+                    self._evicting = waiting
+                    self._line.remove(waiting.party, self._free())
+                return False
+            try:
+                limit_s, deadline = self._start_limit_s, waiting.deadline
+                attempt = self._with_reclaim(
+                    lambda: self._attempts.take_pages(session_number, reservation, size, now, limit_s, deadline)
+                )
+            except OutOfPages:
+                waiting.tried_free, waiting.tried_ready = self._free(), self._ready_attempts
+                self._line.add(waiting.party, size.pages, self._free())
+            except Exception as error:
+                self._refuse(waiting, f"{type(error).__name__}: {error}", progress)
+                return True
+            else:
+                self._record_grant(waiting, attempt, now)
+                progress.granted.append(attempt)
+                return True
+        if self._evicting is waiting:
+            self._evicting = None
+        return False
+
+    def _record_grant(self, waiting: WaitingReservation, attempt: DecodeAttempt, now: float) -> None:
+        self._remove(waiting)
+        self._line.remove(waiting.party, self._free())
+        self._context_line.remove(waiting.party, self._free_context_pages)
+        # The next turn of its session comes after those of the others.
+        if (others := self._waiting.pop(waiting.session_number, None)) is not None:
+            self._waiting[waiting.session_number] = others
+        attempt.cancelled |= waiting.cancelled
+        self.forecast.record_grant(now)
+        self._forks_next = bool(self._attempts.pending)
+
+    def _refuse(self, waiting: WaitingReservation, reason: str, progress: Progress) -> None:
+        self._remove(waiting)
+        progress.answers.append((waiting, ReserveResult(False, reason)))
+
+    def _remove(self, waiting: WaitingReservation) -> None:
+        session = self._waiting[waiting.session_number]
+        del session[waiting.reservation.key]
+        if not session:
+            del self._waiting[waiting.session_number]
+        self._line.remove(waiting.party)
+        self._context_line.remove(waiting.party)
+        if self._evicting is waiting:
+            self._evicting = None
+
+    def _has_context_room(self, waiting: WaitingReservation) -> bool:
+        """Whether kept contexts have room for its context; if not, it gets a place in their line."""
+        if waiting.reservation.choices == 1:
+            return True
+        # A context larger than the share of all contexts is kept only while no other one is.
+        need, free = min(self._context_pages(waiting), self._max_context_pages), self._free_context_pages
+        if need <= self._context_line.room(waiting.party, free):
+            return True
+        self._context_line.add(waiting.party, need, free)
+        # Two reservations could each be the first in the line that the other one waits for.
+        self._line.remove(waiting.party)
+        return False
+
+    def _has_pages(self, waiting: WaitingReservation) -> bool:
+        """Whether its pages may be free for it; if not, it gets a place in line."""
+        if waiting is self._evicting:
+            return not self._batch_pages.kept_pages or waiting.size.pages <= self._free_beside_batch()
+        pages, free = waiting.size.pages, self._free()
+        shares = bool(waiting.reservation.pinnable_digests)
+        # Pages that it would share are not counted here, so the engine is asked when the answer may be another one.
+        if self._may_take(waiting.party, pages) and (
+            pages <= free or free > waiting.tried_free or (shares and self._ready_attempts != waiting.tried_ready)
+        ):
+            return True
+        self._line.add(waiting.party, pages, free)
+        return False
+
+    def _may_take(self, party: Party, pages: int) -> bool:
+        """Whether pages that are kept for the batch or set aside for others leave room for so many pages.
+
+        Pages that are shared count too, so that a shared prefix can't keep the first in line out.
+        """
+        free = self._free()
+        room = self._line.room(party, free)
+        is_free = room == free and self._evicting is None and not self._batch_pages.kept_pages
+        return is_free or pages <= room
+
+    def _evict_for(self, waiting: WaitingReservation) -> bool:
+        """Evict a slice of the cached blocks that a long context replaces; False if its pages may be taken now."""
+        reservation, size = waiting.reservation, waiting.size
+        if self._context_pages(waiting) <= SLICE_NODES:
+            return False
+        return self._evicting not in (None, waiting) or self._engine.evict_for(
+            size.tokens, reservation.pinnable_digests, size.pinnable_tokens
+        )
+
+    def _reason(self, waiting: WaitingReservation, now: float) -> str:
+        """The reason for which a reservation waits, with numbers."""
+        held, slots, ahead = self._attempts.held_sequences, self.forecast.slots, self.forecast.lookahead(now)
+        if held >= slots + ahead:
+            return f"{held} sequences are held for {slots} slots, of which {ahead} will be free in time"
+        if not self._has_context_room(waiting):
+            free = self._context_line.room(waiting.party, self._free_context_pages)
+            note = " for contexts whose further choices wait"
+            return str(OutOfPages(self._context_pages(waiting), free, self._max_context_pages, note))
+        stats, free, kept = self._engine.stats(), self._free(), self._batch_pages.kept_pages
+        set_aside = free - self._line.room(waiting.party, free)
+        note = f", {kept} are kept for sequences that run" if kept else ""
+        note += f", {set_aside} are set aside for a request that waits longer" if set_aside else ""
+        return str(OutOfPages(waiting.size.pages, stats.free + stats.cached, stats.total, note))
+
+    # Forks.
+
+    def _fork_next(self, progress: Progress, limit: int) -> bool:
+        """Fork the first attempt that has the pages, if fewer than `limit` sequences are held; False if none has."""
+        turns = self._fork_order()
+        if progress.failed or not turns or self._attempts.held_sequences + (self._evicting is not None) >= limit:
+            self._forks_next = self._forks_next and bool(turns)
+            return False
+        # The turn is over even if pages are missing.
+        self._forks_next = False
+        makes_progress = any(attempt.makes_progress for attempt in self._attempts)
+        for attempt in turns:
+            if makes_progress and not self._may_take(FORKS, self._attempts.fork_pages(attempt)):
+                continue
+            try:
+                progress.forked.append(self._with_reclaim(partial(self._attempts.fork, attempt)))
+            except OutOfPages:
+                continue
+            except Exception as error:
+                progress.failed.append((attempt, error))
+                return False
+            self._oldest_leads = not self._oldest_leads
+            self._line.remove(FORKS, self._free())
+            return True
+        self._line.add(FORKS, self._fork_need(turns), self._free())
+        return False
 
     def _fork_order(self) -> abc.Sequence[DecodeAttempt]:
         """Attempts with pending choices, in the order of their turns.
@@ -376,28 +485,8 @@ class Admission:
         oldest = self._attempts.pending
         return oldest if self._oldest_leads else sorted(oldest, key=lambda attempt: attempt.pending_choices)
 
-    def _fork(self, turns: abc.Sequence[DecodeAttempt], forked: ForkResult, now: float) -> bool:
-        """Fork the first attempt that has the pages. If there is none, claim pages and return False."""
-        makes_progress = any(attempt.makes_progress for attempt in self._attempts)
-        for attempt in turns:
-            try:
-                if makes_progress:
-                    self.claims.record_free(self._free(), now)
-                    self._check_claims(FORKS, self._attempts.fork_pages(attempt))
-                forked.started.append(self._with_reclaim(partial(self._attempts.fork, attempt)))
-            except OutOfPages:
-                continue
-            except Exception as error:
-                forked.failed.append((attempt, error))
-                return False
-            self._oldest_leads = not self._oldest_leads
-            self.claims.remove_granted(FORKS, self._free())
-            return True
-        self._claim(FORKS, self._fork_claim(turns), now)
-        return False
-
-    def _fork_claim(self, turns: abc.Sequence[DecodeAttempt]) -> int:
-        """Number of pages to claim: of the first fork in `turns` that fits in the pool beside all kept contexts.
+    def _fork_need(self, turns: abc.Sequence[DecodeAttempt]) -> int:
+        """Number of pages for which forks wait: of the first in `turns` that fits in the pool beside all kept contexts.
 
         If none fits, of the smallest fork.
         """
@@ -405,26 +494,10 @@ class Admission:
         room = self._engine.spec.pages - self._attempts.pending_context_pages
         return next((need for need in needs if need <= room), min(needs))
 
-    def _check_claims(self, claimant: Claimant, need: int) -> None:
-        """Raise OutOfPages if these pages are kept for the batch or another claim. Counts shared pages too."""
-        free, kept_for_batch = self._free(), self._batch_pages.kept_pages
-        set_aside = self.claims.pages_set_aside(claimant)
-        if (set_aside or kept_for_batch) and need > free - set_aside:
-            stats = self._engine.stats()
-            batch = f", {kept_for_batch} are kept for sequences that run" if kept_for_batch else ""
-            claim = f", and {set_aside} are kept for a larger request that waits" if set_aside else ""
-            raise OutOfPages(need, stats.free + stats.cached, stats.total, batch + claim)
+    # Pages.
 
-    def _check_contexts(self, claimant: Claimant, pages: int, now: float) -> None:
-        """Raise OutOfPages, and make a claim, if kept contexts would have more than their share of the pages."""
-        # A context larger than the share is kept only while no other one is.
-        most, free = self._max_context_pages, self._free_context_pages
-        need = min(pages, most)
-        self._context_claims.record_free(free, now)
-        set_aside = self._context_claims.pages_set_aside(claimant)
-        if need > free - set_aside:
-            self._context_claims.add(claimant, need, now)
-            raise OutOfPages(pages, free - set_aside, most, " for contexts whose further choices wait")
+    def _context_pages(self, waiting: WaitingReservation) -> int:
+        return self._engine.spec.pages_for(waiting.reservation.context_tokens)
 
     @property
     def _max_context_pages(self) -> int:
@@ -434,10 +507,18 @@ class Admission:
     def _free_context_pages(self) -> int:
         return max(self._max_context_pages - self._attempts.expected_context_pages, 0)
 
-    def _free(self) -> int:
+    @property
+    def _ready_attempts(self) -> int:
+        return sum(attempt.committed for attempt in self._attempts)
+
+    def _free_beside_batch(self) -> int:
         """Number of free and cached pages that the batch does not need."""
         stats = self._engine.stats()
         return max(stats.free + stats.cached - self._batch_pages.kept_pages, 0)
+
+    def _free(self) -> int:
+        """Number of these pages without those for which blocks are being evicted."""
+        return max(self._free_beside_batch() - (self._evicting.size.pages if self._evicting is not None else 0), 0)
 
     def _with_reclaim(self, take: abc.Callable[[], T]) -> T:
         """Call `take`; if pages are missing, free those that no request holds and call it again."""

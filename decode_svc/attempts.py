@@ -262,15 +262,17 @@ class Attempts:
         size: ReservationSize,
         now: float,
         limit_s: float = math.inf,
+        deadline: float = math.inf,
     ) -> DecodeAttempt:
         """Take all pages of a reservation whose size is `size`; its attempt must be started within `limit_s` seconds.
 
-        Raises OutOfPages if they are not free now; then no page is taken.
+        `deadline` is the time of the request's deadline. Raises OutOfPages if the pages are not free now; then no page
+        is taken.
         """
-        key, context_tokens = reservation.key, reservation.context_tokens
+        key, digests = reservation.key, reservation.pinnable_digests
         taken: list[KvHandle] = []
         try:
-            taken.append(self._engine.reserve(str(key), size.tokens, reservation.pinnable_digests, context_tokens))
+            taken.append(self._engine.reserve(str(key), size.tokens, digests, size.pinnable_tokens))
             if size.spare_tokens:
                 taken.append(self._engine.reserve(f"{key}/spare", size.spare_tokens))
         except Exception as error:
@@ -279,7 +281,6 @@ class Attempts:
                 raise
             stats = self._engine.stats()
             raise OutOfPages(size.pages, stats.free + stats.cached, stats.total) from None
-        deadline = math.inf if reservation.deadline_s is None else now + reservation.deadline_s
         lifecycle = Lifecycle(State.RESERVED, now, request_deadline=deadline, limit_s=limit_s)
         order_key = -key.attempt, next(self._numbers)
         spare = taken[1] if size.spare_tokens else None

@@ -22,16 +22,21 @@ class ReservationSize:
 
     `tokens` is the number of tokens of one choice that get pages. `spare_tokens` is the size of the page that forks
     can't share, or 0. `pages` is the number of all these pages, also of pages that may be shared with other handles.
+    At most `pinnable_tokens` tokens of the context may be pinned.
     """
 
     tokens: int
     spare_tokens: int
     pages: int
+    pinnable_tokens: int
 
 
-def size_reservation(spec: EngineSpec, reservation: Reserve, reserve_tokens: int) -> ReservationSize:
+def size_reservation(
+    spec: EngineSpec, reservation: Reserve, reserve_tokens: int, computed_tokens: int = 0
+) -> ReservationSize:
     """Compute the size of a reservation with room for at most `reserve_tokens` outputs.
 
+    The last `computed_tokens` tokens of the context are not pinned, because prefill computes them into its pages.
     Raises InvalidRequest if the reservation is malformed, ReservationTooLarge if one choice is longer than
     `spec.max_model_len` or does not fit into the whole pool.
     """
@@ -49,7 +54,8 @@ def size_reservation(spec: EngineSpec, reservation: Reserve, reserve_tokens: int
         raise ReservationTooLarge("context_tokens", problem, reservation.context_tokens)
     # If the first choice needs all pages, none is left to spare: pending choices are given back at the commit.
     splits = reservation.choices > 1 and reservation.context_tokens % spec.page_size > 0 and pages < spec.pages
-    return ReservationSize(tokens, spec.page_size if splits else 0, pages + splits)
+    pinnable_tokens = max(reservation.context_tokens - computed_tokens, 0)
+    return ReservationSize(tokens, spec.page_size if splits else 0, pages + splits, pinnable_tokens)
 
 
 def _check_fields(spec: EngineSpec, reservation: Reserve) -> None:

@@ -78,7 +78,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             with SilenceTimer(SILENCE_S, lambda: self._worker.close_session(session, error)) as silence:
                 while (message := await anext(requests, None)) is not None:
                     silence.reset()
-                    await self._worker.handle_command(session, command_from_proto(message))
+                    self._worker.handle_command(session, command_from_proto(message))
         finally:
             self._worker.close_session(session)
 

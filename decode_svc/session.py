@@ -14,6 +14,9 @@ from decode_svc.messages import AttemptKey, Ended, Failure, SessionDown
 MAX_ANSWERS = 10_000
 """Number of answers and failures that a router may leave unread in its session."""
 
+MAX_WAITING = 10_000
+"""Number of reservations of a router that may wait."""
+
 
 class RouterSession:
     """The messages to one router.
@@ -22,9 +25,9 @@ class RouterSession:
     needs only the memory of the tokens of its own sequences, and delays no other router. Answers to commands could grow
     without limit: the worker ends a session with more than MAX_ANSWERS unread answers.
 
-    Once a second a message lists all attempts that the worker holds for the session. The stream is ordered, and a
-    message reports ended attempts before the list. So an attempt that was granted, has not ended, and is not on the
-    list is lost.
+    Once a second a message lists all attempts that the worker holds for the session, also those whose reservation
+    waits. The stream is ordered, and a message reports ended attempts before the list. So an attempt that was granted,
+    has not ended, and is not on the list is lost.
     """
 
     def __init__(self, number: int, router_id: str, live: abc.Callable[[], abc.Iterable[AttemptKey]] = tuple) -> None:

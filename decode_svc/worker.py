@@ -1,20 +1,21 @@
 """The decode worker: the life of each attempt from its reservation to its end. All share one generation batch.
 
-    Reserve   `_reserve`           take pages, or refuse at once                                    RESERVED
+    Reserve   `_reserve`           let it wait for a slot and pages, or refuse it at once
+              `resume_waiting`     grant it: take pages                                             RESERVED
     Start     `_start`             export its pinned prefix to prefill, and start to fetch its KV   TRANSFERRING
               `_fetch_and_commit`  fetch ─▶ hash and publish blocks ─▶ `_commit`                    TRANSFERRING
               `_commit`            give its first choice to the engine thread (`decode_svc.loop`)   SLOT_WAIT
-              `resume_waiting`     give it further choices when slots and pages come free           SLOT_WAIT
+              `resume_waiting`     give it further choices when slots and pages are free            SLOT_WAIT
               `on_step_report`     send the results of each step to the router                      DECODING
     Cancel, deadline, fault, end of the session, last choice finished ──▶ `_end`                    ENDED
 
 Every attempt ends in `_end`, which frees everything that the attempt holds, in any state. Its final KV stays in the
 pool, unless the engine has failed. With a shared cache, the KV is also copied there (`WriteBacks`).
 
-A reservation is refused while the worker drains or has failed, and for the reasons in `decode_svc.admission`. The
-answer has a time after which to retry, unless the reservation can never be granted. Pending choices are forked when
-slots and pages come free: `resume_waiting` checks that after each event. `decode_svc.attempts` has the pages and states
-of an attempt.
+A reservation is refused if it can never be granted, or while the worker drains or has failed. Otherwise it is granted
+at once, or its router is told that it waits, and gets a second answer later. Reservations are granted and pending
+choices are forked when slots and pages come free: `resume_waiting` asks `decode_svc.admission` after each event.
+`decode_svc.attempts` has the pages and states of an attempt.
 
 A sequence's handle is freed, and its final blocks are published, where the sequence ends:
 
@@ -50,14 +51,14 @@ from baton.transfer.fetcher import ExportFetcher
 from baton.worker.health import IdleAudit, Watchdog, build_ledger
 from baton.worker.prefix_cache import BlockCopier, CacheAdmin
 from baton.worker.status import WorkerIdentity, WorkerLoad
-from decode_svc.admission import CLAIM_RENEW_S, Admission, SlotForecast
+from decode_svc.admission import Admission, Progress, SlotForecast
 from decode_svc.attempts import Attempts, DecodeAttempt, ledger_entries
 from decode_svc.load_meter import LoadMeter
 from decode_svc.loop import DecodeLoop, StepReport
-from decode_svc.messages import Cancel, Command, Ended, Failure, FailureKind, Heartbeat, Reserve, Start
+from decode_svc.messages import AttemptKey, Cancel, Command, Ended, Failure, FailureKind, Heartbeat, Reserve, Start
 from decode_svc.reservation import ReservationTooLarge, context_ids
 from decode_svc.scheduler import BatchPages
-from decode_svc.session import MAX_ANSWERS, RouterSession
+from decode_svc.session import MAX_ANSWERS, MAX_WAITING, RouterSession
 from decode_svc.write_backs import WriteBacks
 
 _log = logging.getLogger(__name__)
@@ -66,7 +67,8 @@ _log = logging.getLogger(__name__)
 class DecodeWorker:
     """All sessions and attempts of one worker, and its engine thread; used on the asyncio loop only.
 
-    `changed` is called when the load has changed. The worker decodes from `start` on.
+    `changed` is called when the load has changed. The worker decodes from `start` on. The last `computed_tokens` tokens
+    of a context are never pinned: 1 if prefill computes contexts in the pages of this worker.
     """
 
     def __init__(
@@ -80,6 +82,8 @@ class DecodeWorker:
         cache_admin: CacheAdmin,
         watchdog: Watchdog,
         changed: abc.Callable[[], object],
+        *,
+        computed_tokens: int = 0,
     ) -> None:
         self._loop = loop = asyncio.get_running_loop()
         self._config = config
@@ -116,9 +120,16 @@ class DecodeWorker:
             self.write_backs.release_pages,
             self.batch_pages,
         )
-        forecast = SlotForecast(engine.spec.slots, loop.time())
-        reclaim = self.write_backs.release_pages
-        self.admission = Admission(engine, self.attempts, config.reserve_tokens, forecast, self.batch_pages, reclaim)
+        self.admission = Admission(
+            engine,
+            self.attempts,
+            config.reserve_tokens,
+            SlotForecast(engine.spec.slots, loop.time()),
+            self.batch_pages,
+            self.write_backs.release_pages,
+            start_limit_s=config.start_timeout_s,
+            computed_tokens=computed_tokens,
+        )
         self._audit = IdleAudit(self.ledger, lambda: not self.attempts and not self.write_backs, self.fail_engine)
         self._audit_task: asyncio.Future[None] | None = None
         self._loop_run: asyncio.Future[None] | None = None
@@ -135,69 +146,71 @@ class DecodeWorker:
     def open_session(self, router_id: str) -> RouterSession:
         """Open a session, which will own all attempts that it reserves."""
         number = next(self._numbers)
-        session = RouterSession(
-            number, router_id, lambda: [attempt.key for attempt in self.attempts.in_session(number)]
-        )
-        self.sessions[number] = session
+
+        def list_live() -> list[AttemptKey]:
+            attempts = self.attempts.in_session(number)
+            return [*(attempt.key for attempt in attempts), *self.admission.in_session(number)]
+
+        session = self.sessions[number] = RouterSession(number, router_id, list_live)
         return session
 
     def close_session(self, session: RouterSession, error: BatonError | None = None) -> None:
-        """End a session and all its attempts; idempotent. If there is an error, the router gets it."""
+        """End a session, its attempts and its reservations; idempotent. If there is an error, the router gets it."""
+        self.admission.drop_session(session.number)
         for attempt in self.attempts.in_session(session.number):
             self._end(attempt)
         if self.sessions.pop(session.number, None) is not None:
             session.end(error)
-        self.admission.drop_session(session.number)
+        self.resume_waiting()
 
-    async def handle_command(self, session: RouterSession, command: Command) -> None:
-        """Handle a router's command. For a long context, first evict cached blocks in slices; others run in between.
+    def handle_command(self, session: RouterSession, command: Command) -> None:
+        """Handle a router's command.
 
         Commands after the end of the session are ignored, because nobody would free what they reserve. Raises
         InvalidRequest for a reservation that is malformed, or repeats the key of a live attempt.
         """
-        if isinstance(command, Reserve):
-            evict, now = self.admission.evict_for, self._loop.time
-            while not self._refusal and evict(session.number, command, now()):  # noqa: ASYNC110 nothing is awaited
-                await asyncio.sleep(0)
         if session.number not in self.sessions:
             return
         match command:
             case Reserve():
-                session.send(command.key, self._reserve(session, command))
+                self._reserve(session, command)
             case Start():
                 self._start(session, command)
             case Cancel():
                 self._cancel(session, command)
             case Heartbeat():
                 self._handle_heartbeat(session, command)
+        message, waiting = "", len(self.admission.in_session(session.number))
         if session.unread > MAX_ANSWERS:
             message = f"{session.unread} answers were not read; at most {MAX_ANSWERS} are kept for a session"
+        elif waiting > MAX_WAITING:
+            message = f"{waiting} reservations wait; at most {MAX_WAITING} may wait in a session"
+        if message:
             _log.warning("the session of router %s ends: %s", session.router_id, message)
             self.close_session(session, Overloaded(message))
 
     # An attempt's life.
 
-    def _reserve(self, session: RouterSession, reservation: Reserve) -> ReserveResult:
-        """Reserve pages for an attempt, or answer why not. Raises InvalidRequest for a malformed reservation."""
+    def _reserve(self, session: RouterSession, reservation: Reserve) -> None:
+        """Let a reservation wait, and grant it if it can be now; or refuse it. Raises InvalidRequest if malformed."""
         if self._refusal:
-            return ReserveResult(False, self._refusal)
-        now, forecast = self._loop.time(), self.admission.forecast
+            session.send(reservation.key, ReserveResult(False, self._refusal))
+            return
         try:
-            attempt = self.admission.admit(session.number, reservation, now, self._config.start_timeout_s)
+            self.admission.register(session.number, reservation, self._loop.time())
         except ReservationTooLarge as error:
-            return ReserveResult(False, str(error), too_small=True)
-        except OutOfPages as error:
-            retry_after_s = min(forecast.retry_after(now), CLAIM_RENEW_S)
-            room = self.admission.free_context_tokens()
-            return ReserveResult(False, str(error), retry_after_s=retry_after_s, reservable_tokens=room)
-        except Overloaded as error:
-            return ReserveResult(False, str(error), retry_after_s=error.retry_after or forecast.retry_after(now))
-        self._idle.clear()
+            session.send(reservation.key, ReserveResult(False, str(error), too_small=True))
+            return
         self.resume_waiting()
+
+    def _answer_granted(self, attempt: DecodeAttempt) -> None:
+        """Tell the router of a new attempt that its pages are reserved."""
+        self._idle.clear()
         cached_tokens = attempt.handle.cached_tokens
         cached_blocks = cached_tokens // self._engine.spec.kv_format.block_size
-        self._cache_admin.record_lookup(cached_blocks, len(reservation.pinnable_digests))
-        return ReserveResult(True, cached_tokens=cached_tokens)
+        self._cache_admin.record_lookup(cached_blocks, len(attempt.reservation.pinnable_digests))
+        answer = ReserveResult(True, cached_tokens=cached_tokens)
+        self.sessions[attempt.session_number].send(attempt.key, answer)
 
     def _start(self, session: RouterSession, start: Start) -> None:
         """Fetch a reserved attempt's KV, and export its pinned blocks to prefill."""
@@ -284,24 +297,29 @@ class DecodeWorker:
         self.resume_waiting()
 
     def resume_waiting(self) -> None:
-        """Give the forks whose turn it is to the engine thread, and set the timer.
+        """Grant the reservations and make the forks whose turn it is, answer those that wait, and set the timer.
 
-        Called after each event by which work that waits for slots, pages or the time may go on: a reservation, start,
-        commit or end of an attempt, a cancellation, a report of the engine thread, the return of pages, and the timer.
+        Called after each event by which work that waits for slots, pages or the time may go on: a command, the commit
+        or end of an attempt, a report of the engine thread, the return of pages, and the timer.
         """
         self._changed()
-        failed: abc.Sequence[tuple[DecodeAttempt, Exception]] = ()
+        progress = Progress()
         if not self.failed.done():
-            forked = self.admission.start_forks(self._loop.time())
-            failed = forked.failed
-            if forked.started:
-                self.decode_loop.add(forked.started)
+            progress = self.admission.advance(self._loop.time())
+            for attempt in progress.granted:
+                self._answer_granted(attempt)
+            for waiting, answer in progress.answers:
+                self.sessions[waiting.session_number].send(waiting.reservation.key, answer)
+            if progress.forked:
+                self.decode_loop.add(progress.forked)
+            if progress.evicting:
+                self.on_pages_returned()
         self._set_timer()
-        for attempt, error in failed:
+        for attempt, error in progress.failed:
             self._fail(attempt, FailureKind.ENGINE, f"{attempt.key}: a choice can't be forked: {error}")
 
     def _set_timer(self) -> None:
-        """Set the timer to the next deadline of an attempt, or to the next time when a fork may start."""
+        """Set the timer to the next deadline, or to the next time when a fork may start."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -311,7 +329,7 @@ class DecodeWorker:
             self._timer = self._loop.call_at(wake_at, self._loop.call_soon, self._wake)
 
     def _wake(self) -> None:
-        """End attempts whose deadline has passed, and try the forks again."""
+        """End attempts whose deadline has passed, and go on with all that waits."""
         now = self._loop.time()
         for attempt in self.attempts:
             if attempt.lifecycle.is_overdue(now):
@@ -349,11 +367,11 @@ class DecodeWorker:
         self.resume_waiting()
 
     def _cancel(self, session: RouterSession, cancel: Cancel) -> None:
-        """End an attempt, one choice of it, or the claim of an attempt that was refused."""
+        """End a waiting reservation, an attempt, or one choice of them."""
         attempt = self.attempts.get(session.number, cancel.key)
         if attempt is None:
-            if self.admission.cancel_claim((session.number, cancel.key)):
-                self.resume_waiting()
+            self.admission.cancel(session.number, cancel.key, cancel.choice_index)
+            self.resume_waiting()
             return
         if cancel.choice_index is not None:
             now = self._loop.time()
@@ -366,12 +384,15 @@ class DecodeWorker:
         self._end(attempt)
 
     def _handle_heartbeat(self, session: RouterSession, heartbeat: Heartbeat) -> None:
-        """End the attempts that the router does not list: it has ended them, but its message was lost."""
+        """End reservations and attempts that the router does not list: it has ended them, but its message was lost."""
+        for lost in self.admission.in_session(session.number) - heartbeat.live:
+            self.admission.cancel(session.number, lost)
         for attempt in self.attempts.in_session(session.number):
             if attempt.key not in heartbeat.live:
                 key, router_id = str(attempt.key), session.router_id
                 _log.warning("%s ends: its router %s does not list it", key, router_id, extra=about(key))
                 self._end(attempt)
+        self.resume_waiting()
 
     def _fail(self, attempt: DecodeAttempt, kind: FailureKind, message: str) -> None:
         """End an attempt with a failure, and tell its router. Does nothing if it has ended."""
@@ -402,11 +423,11 @@ class DecodeWorker:
 
     def load_report(self) -> WorkerLoad:
         """The worker's load."""
-        return self._load_meter.report(self.attempts.requests_without_token)
+        return self._load_meter.report(self.attempts.requests_without_token, self._fetcher.rate.value)
 
     def set_gauges(self) -> None:
         """Set the gauges of the worker."""
-        self._load_meter.set_gauges(self.attempts.ready_choices)
+        self._load_meter.set_gauges(self.attempts.ready_choices, len(self.admission))
 
     async def ledger(self) -> Ledger:
         """The ledger: all owners of pages, and whether the sums are right."""
@@ -418,8 +439,11 @@ class DecodeWorker:
         return await build_ledger(self._identity, self._engine, list_entries)
 
     def refuse(self) -> None:
-        """Refuse new reservations."""
+        """Refuse all waiting and new reservations."""
         self._refusal = self._refusal or "the worker is draining"
+        for waiting in self.admission.clear():
+            answer = ReserveResult(False, self._refusal)
+            self.sessions[waiting.session_number].send(waiting.reservation.key, answer)
 
     async def wait_finished(self) -> None:
         """Wait until no attempt or write-back is left; for a drain, after `refuse`."""
@@ -437,6 +461,7 @@ class DecodeWorker:
         if not self.failed.done():
             self.failed.set_exception(error)
             self._refusal = "the worker's engine has failed"
+            self.refuse()
             self.fail_all(FailureKind.ENGINE, f"{type(error).__name__}: {error}")
 
     async def close(self) -> None:
@@ -461,9 +486,9 @@ class DecodeWorker:
         """Called when pages have returned to the pool, from any thread."""
         if not self._resume_scheduled:
             self._resume_scheduled = True
-            self._loop.call_soon_threadsafe(self._resume_for_pages)
+            self._loop.call_soon_threadsafe(self._resume)
 
-    def _resume_for_pages(self) -> None:
+    def _resume(self) -> None:
         self._resume_scheduled = False
         self.resume_waiting()
 

@@ -98,6 +98,7 @@ class SessionRouter:
     async def reserve(
         self, name: str, context: int, new: int, choices: int = 1, attempt: int = 0, deadline_ms: int = 0, **more: Any
     ) -> decode_pb2.ReserveResult:
+        """Reserve; returns the first answer."""
         self.reserved.pop(name, None)
         self.asked.append(key(name, attempt))
         request = decode_pb2.Reserve(
@@ -111,6 +112,10 @@ class SessionRouter:
         await self.say(reserve=request)
         await self.until(lambda: name in self.reserved)
         return self.reserved[name]
+
+    async def until_granted(self, name: str) -> None:
+        """Wait until a reservation is granted."""
+        await self.until(lambda: self.reserved[name].granted)
 
     async def barrier(self) -> None:
         """Wait until the worker has handled all commands, by a reservation that is too large for it."""
@@ -139,12 +144,10 @@ class SessionRouter:
     async def request(
         self, name: str, prompt: Sequence[int], params: SamplingParams, choices: Sequence[int] = (0,), **more: Any
     ) -> None:
-        """Reserve (again after each message, if refused), start and prefill; first tokens count as told."""
-        new = params.max_tokens or 1
-        while not (result := await self.reserve(name, len(prompt), new, len(choices), **more)).granted:
-            assert not result.too_small, result.reason
-            told = len(self.messages)
-            await self.until(lambda told=told: len(self.messages) > told)
+        """Reserve, wait for the grant, start and prefill; first tokens count as told."""
+        result = await self.reserve(name, len(prompt), params.max_tokens or 1, len(choices), **more)
+        assert result.granted or result.waiting, result.reason
+        await self.until_granted(name)
         commit = self.open(name, prompt)
         await self.start(name)
         commit(params, choices)

@@ -58,7 +58,8 @@ def take_pages(
 ) -> DecodeAttempt:
     """Size a reservation and take its pages, as admission does."""
     size = size_reservation(attempts._engine.spec, reservation, reserve_tokens)
-    return attempts.take_pages(session_number, reservation, size, now, limit_s)
+    deadline = math.inf if reservation.deadline_s is None else now + reservation.deadline_s
+    return attempts.take_pages(session_number, reservation, size, now, limit_s, deadline)
 
 
 def prefill(

@@ -195,7 +195,8 @@ RUNNING = _gauge(
 )
 WAITING = _gauge(
     "baton_requests_waiting",
-    "Router: requests in the queue. Prefill: prompts before their first chunk. Decode: sequences that wait for a slot.",
+    "Router: requests in the queue. Prefill: prompts before their first chunk. Decode: reservations and sequences "
+    "that wait.",
     ROLES,
 )
 QUEUED_SECONDS = _gauge(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import replace
 
@@ -26,6 +26,7 @@ from baton.errors import CorruptFrame, IncompleteTransfer, TransferError, WrongP
 from baton.kv.format import PartData, Shard
 from baton.process import executors
 from baton.process.executors import COPIES, wait_to_end
+from baton.rates import DecayingRate
 from baton.request import Handoff, RemoteExport
 from baton.rpc.tls import Tls
 from baton.telemetry.metrics import TRANSFER_BYTES, TRANSFER_FAULTS
@@ -33,12 +34,17 @@ from baton.transfer import wire
 from baton.transfer.transport import KvChannels, KvSource, open_sources
 from baton.transfer.wire import HANDOFF_VERSION, Commit, Coverage, KvSlice, Manifest, unpack
 
+MIN_FLOW_BYTES, MAX_FLOW_GAP_S = 1 << 16, 0.05
+"""Smaller frames tell nothing of the rate of a transfer, and one that comes later had to be computed first."""
+
 
 class ExportFetcher:
     """Fetches exports of other workers over gRPC, as `consumer` (the name of this worker in tickets).
 
     A fetch fails if the exporter sends nothing for `silence_timeout_s` seconds. An exporter's certificate must have the
     role `role`, "prefill" or "decode". Used on the asyncio loop only.
+
+    `rate` is the rate in bytes/s at which frames come, without the time for which the exporter has nothing to send.
     """
 
     def __init__(
@@ -48,6 +54,7 @@ class ExportFetcher:
         self._channels = KvChannels(tls, role)
         self._consumer = consumer
         self._silence_timeout_s = silence_timeout_s
+        self.rate = DecayingRate()
 
     async def fetch(
         self, export: RemoteExport, handle: KvHandle, *, tokens: range, length: int, timeout_s: float
@@ -58,8 +65,12 @@ class ExportFetcher:
         Raises TransferError and its subclasses.
         """
         kv_slice = _whole(self._engine, tokens)
+        flow = _Flow()
         async with self._open(export, timeout_s) as sources:
-            return await fetch_from(sources, self._engine, handle, kv_slice, length=length, timeout_s=timeout_s)
+            metered = [_MeteredSource(source, flow) for source in sources]
+            handoff = await fetch_from(metered, self._engine, handle, kv_slice, length=length, timeout_s=timeout_s)
+        self.rate.add(flow.size, flow.seconds)
+        return handoff
 
     async def fetch_prefix(
         self, export: RemoteExport, handle: KvHandle, *, tokens: range, length: int, digest: bytes, timeout_s: float
@@ -86,6 +97,45 @@ class ExportFetcher:
             silence_timeout_s=self._silence_timeout_s,
             consumer=self._consumer,
         )
+
+
+class _Flow:
+    """Bytes and seconds of the frames of a fetch that came soon after the one before, from any shard."""
+
+    def __init__(self) -> None:
+        self.size, self.seconds = 0, 0.0
+        self._last_at = asyncio.get_running_loop().time()
+
+    def record(self, size: int) -> None:
+        """Record that a frame of `size` bytes has come."""
+        now = asyncio.get_running_loop().time()
+        gap, self._last_at = now - self._last_at, now
+        if size >= MIN_FLOW_BYTES and gap < MAX_FLOW_GAP_S:
+            self.size, self.seconds = self.size + size, self.seconds + gap
+
+
+class _MeteredSource:
+    """A source whose frames are recorded in a flow."""
+
+    def __init__(self, source: KvSource, flow: _Flow) -> None:
+        self._source, self._flow = source, flow
+
+    @property
+    def shard(self) -> Shard:
+        return self._source.shard
+
+    @property
+    def checksum_seed(self) -> int:
+        return self._source.checksum_seed
+
+    async def frames(self, kv_slice: KvSlice) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self._source.frames(kv_slice)) as frames:
+            async for frame in frames:
+                self._flow.record(len(frame))
+                yield frame
+
+    async def release(self) -> None:
+        await self._source.release()
 
 
 async def fetch_from(

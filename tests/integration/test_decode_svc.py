@@ -81,22 +81,24 @@ async def test_reservations_are_answered_while_a_step_runs_and_refused_with_numb
         await asyncio.to_thread(all_.engine.entered.acquire)
         assert (await router.reserve("fits", 60, 4)).granted
         full = await router.reserve("full", 60, 4)
-        assert (full.granted, full.too_small) == (False, False)
+        assert (full.granted, full.too_small, full.waiting) == (False, False, True)
         assert "needs 16 pages, 10 of 32" in full.reason
         never = await router.reserve("never", 300, 4)
         assert (never.granted, never.too_small) == (False, True)
         assert "needs 76 pages, there are 32" in never.reason
         all_.engine.gate.set()
         await router.until_finished(("r", 0))
+        await router.cancel("fits")
+        await router.until_granted("full")
 
 
 async def test_a_start_that_is_cancelled_in_the_same_breath_releases_the_export(all_: Rig) -> None:
     worker, exporter = all_.app.worker, all_.exporter
     exporter.open("r/0", [1, 2, 3])(SamplingParams(max_tokens=4, temperature=0))
     session, key = worker.open_session("router"), AttemptKey("r", 0)
-    await worker.handle_command(session, Reserve(key, context_tokens=3, max_new_tokens=4, choices=1))
-    await worker.handle_command(session, Start(key, exporter.source("r/0")))
-    await worker.handle_command(session, Cancel(key))
+    worker.handle_command(session, Reserve(key, context_tokens=3, max_new_tokens=4, choices=1))
+    worker.handle_command(session, Start(key, exporter.source("r/0")))
+    worker.handle_command(session, Cancel(key))
     await asyncio.wait_for(exporter.exports.wait_closed(), 60)
     worker.close_session(session)
 
@@ -268,18 +270,14 @@ async def test_attempts_that_a_router_does_not_list_are_ended(all_: Rig) -> None
     assert not router.failures
 
 
-async def test_a_cancel_of_what_was_refused_gives_back_the_pages_kept_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancel_of_what_waits_gives_the_pages_set_aside_for_it_to_others() -> None:
     async with rig({"reserve_tokens": 4}, pages=20, max_model_len=80) as all_:
         router, other = await all_.router(), await all_.router()
         assert (await router.reserve("held", 36, 4)).granted
-        assert not (await router.reserve("large", 60, 4)).granted
-        assert "are kept for a larger request" in (await other.reserve("half", 28, 4)).reason
-        told: list[str] = []
-        monkeypatch.setattr(all_.app.worker, "_changed", lambda: told.append("routers"))
+        assert (await router.reserve("large", 60, 4)).waiting
+        assert "are set aside for a request that waits longer" in (await other.reserve("half", 28, 4)).reason
         await router.cancel("large")
-        await router.barrier()
-        assert told, "so that they ask again"
-        assert (await other.reserve("half", 28, 4)).granted
+        await other.until_granted("half")
 
 
 async def test_answers_that_are_not_read_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +289,7 @@ async def test_answers_that_are_not_read_are_bounded(monkeypatch: pytest.MonkeyP
         (session, _) = all_.app.worker.sessions.values()
         for number in range(52):
             # All at once, so that no message leaves in between.
-            await all_.app.worker.handle_command(session, Reserve(AttemptKey(f"flood{number}", 0), 1 << 30, 1, 1))
+            all_.app.worker.handle_command(session, Reserve(AttemptKey(f"flood{number}", 0), 1 << 30, 1, 1))
         assert session.unread == 0
         assert await router.call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "51 answers were not read; at most 50" in await router.call.details()
@@ -332,10 +330,9 @@ async def test_the_youngest_goes_back_to_its_router_and_nothing_takes_the_pages_
         assert "is preempted and frees 10 of 20 pages: the batch needs pages and none is free" in failure.message
         assert all_.app.status.status().load.requests_without_token == 0, "both have had tokens"
         for name in ("c", "d"):
-            refused = await router.reserve(name, 30, 1)
-            assert (refused.granted, refused.too_small) == (False, False)
-            assert "are kept for sequences that run" in refused.reason
-            assert refused.retry_after_ms > 0
+            answer = await router.reserve(name, 30, 1)
+            assert (answer.granted, answer.too_small, answer.waiting) == (False, False, True)
+            assert "are kept for sequences that run" in answer.reason
             await router.cancel(name)
         assert (await router.reserve("small", 1, 1)).granted
         await router.cancel("small")

@@ -39,6 +39,7 @@ class Try:
     cached: int = 0
     granted: bool = False
     refused: bool = False
+    waiting: bool = False
     started_at: float | None = None
     told_to_end: bool = False
     failed: FailureKind | None = None
@@ -71,6 +72,11 @@ def goes_on(ours: Try) -> bool:
     return ours.granted and not ours.ended
 
 
+def waits(ours: Try) -> bool:
+    """Whether its reservation waits at the worker."""
+    return ours.waiting and not ours.ended
+
+
 class Book:
     """Attempts by request id; holds what routers are told against what may be told them."""
 
@@ -87,8 +93,15 @@ class Book:
             ours = self._of(session, key)
             assert not ours.granted
             assert not ours.refused
-            ours.granted, ours.refused = result.granted, not result.granted
-            ours.cached = result.cached_tokens
+            assert not ours.told_to_end
+            if result.waiting:
+                assert not result.granted
+                assert not ours.waiting
+                ours.waiting = True
+                continue
+            ours.granted, ours.refused, ours.waiting = result.granted, not result.granted, False
+            assert ours.granted or self.loop.now >= ours.deadline
+            ours.cached, ours.reserved_at = result.cached_tokens, self.loop.now
             assert ours.cached <= len(ours.named)
         for key, failure in down.failures:
             ours = self._of(session, key)
@@ -106,8 +119,8 @@ class Book:
             if output.finish is not None:
                 ours.finished[choice] = output.finish
         if down.live is not None:
-            going = {each.key for each in self.tries_of.values() if each.session is session and goes_on(each)}
-            assert set(down.live) == going
+            here = [each for each in self.tries_of.values() if each.session is session]
+            assert set(down.live) == {each.key for each in here if goes_on(each) or waits(each)}
 
     def _of(self, session: RouterSession, key: AttemptKey) -> Try:
         ours = self.tries_of[key.request_id]

@@ -1,13 +1,14 @@
 """A decode worker in simulated time, its engine thread driven turn by turn.
 
 There are requests with one choice and with more than there are slots, fetches that end well, badly or late, deadlines,
-cancels, heartbeats that leave attempts out, faults of steps, lost sessions, and a pool so small that sequences are
-preempted. Prompts share beginnings, one is the next turn of another, and routers name the blocks of their
-prompts, of another's, or none.
+cancels, heartbeats that leave attempts out, faults of steps, lost sessions, and a pool so small that reservations wait
+and sequences are preempted. Prompts share beginnings, one is the next turn of another, and routers name the blocks of
+their prompts, of another's, or none.
 
-Whatever happens: each attempt ends once and in time, its tokens are those of its prompt, nothing is told of what has
-ended, the pages in use are those of live attempts and of write-backs, and once all is over there are none. What is left
-in the pool, what was written back, and what is exported is the KV of the tokens by which it is named.
+Whatever happens: each reservation is granted or ends, each attempt ends once and in time, its tokens are those of its
+prompt, nothing is told of what has ended, the pages in use are those of live attempts and of write-backs, and once all
+is over there are none. What is left in the pool, what was written back, and what is exported is the KV of the tokens by
+which it is named.
 """
 
 import contextlib
@@ -30,7 +31,8 @@ from baton.transfer.fetcher import ExportFetcher
 from baton.worker.health import Watchdog
 from baton.worker.prefix_cache import CacheAdmin
 from baton.worker.status import WorkerRole, new_identity
-from decode_svc.admission import REFUSED_PRIORITY_S
+from decode_svc.admission import FORK_HEADROOM_S
+from decode_svc.attempts import DecodeAttempt
 from decode_svc.loop import StepReport
 from decode_svc.messages import AttemptKey, Cancel, Heartbeat, Reserve, Start
 from decode_svc.scheduler import DecodeScheduler
@@ -39,7 +41,7 @@ from decode_svc.worker import DecodeWorker
 from tests.decoding import LoggingEngine, alone, digests, prefill
 from tests.effort import machine_test
 from tests.prefix_cache import MemoryPrefixCache
-from tests.property.attempts import Book, Try, check_left, check_tokens, goes_on, read_prefix
+from tests.property.attempts import Book, Try, check_left, check_tokens, goes_on, read_prefix, waits
 from tests.property.virtual import Hung, VirtualLoop
 
 SEED = 5
@@ -93,8 +95,21 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         )
         loop = worker.decode_loop
         loop._emit, loop._preempt = self.reports.append, self._preempt_with(loop._preempt, loop._scheduler)
+        worker.attempts.take_pages = self._checked(worker, worker.attempts.take_pages)  # type: ignore[method-assign]
         self.engine.watch_pages(worker.on_pages_returned)
         return worker
+
+    def _checked(self, worker: DecodeWorker, take_pages: Callable[..., DecodeAttempt]) -> Callable[..., DecodeAttempt]:
+        """Check that no reservation takes pages that are kept for the batch."""
+
+        def checked(*args: Any) -> DecodeAttempt:
+            kept, stats = worker.batch_pages.kept_pages, self.engine.stats()
+            attempt = take_pages(*args)
+            need = self.engine.spec.pages_for(attempt.handle.capacity)
+            assert not kept or need <= stats.free + stats.cached - kept, "it took pages that are kept for the batch"
+            return attempt
+
+        return checked
 
     def _preempt_with(
         self, preempt: Callable[[StepReport], None], scheduler: DecodeScheduler
@@ -144,7 +159,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         self.open.discard(session.number)
         self.loop.call(self.worker.close_session, session)
         late = AttemptKey("late", 0)
-        self.loop.spawn(self.worker.handle_command(session, Reserve(late, 1, 1, 1)))
+        self.loop.call(self.worker.handle_command, session, Reserve(late, 1, 1, 1))
         assert self.worker.attempts.get(session.number, late) is None
 
     @rule(
@@ -183,25 +198,23 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
             if first.finish is not None:
                 ours.finished[first.choice_index] = first.finish
         self.tries_of[key.request_id] = ours
-        missing, stats = self.worker.batch_pages.kept_pages, self.engine.stats()
         names = b"".join(digests(self.engine, ours.named, ours.salt))
         request = Reserve(key, len(prompt), max_tokens, choices, patience, names, ours.salt, cache)
-        self.loop.spawn(self.worker.handle_command(session, request))
+        self.loop.call(self.worker.handle_command, session, request)
         assert cache.reads or not ours.cached
-        assert ours.granted or ours.refused
-        attempt = self.worker.attempts.get(session.number, key)
-        if attempt is not None and missing:
-            need = self.engine.spec.pages_for(attempt.handle.capacity)
-            assert need <= stats.free + stats.cached - missing, "it took pages that are kept for the batch"
+        assert ours.granted or ours.waiting
         return ours if ours.granted else None
 
     def _picked(self, pick: int, *, started: bool | None = None) -> list[Try]:
-        """One of those that go on, if there is one, and if its fetch may begin or end where that is asked for."""
+        """One of those at the worker, if there is one, and if its fetch may begin or end where that is asked for."""
         found = [
             ours
             for ours in self.tries_of.values()
-            if goes_on(ours)
-            and (started is None or (started, False) == (ours.started_at is not None, ours.fetched.done()))
+            if (started is None and waits(ours))
+            or (
+                goes_on(ours)
+                and (started is None or (started, False) == (ours.started_at is not None, ours.fetched.done()))
+            )
         ]
         return [found[pick % len(found)]] if found else []
 
@@ -219,7 +232,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
     def cancel(self, pick: int) -> None:
         for ours in self._picked(pick):
             ours.told_to_end = True
-            self.loop.spawn(self.worker.handle_command(ours.session, Cancel(ours.key)))
+            self.loop.call(self.worker.handle_command, ours.session, Cancel(ours.key))
 
     @rule(pick=PICK, choice=st.integers(0, 4))
     def cancel_one_choice(self, pick: int, choice: int) -> None:
@@ -231,7 +244,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
             ours.started_at = self.loop.now
             ours.deadline = min(ours.deadline, self.loop.now + (patience or math.inf))
             start = Start(ours.key, RemoteExport(ours.key.request_id, "i", ()), patience, f"{ours.key}/prefix")
-            self.loop.spawn(self.worker.handle_command(ours.session, start))
+            self.loop.call(self.worker.handle_command, ours.session, start)
 
     def end_fetch(self, ours: Try, good: bool) -> None:
         if ours.started_at is not None and not ours.fetched.done():
@@ -284,15 +297,16 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
     def cancel_choice(self, ours: Try, choice: int) -> None:
         if ours.session.number in self.open and choice in ours.tokens:
             ours.cancelled.add(choice)
-            self.loop.spawn(self.worker.handle_command(ours.session, Cancel(ours.key, choice)))
+            self.loop.call(self.worker.handle_command, ours.session, Cancel(ours.key, choice))
 
     @rule(session=sessions, forgotten=st.sets(st.integers(0, 5), max_size=1))
     def heartbeat(self, session: RouterSession, forgotten: set[int]) -> None:
-        going = [each for each in self.tries_of.values() if each.session is session and goes_on(each)]
+        here = [each for each in self.tries_of.values() if each.session is session]
+        going = [each for each in here if goes_on(each) or waits(each)]
         for index in forgotten & set(range(len(going))):
             going[index].told_to_end = True
         live = frozenset(each.key for each in going if not each.told_to_end)
-        self.loop.spawn(self.worker.handle_command(session, Heartbeat(live)))
+        self.loop.call(self.worker.handle_command, session, Heartbeat(live))
 
     @rule(fails=st.sampled_from([""] * 6 + ["out of memory"]))
     def turn(self, fails: str) -> None:
@@ -339,6 +353,9 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
     def attempts_are_those_that_go_on(self) -> None:
         live = {(attempt.session_number, attempt.key) for attempt in self.worker.attempts}
         assert live == {(ours.session.number, ours.key) for ours in self.tries_of.values() if goes_on(ours)}
+        waiting = {(number, key) for number in self.open for key in self.worker.admission.in_session(number)}
+        assert waiting == {(ours.session.number, ours.key) for ours in self.tries_of.values() if waits(ours)}
+        assert len(self.worker.admission) == len(waiting)
 
     @invariant()
     def no_state_outlasts_its_deadline(self) -> None:
@@ -356,7 +373,8 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         check_tokens(self.tries_of.values())
 
     def _progress(self) -> list[Any]:
-        return [(ours.ended, sum(map(len, ours.tokens.values()))) for ours in self.tries_of.values()]
+        tries = self.tries_of.values()
+        return [(ours.ended, ours.waiting, sum(map(len, ours.tokens.values()))) for ours in tries]
 
     def teardown(self) -> None:
         try:
@@ -365,20 +383,20 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
             self.loop.close()
 
     def _finish(self) -> None:
-        going = [ours for ours in self.tries_of.values() if goes_on(ours)]
-        for ours in going:
-            self.start(ours, None)
-            self.end_fetch(ours, True)
         still = 0
-        while any(goes_on(ours) for ours in going) and still < 3:
+        while still < 3 and (going := [ours for ours in self.tries_of.values() if goes_on(ours) or waits(ours)]):
             before = self._progress()
+            for ours in going:
+                if goes_on(ours):
+                    self.start(ours, None)
+                    self.end_fetch(ours, True)
             self.turn("")
             self.deliver()
             if self._progress() == before:
-                # A slot may be kept for whoever was refused.
-                self.loop.advance(REFUSED_PRIORITY_S)
+                # Slots may be left free for others.
+                self.loop.advance(FORK_HEADROOM_S)
             still = 0 if self._progress() != before else still + 1
-        stuck = [ours for ours in going if goes_on(ours)]
+        stuck = [ours for ours in self.tries_of.values() if goes_on(ours) or waits(ours)]
         if stuck:
             raise Hung(f"{[str(ours.key) for ours in stuck]} never end")
         for session in list(self.worker.sessions.values()):

@@ -1,6 +1,6 @@
-"""Slots and pages in turn: forks of many choices beside reservations, on few slots and in a small pool.
+"""Slots and pages in turn: reservations and forks of many choices wait for few slots and a small pool.
 
-Claims of large reservations and the number of sequences that are admitted are computed by hand.
+Pages set aside for large reservations and the number of sequences that are admitted are computed by hand.
 """
 
 from __future__ import annotations
@@ -10,33 +10,34 @@ import math
 import random
 from collections import abc
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.errors import InvalidRequest, Overloaded
-from baton.request import SamplingParams
+from baton.engine.fake import FakeEngine
+from baton.errors import EngineError, InvalidRequest, Overloaded
+from baton.request import ReserveResult, SamplingParams
 from baton.worker.health import Watchdog
 from decode_svc.admission import (
-    CLAIM_S,
     FORK_HEADROOM_DIVISOR,
+    FORK_HEADROOM_S,
     FORKS,
-    MAX_RETRY_S,
-    MIN_RETRY_S,
-    REFUSED_PRIORITY_S,
     SPAN_S,
-    USUAL_RETRY_S,
     Admission,
-    Claimant,
-    Claims,
+    PageLine,
+    Party,
+    Progress,
     SlotForecast,
 )
 from decode_svc.attempts import Attempts, DecodeAttempt
 from decode_svc.loop import DecodeLoop, StepReport
 from decode_svc.messages import AttemptKey, FailureKind, Reserve
+from decode_svc.reservation import ReservationTooLarge
 from decode_svc.scheduler import BatchPages
-from tests.decoding import LoggingEngine, alone, prefill
+from tests.decoding import LoggingEngine, alone, digests, prefill
 
 PAGE = 4
 
@@ -79,33 +80,43 @@ class Worker:
     def __init__(self, slots: int, pages: int = 500, reserve_tokens: int = 4) -> None:
         self.engine = LoggingEngine(page_size=PAGE, pages=pages, slots=slots, max_model_len=400)
         self.reports: list[StepReport] = []
-        batch_pages = BatchPages()
-        self.loop = DecodeLoop(self.engine, Watchdog(), self.reports.append, batch_pages=batch_pages)
+        self.batch_pages = BatchPages()
+        self.loop = DecodeLoop(self.engine, Watchdog(), self.reports.append, batch_pages=self.batch_pages)
         self.attempts = Attempts(self.engine)
         forecast = SlotForecast(slots, 0.0)
-        self.admission = Admission(self.engine, self.attempts, reserve_tokens, forecast, batch_pages, lambda: False)
+        self.admission = Admission(
+            self.engine, self.attempts, reserve_tokens, forecast, self.batch_pages, lambda: False
+        )
         self.asked: dict[str, Asked] = {}
+        self.reasons: dict[str, str] = {}
+        """Why each reservation has to wait, as its router is told."""
         self.now = 0.0
 
-    def ask(self, name: str, prompt: list[int], max_tokens: int, n: int) -> bool:
-        params = SamplingParams(max_tokens=max_tokens, seed=7, n=n)
-        return self.try_again(name, Asked(prompt, params))
+    def ask(self, name: str, prompt: list[int], max_tokens: int, n: int = 1, session: int = 1) -> bool:
+        return self.reserve(name, Asked(prompt, SamplingParams(max_tokens=max_tokens, seed=7, n=n)), session)
 
-    def try_again(self, name: str, asked: Asked) -> bool:
-        """Reserve, and at once bring the KV; False when it is refused."""
-        if granted := self.reserve(name, asked):
-            self.bring(name)
-        return granted
+    def reserve(self, name: str, asked: Asked, session: int = 1) -> bool:
+        """Ask for pages; False when it has to wait. Its KV comes as soon as it is granted."""
+        self.asked[name] = asked
+        self.admission.register(session, asked.reserve(name), self.now)
+        self.advance()
+        return asked.attempt is not None
 
-    def reserve(self, name: str, asked: Asked) -> bool:
-        """Ask for a slot; False when it is refused."""
-        try:
-            attempt = self.admission.admit(1, asked.reserve(name), self.now)
-        except Overloaded:
-            return False
-        self.asked[name], asked.attempt = asked, attempt
-        self.fork()
-        return True
+    def cancel(self, name: str) -> None:
+        """End a reservation that waits."""
+        del self.asked[name]
+        assert self.admission.cancel(1, AttemptKey(name, 0))
+
+    def advance(self) -> None:
+        progress = self.admission.advance(self.now)
+        assert not progress.failed
+        for waiting, answer in progress.answers:
+            assert answer.waiting
+            self.reasons[waiting.reservation.key.request_id] = answer.reason
+        self.loop.add(progress.forked)
+        for attempt in progress.granted:
+            self.asked[attempt.key.request_id].attempt = attempt
+            self.bring(attempt.key.request_id)
 
     def bring(self, name: str) -> None:
         """The KV of a reservation is there."""
@@ -136,12 +147,7 @@ class Worker:
                 self.attempts.end(attempt, self.now)
             else:
                 self.loop.add([sequence])
-        self.fork()
-
-    def fork(self) -> None:
-        forked = self.admission.start_forks(self.now)
-        assert not forked.failed
-        self.loop.add(forked.started)
+        self.advance()
 
     def fail(self, attempt: DecodeAttempt, kind: FailureKind) -> None:
         self.asked[attempt.key.request_id].failed = kind
@@ -173,48 +179,43 @@ class Worker:
         for lost in report.failures:
             if (owner := self.attempts.find_owner(lost.id)) is not None:
                 self.fail(owner[0], lost.kind)
-        self.fork()
+        self.advance()
 
     def finish_with_replays(self) -> None:
         """Turn until all is over, and what is preempted is replayed, one choice after the other."""
-        waiting: list[tuple[str, Asked]] = []
         numbers, still = itertools.count(), 0
-        while waiting or not all(asked.over for asked in self.asked.values()):
+        while not all(asked.over for asked in self.asked.values()):
             moved = self.run_once()
             for name in [name for name, asked in self.asked.items() if asked.failed]:
-                waiting += [(f"{name}.{next(numbers)}", replay) for replay in self.asked.pop(name).replays()]
-            # As a router does: the head of the queue first.
-            while waiting and self.try_again(*waiting[0]):
-                waiting.pop(0)
-                moved = True
+                for replay in self.asked.pop(name).replays():
+                    self.reserve(f"{name}.{next(numbers)}", replay)
             if not moved:
-                self.now += REFUSED_PRIORITY_S
-                self.fork()
+                self.now += FORK_HEADROOM_S
+                self.advance()
             still = 0 if moved else still + 1
-            # The claims of those who don't ask again end too.
-            assert still < 3 + CLAIM_S / REFUSED_PRIORITY_S, "it never ends"
+            assert still < 3, "it never ends"
         self.finish()
 
     def progress(self) -> list[object]:
         counts = [(each.failed, sum(map(len, each.tokens.values()))) for each in self.asked.values()]
-        return [counts, self.attempts.pending_choices]
+        return [counts, self.attempts.pending_choices, len(self.admission)]
 
     def finish(self) -> None:
-        """Turn until all is over; nothing may stand still for longer than a slot is kept."""
+        """Turn until all is over; nothing may stand still for longer than slots are left free."""
         still = 0
         while not all(asked.over for asked in self.asked.values()):
             if self.run_once():
                 still = 0
                 continue
-            self.now += REFUSED_PRIORITY_S
-            self.fork()
+            self.now += FORK_HEADROOM_S
+            self.advance()
             still += 1
             assert still < 3, "it never ends"
         for asked in self.asked.values():
             for choice, tokens in asked.tokens.items():
                 assert tokens == alone(asked.prompt, asked.params, choice)[: len(tokens)]
                 assert asked.failed or choice in asked.finished
-        assert (self.engine.audit(), len(self.attempts)) == ({}, 0)
+        assert (self.engine.audit(), len(self.attempts), len(self.admission)) == ({}, 0, 0)
 
 
 @pytest.mark.parametrize("slots", [1, 3, 32])
@@ -258,118 +259,137 @@ def test_after_a_preemption_a_request_is_granted_that_leaves_the_batch_its_next_
     while not worker.asked["young"].failed:
         worker.run_once()
     # The other one has 11 pages, and needs 16 at its end.
-    with pytest.raises(Overloaded, match="needs 5 pages, 9 of 20 are free, 5 are kept for sequences that run"):
-        worker.admission.admit(1, Reserve(AttemptKey("large", 0), 16, 4, 1), worker.now)
-    worker.admission.cancel_claim((1, AttemptKey("large", 0)))
+    assert not worker.ask("large", [5] * 16, 4)
+    assert worker.reasons["large"] == "needs 5 pages, 9 of 20 are free, 5 are kept for sequences that run"
+    worker.cancel("large")
     assert worker.ask("small", [5] * 12, 4, 1)
     worker.finish()
     assert [name for name, asked in worker.asked.items() if asked.failed] == ["young"]
+
+
+def test_a_reservation_that_waits_is_granted_as_soon_as_the_batch_needs_fewer_pages() -> None:
+    worker = Worker(8, pages=20)
+    assert worker.ask("runs", [1, 2, 3], 60)
+    free = worker.engine.stats().free
+    for kept in (0, free - 2):
+        worker.batch_pages.kept_pages = kept
+        assert worker.ask("first" if kept == 0 else "large", [5] * 8, 4) == (kept == 0)
+    # Nothing was freed in the pool meanwhile.
+    worker.batch_pages.kept_pages = 3
+    worker.advance()
+    assert worker.asked["large"].attempt is not None
+    worker.batch_pages.kept_pages = 0
+    worker.finish()
 
 
 @pytest.mark.parametrize("slots", [1, 2, 8])
 def test_others_and_the_choices_of_one_request_get_slots_in_turn(slots: int) -> None:
     worker = Worker(slots)
     assert worker.ask("many", [3, 1, 4], 4, 64)
-    granted, numbers = 0, itertools.count()
-    other = Asked([2, 7], SamplingParams(max_tokens=4, seed=7))
+    others = [f"other{number}" for number in range(200)]
+    for name in others:
+        worker.ask(name, [2, 7], 4)
     while worker.attempts.pending_choices:
         forks = worker.attempts.pending_choices
         worker.run_once()
-        started = forks - worker.attempts.pending_choices
-        while worker.try_again(f"other{next(numbers)}", other):
-            granted += 1
-            other = Asked([2, 7], other.params)
-        assert started <= slots
+        assert forks - worker.attempts.pending_choices <= slots
+    granted = sum(worker.asked[name].attempt is not None for name in others)
     # As many as there were forks to wait for, but for those of the first moment and of the last.
     assert 64 - 3 * slots <= granted <= 64 + 2 * slots
     worker.finish()
 
 
-def test_a_live_key_is_not_given_twice_but_each_session_has_its_own() -> None:
-    worker, asked = Worker(4), Reserve(AttemptKey("r", 0), 4, 4, 1)
-    first = worker.admission.admit(1, asked, 0.0)
+def test_a_key_is_not_given_twice_but_each_session_has_its_own() -> None:
+    worker, asked = Worker(2), Reserve(AttemptKey("r", 0), 4, 4, 1)
+    admission = worker.admission
+    admission.register(1, asked, 0.0)
+    with pytest.raises(InvalidRequest, match=r"reserve\.key: attempt r/0 is waiting already"):
+        admission.register(1, asked, 0.0)
+    (first,) = admission.advance(0.0).granted
     with pytest.raises(InvalidRequest, match=r"reserve\.key: attempt r/0 is reserved already"):
-        worker.admission.admit(1, asked, 0.0)
-    assert worker.admission.admit(2, asked, 0.0) is not first
+        admission.register(1, asked, 0.0)
+    admission.register(2, asked, 0.0)
+    assert [attempt.session_number for attempt in admission.advance(0.0).granted] == [2]
     worker.attempts.end(first, 0.0)
-    worker.admission.admit(1, asked, 0.0)
-    assert len(worker.attempts) == 2
+    admission.register(1, asked, 0.0)
+    assert len(admission.advance(0.0).granted) == 1
 
 
 def test_the_oldest_attempt_and_the_one_with_the_fewest_pending_choices_lead_alternately() -> None:
     worker = Worker(64)
     for name, n in (("a", 6), ("b", 4), ("c", 2)):
-        attempt = worker.admission.admit(1, Reserve(AttemptKey(name, 0), 5, 4, n), 0.0)
+        worker.admission.register(1, Reserve(AttemptKey(name, 0), 5, 4, n), 0.0)
+    granted = {attempt.key.request_id: attempt for attempt in worker.admission.advance(0.0).granted}
+    for name, n in (("a", 6), ("b", 4), ("c", 2)):
+        attempt = granted[name]
         worker.attempts.start(attempt, 0.0)
         params = SamplingParams(max_tokens=4, seed=1, n=n)
         ready = prefill([1, 2, 3, 4, 5], params, request_id=name, choices=range(n), page_size=PAGE)
         worker.attempts.commit(attempt, ready.handoff, 0.0, 0.0)
-    forked = worker.admission.start_forks(0.0)
-    assert [sequence.request_id for sequence in forked.started] == ["a", "c", "a", "a", "a", "a", "b", "b", "b"]
+    forked = worker.admission.advance(0.0).forked
+    assert [sequence.request_id for sequence in forked] == ["a", "c", "a", "a", "a", "a", "b", "b", "b"]
 
 
-def test_an_attempt_whose_forks_lack_pages_lets_the_forks_of_others_go_on() -> None:
+def test_an_attempt_whose_forks_lack_pages_lets_the_forks_of_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker(2, pages=36, reserve_tokens=20)
     other = worker.engine.reserve("other", 18 * PAGE)
     # Nothing is forked before all is set up.
-    worker.admission.forecast.forks_wait_until = 1.0
+    monkeypatch.setattr(worker.admission, "_fork_next", lambda *_: False)
     for name, length, max_tokens in (("large", 33, 20), ("small", 29, 2)):
         assert worker.ask(name, list(range(2, 2 + length)), max_tokens, 4)
         while worker.attempts.held_sequences:
             worker.run_once()
     # Beside both contexts there is one page, and a choice of the first needs six.
     assert (worker.attempts.pending_choices, worker.engine.stats().free) == (6, 1)
-    worker.now = 1.0
-    worker.fork()
+    monkeypatch.undo()
+    worker.advance()
     assert {attempt.key.request_id for attempt in worker.attempts if attempt.held_sequences} == {"small"}
     worker.engine.free(other)
     worker.finish()
     assert not any(asked.failed for asked in worker.asked.values())
 
 
-def test_choices_that_alone_hold_pages_are_forked_whatever_claims_set_aside() -> None:
+def test_choices_that_alone_hold_pages_are_forked_whatever_is_set_aside_for_others() -> None:
     worker = Worker(4, pages=10, reserve_tokens=8)
     assert worker.ask("many", list(range(2, 23)), 8, 4)
-    large = Asked(list(range(2, 40)), SamplingParams(max_tokens=2, seed=7))
-    while not worker.try_again("large", large):
-        # It asks again and again, so that its claim lasts: two of the four free pages, and a fork needs three.
-        worker.run_once()
-        worker.now += 0.5
-        assert worker.now < 60
-        worker.fork()
+    # Two of the four free pages are set aside for it, and a fork needs three.
+    assert not worker.ask("large", list(range(2, 40)), 2)
     worker.finish()
     assert not any(asked.failed for asked in worker.asked.values())
 
 
 def test_requests_with_many_choices_leave_half_of_the_pages_to_others() -> None:
     worker = Worker(8, pages=100)
-    many = (Asked(list(range(2, 42)), SamplingParams(max_tokens=8, seed=7, n=64)) for _ in itertools.count())
-    names, granted = (f"many{number}" for number in itertools.count()), 0
-    asked = next(many)
+    names = [f"many{number}" for number in range(40)]
+    for name in names:
+        worker.ask(name, list(range(2, 42)), 8, 64)
+    reasons = set()
     for _ in range(100):
-        if worker.try_again(next(names), asked):
-            asked, granted = next(many), granted + 1
         worker.run_once()
         assert worker.attempts.pending_context_pages <= 50
-    assert granted >= 5
+        reasons |= {worker.admission._reason(waiting, worker.now) for waiting in worker.admission._in_turn()}
+    assert "needs 10 pages, 0 of 50 are free for contexts whose further choices wait" in reasons
+    assert sum(worker.asked[name].attempt is not None for name in names) >= 5
+    for name in names:
+        if worker.asked[name].attempt is None:
+            worker.cancel(name)
     # Half of the pages are free, but for those of eight sequences: 200 tokens are 50 pages.
-    while not worker.try_again("other", Asked(list(range(2, 122)), SamplingParams(max_tokens=8, seed=7))):
+    worker.ask("other", list(range(2, 122)), 8)
+    while worker.asked["other"].attempt is None:
         assert worker.run_once()
-        assert not worker.asked["many0"].over
+        assert not all(asked.over for name, asked in worker.asked.items() if name != "other")
     worker.finish()
 
 
 def test_a_context_that_has_more_than_the_share_of_kept_ones_is_kept_alone_and_waits_for_its_turn() -> None:
     worker = Worker(4, pages=40)
-    large = Asked(list(range(2, 90)), SamplingParams(max_tokens=4, seed=7, n=8))
-    small = [Asked(list(range(2, 22)), SamplingParams(max_tokens=4, seed=7, n=8)) for _ in range(99)]
-    assert worker.try_again("small", small.pop())
-    for turn in range(300):
-        if worker.try_again("large", large):
+    assert worker.ask("small", list(range(2, 22)), 4, 8)
+    worker.ask("large", list(range(2, 90)), 4, 8)
+    for number in range(300):
+        if worker.asked["large"].attempt is not None:
             break
-        # Others take all that they may.
-        if worker.try_again(f"small{turn}", small[-1]):
-            small.pop()
+        # Others take all that they may; those of other sessions too.
+        worker.ask(f"small{number}", list(range(2, 22)), 4, 8, session=number % 2)
         worker.run_once()
         worker.now += 0.01
     assert worker.attempts.expected_context_pages == 22
@@ -388,95 +408,90 @@ def test_any_mix_of_requests_ends_in_any_pool_that_holds_each_alone_and_every_at
         params = SamplingParams(max_tokens=dice.randint(2, pages * PAGE - context), seed=7, n=dice.choice([1, 1, 2, 5]))
         coming.append((f"r{number}", Asked([dice.randrange(1000) for _ in range(context)], params)))
     while coming:
-        if worker.try_again(*coming[0]):
-            coming.pop(0)
-        elif not worker.run_once():
-            worker.now += REFUSED_PRIORITY_S
-        if all(asked.over for asked in worker.asked.values()) or dice.random() < 0.1:
+        worker.reserve(*coming.pop(0), session=dice.randint(1, 2))
+        for _ in range(dice.choice([0, 1, 3])):
+            worker.run_once()
+        if dice.random() < 0.1:
             worker.finish_with_replays()
     worker.finish_with_replays()
 
 
-def claimant(session: int, name: str = "large") -> Claimant:
+def party(session: int, name: str = "large") -> Party:
     return session, AttemptKey(name, 0)
 
 
-def set_aside(claims: Claims, free: int, now: float, asking: Claimant | None = None) -> int:
+def set_aside(line: PageLine, free: int, asking: Party = (99, None)) -> int:
     """Pages that are set aside for others when `free` are free."""
-    claims.record_free(free, now)
-    return claims.pages_set_aside(asking)
+    return free - line.room(asking, free)
 
 
 def generations(pages: int, need: int) -> list[int]:
-    """A full pool in which others take all that they may: what they get in each generation until the claim is met."""
-    claims, large = Claims(), claimant(0)
+    """A full pool in which others take all that they may: what they get in each generation until the first has room."""
+    line, large = PageLine(), party(0)
     free, others, got = 0, pages, []
-    claims.add(large, need, 0.0)
-    assert set_aside(claims, free, 0.0) == 0
+    line.add(large, need, 0)
+    assert set_aside(line, free) == 0
     while free < need:
         # All that runs ends, page by page, and each time others come.
         ending, others = others, 0
         for _ in range(ending):
             free += 1
-            claims.renew(large, 0.0)
-            took = max(free - set_aside(claims, free, 0.0), 0)
+            took = max(line.room(party(1), free), 0)
             free, others = free - took, others + took
-            claims.remove_granted(claimant(1), free)
+            line.remove(party(1), free)
         got.append(others)
         assert len(got) < 100
-    assert set_aside(claims, free, 0.0, large) == 0
+    assert line.room(large, free) == free
     return got
 
 
 @pytest.mark.parametrize("pages", [1, 2, 10, 1000])
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.75, 0.9, 1.0])
-def test_a_claim_of_a_share_of_all_pages_waits_for_a_bounded_number_of_generations(pages: int, share: float) -> None:
+def test_the_first_in_line_waits_a_bounded_number_of_generations_for_its_share(pages: int, share: float) -> None:
     need = max(int(pages * share), 1)
     got = generations(pages, need)
     rest = (pages - need) / pages
     assert len(got) <= 1 + math.ceil(min(-math.log2(rest) if rest else math.inf, math.log2(pages)))
-    # Of what came free, others got half at least, and all that the claim does not need.
+    # Of what came free, others got half at least, and all that the first does not need.
     for before, now in zip([pages, *got], got, strict=False):
         assert now >= before // 2
 
 
 def test_growth_takes_from_both_halves_and_what_it_gives_back_counts_once() -> None:
-    claims = Claims()
-    claims.add(claimant(0), 50, 0.0)
-    assert set_aside(claims, 20, 0.0) == 10
-    assert set_aside(claims, 10, 0.0) == 5
-    assert set_aside(claims, 20, 0.0) == 10
-    assert set_aside(claims, 0, 0.0) == 0
-    assert set_aside(claims, 200, 0.0) == 50
+    line = PageLine()
+    line.add(party(0), 50, 20)
+    assert set_aside(line, 20) == 10
+    assert set_aside(line, 10) == 5
+    assert set_aside(line, 20) == 10
+    assert set_aside(line, 0) == 0
+    assert set_aside(line, 200) == 50
 
 
-def test_a_claim_that_nobody_renews_lapses() -> None:
-    claims = Claims()
-    claims.add(claimant(0), 50, 0.0)
-    assert set_aside(claims, 20, 0.0) == 10
-    claims.renew(claimant(0), CLAIM_S / 2)
-    claims.renew(claimant(0, "another"), CLAIM_S)
-    assert set_aside(claims, 20, CLAIM_S) == 10
-    assert set_aside(claims, 20, 1.5 * CLAIM_S) == 0
-    claims.renew(claimant(0), 1.6 * CLAIM_S)
-    assert set_aside(claims, 20, 1.6 * CLAIM_S) == 0
+def test_what_others_take_is_not_taken_from_the_first_in_line() -> None:
+    line = PageLine()
+    line.add(party(0), 50, 20)
+    line.remove(party(1), 12)
+    assert set_aside(line, 12) == 10
 
 
-def test_sessions_and_forks_have_one_claim_each_and_the_oldest_is_met_first() -> None:
-    claims, now = Claims(), 0.0
-    for each in (claimant(1, "a"), claimant(1, "b"), claimant(2, "c"), FORKS):
-        claims.add(each, 10, now)
+def test_sessions_and_forks_have_one_place_each_and_the_oldest_is_met_first() -> None:
+    line = PageLine()
+    for each in (party(1, "a"), party(1, "b"), party(2, "c"), FORKS):
+        line.add(each, 10, 20)
     met = []
-    for wanted in (claimant(1, "a"), claimant(1, "d"), claimant(2, "c"), FORKS, claimant(1, "d")):
-        assert set_aside(claims, 20, now) == 10
-        if set_aside(claims, 20, now, wanted) == 0:
+    for wanted in (party(1, "a"), party(1, "d"), party(2, "c"), FORKS, party(1, "d")):
+        assert set_aside(line, 20) == 10
+        if set_aside(line, 20, wanted) == 0:
             met.append(wanted)
-            claims.remove_granted(wanted, 20)
-        claims.add(claimant(1, "d"), 10, now)
+            line.remove(wanted, 20)
+        line.add(party(1, "d"), 10, 20)
     # The next one of session 1 is behind those of the others.
-    assert met == [claimant(1, "a"), claimant(2, "c"), FORKS, claimant(1, "d")]
-    claims.drop_session(1)
-    assert set_aside(claims, 20, now) == 0
+    assert met == [party(1, "a"), party(2, "c"), FORKS, party(1, "d")]
+    # One that has no place leaves the place of its session alone.
+    line.remove(party(1, "a"))
+    assert set_aside(line, 20) == 10
+    line.remove(party(1, "d"))
+    assert set_aside(line, 20) == 0
 
 
 def busy(slots: int, rate: float, lead_s: float, until: float = 10 * SPAN_S) -> SlotForecast:
@@ -488,25 +503,27 @@ def busy(slots: int, rate: float, lead_s: float, until: float = 10 * SPAN_S) -> 
     return admission
 
 
+def granted_of(slots: int, asking: int, forecast: SlotForecast, now: float) -> tuple[int, list[str]]:
+    """The number of reservations that are granted of `asking`, and why the others wait."""
+    worker = Worker(slots)
+    worker.admission.forecast = forecast
+    for number in range(asking):
+        worker.admission.register(1, Reserve(AttemptKey(f"r{number}", 0), 1, 1, 1), now)
+    progress = worker.admission.advance(now)
+    return len(progress.granted), [answer.reason for _, answer in progress.answers]
+
+
 def test_without_measurements_the_slots_are_the_limit() -> None:
-    admission = SlotForecast(8, 0.0)
-    admission.check(7, 0.0)
-    with pytest.raises(
-        Overloaded, match=r"8 sequences are held for 8 slots, of which 0 .* one more would wait"
-    ) as refused:
-        admission.check(8, 0.0)
-    assert refused.value.retry_after == USUAL_RETRY_S
+    reason = "8 sequences are held for 8 slots, of which 0 will be free in time"
+    assert granted_of(8, 9, SlotForecast(8, 0.0), 0.0) == (8, [reason])
 
 
 def test_admission_allows_for_the_slots_that_become_free_in_time() -> None:
     admission, now = busy(32, rate=10.0, lead_s=0.5), 10 * SPAN_S
     assert admission.rate(now) == pytest.approx(10.0, rel=0.02)
     assert admission.lookahead(now) == 5
-    admission.check(36, now)
-    with pytest.raises(Overloaded, match="of which 5 will be free in time") as refused:
-        admission.check(38, now)
-    # Two too many, and ten end in a second.
-    assert refused.value.retry_after == pytest.approx(0.2, rel=0.02)
+    reason = "37 sequences are held for 32 slots, of which 5 will be free in time"
+    assert granted_of(32, 39, admission, now) == (37, [reason, reason])
 
 
 def test_no_more_than_a_quarter_of_the_slots_is_ahead_whatever_was_measured() -> None:
@@ -532,52 +549,89 @@ def test_the_lead_follows_what_is_measured() -> None:
     assert admission.lookahead(now) == 10
 
 
+class CountedAttempts(Attempts):
+    """Attempts without pages or KV: `held` sequences, and `forks` pending choices; `log` tells who got each slot."""
+
+    def __init__(self, engine: FakeEngine, forks: int) -> None:
+        super().__init__(engine)
+        self.held, self.forks, self.log = 0, forks, list[str]()
+        self.lacks_pages = False
+
+    @property
+    def held_sequences(self) -> int:
+        return self.held
+
+    @property
+    def pending(self) -> abc.Sequence[DecodeAttempt]:
+        return [cast(DecodeAttempt, SimpleNamespace(pending_choices=1))] if self.forks else []
+
+    @property
+    def pending_context_pages(self) -> int:
+        return 0
+
+    def fork_pages(self, attempt: DecodeAttempt) -> int:
+        return 10**6 if self.lacks_pages else 0
+
+    def fork(self, attempt: DecodeAttempt) -> Any:
+        if self.lacks_pages:
+            raise Overloaded("no page")
+        self.forks -= 1
+        self.held += 1
+        self.log.append("fork")
+
+    def take_pages(self, *args: Any) -> Any:
+        self.held += 1
+        self.log.append("other")
+        return SimpleNamespace(cancelled=set())
+
+
 class SlotWorker:
-    """A worker that is never empty of either side: which side gets each slot that comes free."""
+    """Which side gets each slot, where there is no end to pages; `asking` reservations wait."""
 
-    def __init__(self, slots: int) -> None:
-        self.admission, self.now, self.held = SlotForecast(slots, 0.0), 0.0, 0
+    def __init__(self, slots: int, forks: int = 1000, asking: int = 0) -> None:
+        engine = FakeEngine(slots=slots)
+        self.attempts, self.now, self.numbers = CountedAttempts(engine, forks), 0.0, itertools.count()
+        self.admission = Admission(engine, self.attempts, 1, SlotForecast(slots, 0.0), BatchPages(), lambda: False)
+        self.ask(asking)
 
-    def fork(self) -> bool:
-        if not self.admission.may_fork(self.held, self.now):
-            return False
-        self.admission.record_fork()
-        self.held += 1
-        return True
+    def ask(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.admission.register(1, Reserve(AttemptKey(f"r{next(self.numbers)}", 0), 1, 1, 1), self.now)
 
-    def reserve(self, *, pending: bool = True) -> bool:
-        try:
-            self.admission.check(self.held, self.now)
-        except Overloaded:
-            return False
-        self.admission.record_grant(self.now, pending=pending)
-        self.held += 1
-        return True
+    def advance(self, ended: int = 0) -> list[str]:
+        """`ended` sequences have ended: who gets their slots."""
+        self.attempts.log.clear()
+        self.attempts.held -= ended
+        self.admission.advance(self.now)
+        return list(self.attempts.log)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 7, 8, 32])
 def test_forks_and_reservations_take_turns_where_both_want_every_slot(slots: int) -> None:
-    worker = SlotWorker(slots)
-    while worker.fork() or worker.reserve():
-        pass
-    assert worker.held == slots
-    got = []
-    for _ in range(40):
-        worker.held -= 1
-        # Forks are always there first; a router comes when it hears of the slot.
-        got.append("fork" if worker.fork() else "other" if worker.reserve() else "nobody")
-        assert not worker.fork()
-        assert not worker.reserve()
+    worker = SlotWorker(slots, asking=1000)
+    worker.advance()
+    assert worker.attempts.held == slots
+    got = list(itertools.chain.from_iterable(worker.advance(1) for _ in range(40)))
+    assert got in (["fork", "other"] * 20, ["other", "fork"] * 20)
+
+
+@pytest.mark.parametrize("slots", [4, 8, 32])
+def test_forks_and_reservations_take_turns_at_slots_that_will_be_free_in_time_too(slots: int) -> None:
+    worker = SlotWorker(slots, asking=1000)
+    worker.admission.forecast, worker.now = busy(slots, rate=10.0, lead_s=60.0), 10 * SPAN_S
+    worker.advance()
+    assert worker.attempts.held == slots + slots // 4
+    got = list(itertools.chain.from_iterable(worker.advance(1) for _ in range(40)))
     assert got in (["fork", "other"] * 20, ["other", "fork"] * 20)
 
 
 @pytest.mark.parametrize("slots", [8, 32])
 def test_forks_leave_a_share_of_the_slots_to_a_request_that_comes_now(slots: int) -> None:
     worker = SlotWorker(slots)
-    while worker.fork():
-        pass
-    assert worker.held == slots - slots // FORK_HEADROOM_DIVISOR
-    assert worker.reserve()
+    worker.advance()
+    assert worker.attempts.held == slots - slots // FORK_HEADROOM_DIVISOR
+    worker.ask()
+    assert worker.advance()[0] == "other"
 
 
 @pytest.mark.parametrize(("rate", "kept"), [(0.5, 4), (12.0, 5), (1000.0, 16)])
@@ -585,60 +639,164 @@ def test_forks_leave_more_slots_where_reservations_come_often(rate: float, kept:
     worker = SlotWorker(32)
     worker.now = 10 * SPAN_S
     for n in range(int(4 * SPAN_S * rate)):
-        worker.admission.record_grant(6 * SPAN_S + n / rate, pending=False)
-    assert worker.admission.fork_headroom(worker.now) == kept
-    while worker.fork():
-        pass
-    assert worker.held == 32 - kept
-    while kept > 32 // FORK_HEADROOM_DIVISOR and (at := worker.admission.wake_at(worker.held, worker.now)) < math.inf:
+        worker.admission.forecast.record_grant(6 * SPAN_S + n / rate)
+    assert worker.admission.forecast.fork_headroom(worker.now) == kept
+    worker.advance()
+    assert worker.attempts.held == 32 - kept
+    while kept > 32 // FORK_HEADROOM_DIVISOR and (at := worker.admission.wake_at(worker.now)) < math.inf:
         assert at > worker.now, "they are tried again"
         worker.now = at
-        while worker.fork():
-            pass
-    assert worker.held == 32 - 32 // FORK_HEADROOM_DIVISOR
-
-
-def test_slots_are_left_only_for_whoever_was_refused_and_only_for_a_while() -> None:
-    worker = SlotWorker(7)
-    while worker.fork():
-        pass
-    assert worker.held == 7
-    assert not worker.reserve()
-    worker.held = 0
-    assert not worker.fork()
-    worker.now = REFUSED_PRIORITY_S
-    assert worker.fork()
+        worker.advance()
+    assert worker.attempts.held == 32 - 32 // FORK_HEADROOM_DIVISOR
 
 
 @pytest.mark.parametrize("slots", [2, 7, 32])
 def test_slots_that_come_free_all_at_once_are_shared_as_well(slots: int) -> None:
-    worker = SlotWorker(slots)
-    while worker.fork() or worker.reserve():
-        pass
+    worker = SlotWorker(slots, asking=1000)
+    worker.advance()
     for _ in range(2):
-        worker.held, got = 0, []
-        while len(got) < slots:
-            got.append("fork" if worker.fork() else "other" if worker.reserve() else "nobody")
+        got = worker.advance(slots)
+        assert len(got) == slots
         assert abs(got.count("fork") - got.count("other")) <= 1
-        assert not worker.reserve()
-    # Nobody comes behind the last one.
-    worker.held = 1
-    while worker.fork():
-        pass
-    assert worker.held == 1 + worker.admission._fork_owed
-    worker.now += REFUSED_PRIORITY_S
-    assert worker.fork() or slots == 2
 
 
 def test_a_fork_that_cant_take_its_turn_keeps_nobody_from_the_slot() -> None:
-    worker = SlotWorker(1)
-    assert worker.reserve()
-    worker.held -= 1
-    assert not worker.reserve()
-    worker.admission.record_fork()
-    assert worker.reserve(pending=False)
+    worker = SlotWorker(1, asking=3)
+    worker.attempts.lacks_pages = True
+    assert worker.advance() == ["other"]
+    assert worker.advance(1) == ["other"]
+    worker.attempts.lacks_pages = False
+    assert worker.advance(1) == ["fork"]
+    assert worker.advance(1) == ["other"]
 
 
-def test_the_time_to_retry_is_bounded() -> None:
-    assert busy(32, rate=1000.0, lead_s=0.1, until=20.0).retry_after(20.0) == MIN_RETRY_S
-    assert busy(32, rate=10.0, lead_s=0.1).retry_after(20 * SPAN_S, 9) == MAX_RETRY_S
+def test_replays_go_first_sessions_take_turns_and_the_oldest_of_a_session_leads() -> None:
+    worker = Worker(1)
+    for session, name, attempt in (
+        (1, "a", 0),
+        (1, "b", 0),
+        (1, "c", 0),
+        (2, "d", 0),
+        (2, "e", 1),
+        (1, "f", 2),
+        (3, "g", 0),
+    ):
+        worker.admission.register(session, Reserve(AttemptKey(name, attempt), 4, 4, 1), 0.0)
+    order = ""
+    while len(worker.admission):
+        (granted,) = worker.admission.advance(0.0).granted
+        order += granted.key.request_id
+        worker.attempts.end(granted, 0.0)
+    assert order == "fegadbc"
+
+
+def test_a_reservation_ends_at_its_deadline_by_a_cancel_with_its_session_or_in_a_drain() -> None:
+    worker = Worker(1)
+    worker.admission.register(1, Reserve(AttemptKey("runs", 0), 4, 4, 1), 0.0)
+    worker.admission.advance(0.0)
+    for session, name in ((1, "late"), (1, "cancelled"), (1, "choices"), (2, "lost"), (3, "kept")):
+        choices = 2 if name == "choices" else 1
+        deadline_s = 5.0 if name == "late" else None
+        worker.admission.register(session, Reserve(AttemptKey(name, 0), 4, 4, choices, deadline_s), 1.0)
+    told = worker.admission.advance(1.0).answers
+    assert [(each.reservation.key.request_id, answer.waiting) for each, answer in told] == [
+        (name, True) for name in ("late", "cancelled", "choices", "lost", "kept")
+    ]
+    assert worker.admission.wake_at(1.0) == 6.0
+    assert worker.admission.advance(5.9).answers == []
+    ((late, answer),) = worker.admission.advance(6.0).answers
+    assert (late.reservation.key.request_id, answer) == ("late", ReserveResult(False, "its deadline has passed"))
+    assert worker.admission.wake_at(6.0) == math.inf
+    assert worker.admission.cancel(1, AttemptKey("cancelled", 0))
+    assert not worker.admission.cancel(1, AttemptKey("cancelled", 0))
+    worker.admission.drop_session(2)
+    assert worker.admission.cancel(1, AttemptKey("choices", 0), 1)
+    assert set(worker.admission.in_session(1)) == {AttemptKey("choices", 0)}
+    assert worker.admission.cancel(1, AttemptKey("choices", 0), 0)
+    assert [each.reservation.key.request_id for each in worker.admission.clear()] == ["kept"]
+    assert len(worker.admission) == 0
+
+
+def test_a_choice_that_is_cancelled_while_its_reservation_waits_never_starts() -> None:
+    worker = Worker(1)
+    assert worker.ask("runs", [1, 2], 4)
+    worker.asked["two"] = Asked([3, 4], SamplingParams(max_tokens=4, seed=7, n=2))
+    worker.admission.register(1, worker.asked["two"].reserve("two"), 0.0)
+    worker.admission.cancel(1, AttemptKey("two", 0), 0)
+    while not worker.asked["two"].tokens:
+        worker.run_once()
+    while len(worker.attempts):
+        worker.run_once()
+    assert worker.asked["two"].finished == {1}
+
+
+def test_a_reservation_that_is_too_large_never_waits() -> None:
+    worker = Worker(1, pages=4)
+    with pytest.raises(ReservationTooLarge):
+        worker.admission.register(1, Reserve(AttemptKey("large", 0), 17, 4, 1), 0.0)
+    assert len(worker.admission) == 0
+
+
+def test_a_reservation_that_the_engine_refuses_blocks_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(4)
+    take_pages = worker.attempts.take_pages
+
+    def fail(session: int, reservation: Reserve, *more: Any) -> DecodeAttempt:
+        if reservation.key.request_id == "bad":
+            raise EngineError("broken")
+        return take_pages(session, reservation, *more)
+
+    monkeypatch.setattr(worker.attempts, "take_pages", fail)
+    for name in ("bad", "good"):
+        worker.admission.register(1, Reserve(AttemptKey(name, 0), 4, 4, 1), 0.0)
+    progress: Progress = worker.admission.advance(0.0)
+    assert [attempt.key.request_id for attempt in progress.granted] == ["good"]
+    assert [answer for _, answer in progress.answers] == [ReserveResult(False, "EngineError: broken")]
+
+
+def test_small_reservations_pass_a_large_one_and_it_comes_when_its_pages_are_set_aside() -> None:
+    worker = Worker(8, pages=20)
+    held = worker.engine.reserve("held", 10 * PAGE)
+    assert not worker.ask("large", [5] * 72, 4)
+    assert worker.reasons["large"] == "needs 19 pages, 10 of 20 are free"
+    assert worker.ask("small", [5] * 8, 4)
+    # Five of the ten free pages are set aside, and three are left beside the small one's.
+    assert not worker.ask("half", [5] * 12, 4, session=2)
+    assert worker.reasons["half"] == "needs 4 pages, 7 of 20 are free, 5 are set aside for a request that waits longer"
+    worker.engine.free(held)
+    worker.finish()
+
+
+def test_a_reservation_that_shares_pages_is_granted_when_the_blocks_are_there() -> None:
+    """Its pages beside the shared ones were free all the time."""
+    worker, ids = Worker(4, pages=20), list(range(2, 42))
+    names = b"".join(digests(worker.engine, ids))
+    first = worker.engine.reserve("first", 48)
+    worker.admission.register(1, Reserve(AttemptKey("second", 0), 40, 4, 1, prefix_digests=names), 0.0)
+    assert not worker.admission.advance(0.0).granted
+    ready = prefill([1, 2], SamplingParams(max_tokens=4), request_id="other", page_size=PAGE)
+    worker.admission.register(1, Reserve(AttemptKey("other", 0), 2, 4, 1), 0.0)
+    (other,) = worker.admission.advance(0.0).granted
+    worker.attempts.start(other, 0.0)
+    worker.engine.publish(first, digests(worker.engine, ids))
+    # A commit tells that there may be new blocks.
+    assert worker.attempts.commit(other, ready.handoff, 0.0, 0.0) is not None
+    (second,) = worker.admission.advance(0.0).granted
+    assert second.handle.cached_tokens >= 32
+
+
+def test_the_token_that_prefill_computes_here_is_not_pinned() -> None:
+    worker, ids = Worker(4, pages=20), list(range(2, 34))
+    names = digests(worker.engine, ids)
+    worker.engine.free(worker.engine.reserve("cached", 32), names)
+    for computed in (0, 1):
+        forecast = SlotForecast(4, 0.0)
+        admission = Admission(
+            worker.engine, worker.attempts, 4, forecast, BatchPages(), lambda: False, computed_tokens=computed
+        )
+        key = AttemptKey(f"r{computed}", 0)
+        admission.register(1, Reserve(key, 32, 4, 1, prefix_digests=b"".join(names)), 0.0)
+        (attempt,) = admission.advance(0.0).granted
+        assert (attempt.handle.cached_tokens == 32) == (computed == 0)
+        assert 0 < attempt.handle.cached_tokens <= 32 - computed
+        worker.attempts.end(attempt, 0.0)

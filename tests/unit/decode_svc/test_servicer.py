@@ -33,7 +33,7 @@ class FakeWorker:
             self.session = None
             session.end(error)
 
-    async def handle_command(self, session: RouterSession, command: Command) -> None:
+    def handle_command(self, session: RouterSession, command: Command) -> None:
         self.heard += 1
 
 

@@ -1,6 +1,6 @@
 """Deadlines of attempts: a result that reaches the loop in time counts, however late the loop handles it.
 
-And reservations that replace many cached blocks: others are served meanwhile.
+Reservations that wait, and those that replace many cached blocks: others are served meanwhile.
 """
 
 import asyncio
@@ -14,13 +14,13 @@ import pytest
 from baton.config.worker import DecodeConfig, WorkerConfig
 from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine
-from baton.request import CachePolicy, Handoff, RemoteExport, SamplingParams
+from baton.request import CachePolicy, Handoff, RemoteExport, ReserveResult, SamplingParams
 from baton.transfer.export import ExportRegistry
 from baton.transfer.fetcher import ExportFetcher
 from baton.worker.health import Watchdog
 from baton.worker.prefix_cache import CacheAdmin
 from baton.worker.status import WorkerRole, new_identity
-from decode_svc.messages import AttemptKey, FailureKind, Reserve, Start
+from decode_svc.messages import AttemptKey, Cancel, FailureKind, Heartbeat, Reserve, Start
 from decode_svc.session import RouterSession
 from decode_svc.worker import DecodeWorker
 from tests.decoding import GREEDY, digests, prefill
@@ -67,10 +67,10 @@ def test_a_fetch_that_ends_at_the_deadline_is_in_time(loop: VirtualLoop, late_s:
 
     worker = made(loop, engine, fetch)
     session, key = loop.call(worker.open_session, "router"), AttemptKey("r", 0)
-    loop.spawn(worker.handle_command(session, Reserve(key, len(PROMPT), 8, 1)))
+    loop.call(worker.handle_command, session, Reserve(key, len(PROMPT), 8, 1))
     # Before the worker's own timer, at the same instant.
     loop.call_at(loop.now + FETCH_S + late_s, fetched.set_result, None)
-    loop.spawn(worker.handle_command(session, Start(key, RemoteExport("t", "theirs", ()))))
+    loop.call(worker.handle_command, session, Start(key, RemoteExport("t", "theirs", ())))
     loop.advance(FETCH_S + late_s)
     failures = [(failure.kind, failure.message) for _, failure in session._down.failures]
     late = [(FailureKind.TRANSFER, "r/0 was still transferring after 20.3 s, prefill included (--fetch-timeout-s)")]
@@ -90,8 +90,8 @@ def test_a_router_gets_the_end_of_an_attempt_that_ends_with_its_first_token(loop
 
     worker = made(loop, engine, fetch)
     session, key = loop.call(worker.open_session, "router"), AttemptKey("r", 0)
-    loop.spawn(worker.handle_command(session, Reserve(key, len(PROMPT), 1, 1)))
-    loop.spawn(worker.handle_command(session, Start(key, RemoteExport("t", "theirs", ()))))
+    loop.call(worker.handle_command, session, Reserve(key, len(PROMPT), 1, 1))
+    loop.call(worker.handle_command, session, Start(key, RemoteExport("t", "theirs", ())))
     loop.advance(1.0)
     assert (session._down.ended, session._down.failures) == ([key], [])
     assert len(worker.attempts) == 0
@@ -104,8 +104,8 @@ class Evicting:
 
     loop: VirtualLoop
     engine: FakeEngine = field(default_factory=lambda: FakeEngine(pages=14))
-    answers: list[tuple[str, bool]] = field(default_factory=list)
-    """The requests in the order in which they were answered, and whether they were granted."""
+    answers: list[tuple[str, str]] = field(default_factory=list)
+    """The requests in the order in which they were answered, and whether they were granted, wait or were refused."""
 
     def __post_init__(self) -> None:
         self.worker = made(self.loop, self.engine, cast(Any, None))
@@ -115,19 +115,22 @@ class Evicting:
         assert self.engine.stats().cached == 14
 
     def open_session(self) -> RouterSession:
-        return self.loop.call(self.worker.open_session, "router")
+        session, send = self.loop.call(self.worker.open_session, "router"), RouterSession.send
 
-    def ask(self, session: RouterSession, name: str, pages: int, prefix: Sequence[int] = ()) -> asyncio.Task[None]:
-        """Begin to handle a reservation of so many pages."""
+        def noted(key: AttemptKey, message: Any) -> None:
+            if isinstance(message, ReserveResult):
+                answer = "granted" if message.granted else "waits" if message.waiting else "refused"
+                self.answers.append((key.request_id, answer))
+            send(session, key, message)
+
+        session.send = noted  # type: ignore[method-assign]
+        return session
+
+    def ask(self, session: RouterSession, name: str, pages: int, prefix: Sequence[int] = ()) -> None:
+        """Soon ask for so many pages."""
         names = b"".join(digests(self.engine, prefix))
         request = Reserve(AttemptKey(name, 0), pages * 16 - 1, 1, 1, prefix_digests=names)
-
-        async def receive() -> None:
-            await self.worker.handle_command(session, request)
-            self.answers += [(key.request_id, result.granted) for key, result in session._down.reserved]
-            session._down.reserved.clear()
-
-        return self.loop.create_task(receive())
+        self.loop.call_soon(self.worker.handle_command, session, request)
 
 
 @pytest.fixture
@@ -146,22 +149,19 @@ def test_others_are_served_while_blocks_are_evicted_for_a_long_context(evicting:
     evicting.ask(first, "long", 12, evicting.contexts[0][:32])
     evicting.ask(second, "short", 1)
     evicting.loop.settle()
-    assert evicting.answers == [("short", True), ("long", True)]
+    assert evicting.answers == [("short", "granted"), ("long", "granted")]
     assert evicting.engine.match_prefix(digests(evicting.engine, evicting.contexts[0])) == 32, "its own prefix stays"
 
 
 def test_a_drain_ends_the_eviction_for_a_long_context(evicting: Evicting) -> None:
-    async def drain() -> None:
-        evicting.worker.refuse()
-
     evicting.ask(evicting.open_session(), "long", 12)
-    evicting.loop.create_task(drain())
+    evicting.loop.call_soon(evicting.worker.refuse)
     evicting.loop.settle()
-    assert evicting.answers == [("long", False)]
+    assert evicting.answers == [("long", "refused")]
     assert evicting.engine.stats().cached == 12, "one slice of two pages"
 
 
-def test_nothing_is_evicted_for_a_long_context_that_is_refused(evicting: Evicting) -> None:
+def test_nothing_is_evicted_for_a_long_context_that_waits_for_a_slot(evicting: Evicting) -> None:
     session = evicting.open_session()
     for slot in range(evicting.engine.spec.slots):
         evicting.ask(session, f"r{slot}", 1)
@@ -169,16 +169,42 @@ def test_nothing_is_evicted_for_a_long_context_that_is_refused(evicting: Evictin
     cached = evicting.engine.stats().cached
     evicting.ask(session, "long", 5)
     evicting.loop.settle()
-    assert (evicting.answers[-1], evicting.engine.stats().cached) == (("long", False), cached)
+    assert (evicting.answers[-1], evicting.engine.stats().cached) == (("long", "waits"), cached)
+    evicting.loop.call(evicting.worker.handle_command, session, Cancel(AttemptKey("r0", 0)))
+    assert evicting.answers[-1] == ("long", "granted")
 
 
 def test_no_more_is_evicted_for_a_session_that_has_ended(evicting: Evicting) -> None:
-    asking = evicting.ask(evicting.open_session(), "long", 12)
-    evicting.loop.run_until_complete(asyncio.sleep(0))
-    left = evicting.engine.stats().cached
-    asking.cancel()
+    session = evicting.open_session()
+    evicting.ask(session, "long", 12)
+    evicting.loop.call_soon(evicting.worker.close_session, session)
     evicting.loop.settle()
-    assert 14 > evicting.engine.stats().cached == left > 4
+    assert evicting.engine.stats().cached == 12, "one slice of two pages"
+
+
+def test_pages_that_are_evicted_for_a_long_context_are_not_given_to_others(evicting: Evicting) -> None:
+    session = evicting.open_session()
+    evicting.ask(session, "long", 12)
+    for number in range(3):
+        evicting.ask(session, f"short{number}", 1)
+    evicting.loop.settle()
+    assert sorted(evicting.answers) == [
+        ("long", "granted"),
+        ("short0", "granted"),
+        ("short1", "granted"),
+        ("short2", "waits"),
+    ]
+
+
+def test_the_slot_of_a_long_context_is_not_given_to_others_while_blocks_are_evicted(evicting: Evicting) -> None:
+    session, slots = evicting.open_session(), evicting.engine.spec.slots
+    for slot in range(slots - 1):
+        evicting.ask(session, f"r{slot}", 1)
+    evicting.loop.settle()
+    evicting.ask(session, "long", 5)
+    evicting.ask(session, "short", 1)
+    evicting.loop.settle()
+    assert evicting.answers[slots - 1 :] == [("short", "waits"), ("long", "granted")]
 
 
 def test_blocks_of_a_long_context_are_published_in_slices(evicting: Evicting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,17 +220,18 @@ def test_blocks_of_a_long_context_are_published_in_slices(evicting: Evicting, mo
 
     evicting.worker._fetcher = fetcher(fetch)
     session, key = evicting.open_session(), AttemptKey("r", 0)
-    evicting.loop.spawn(evicting.worker.handle_command(session, Reserve(key, 90, 4, 1)))
-    evicting.loop.spawn(evicting.worker.handle_command(session, Start(key, RemoteExport("t", "theirs", ()))))
+    evicting.loop.call(evicting.worker.handle_command, session, Reserve(key, 90, 4, 1))
+    evicting.loop.call(evicting.worker.handle_command, session, Start(key, RemoteExport("t", "theirs", ())))
     assert published == [2, 4, 5]
     assert evicting.engine.match_prefix(digests(evicting.engine, [7] * 90)) == 80
 
 
 def test_of_two_long_contexts_that_replace_blocks_at_the_same_time_one_is_granted(evicting: Evicting) -> None:
-    for name, ids in zip("ab", evicting.contexts, strict=True):
-        evicting.ask(evicting.open_session(), name, 13, ids[:32])
+    sessions = [evicting.open_session() for _ in "ab"]
+    for session, name, ids in zip(sessions, "ab", evicting.contexts, strict=True):
+        evicting.ask(session, name, 13, ids[:32])
     evicting.loop.settle()
-    assert sorted(granted for _, granted in evicting.answers) == [False, True]
+    assert evicting.answers == [("b", "waits"), ("a", "granted")]
 
 
 def test_blocks_that_a_request_may_only_read_are_not_published(evicting: Evicting) -> None:
@@ -220,8 +247,8 @@ def test_blocks_that_a_request_may_only_read_are_not_published(evicting: Evictin
     session, key = evicting.open_session(), AttemptKey("r", 0)
     names = b"".join(digests(evicting.engine, ids[:32]))
     reserve = Reserve(key, 90, 4, 1, prefix_digests=names, cache=CachePolicy.READ)
-    evicting.loop.spawn(evicting.worker.handle_command(session, reserve))
-    evicting.loop.spawn(evicting.worker.handle_command(session, Start(key, RemoteExport("t", "theirs", ()))))
+    evicting.loop.call(evicting.worker.handle_command, session, reserve)
+    evicting.loop.call(evicting.worker.handle_command, session, Start(key, RemoteExport("t", "theirs", ())))
     evicting.loop.settle()
     assert evicting.engine.match_prefix(digests(evicting.engine, ids)) == 32
 
@@ -239,9 +266,107 @@ def test_blocks_that_do_not_follow_the_pinned_ones_are_not_published(loop: Virtu
     engine.free(engine.reserve("cached", 64), digests(engine, [1] * 64))
     session, key = loop.call(worker.open_session, "router"), AttemptKey("r", 0)
     names = b"".join(digests(engine, [1] * 32))
-    loop.spawn(worker.handle_command(session, Reserve(key, 90, 4, 1, prefix_digests=names)))
-    loop.spawn(worker.handle_command(session, Start(key, RemoteExport("t", "theirs", ()))))
+    loop.call(worker.handle_command, session, Reserve(key, 90, 4, 1, prefix_digests=names))
+    loop.call(worker.handle_command, session, Start(key, RemoteExport("t", "theirs", ())))
     loop.settle()
     assert len(worker.attempts) == 0
     assert engine.match_prefix(digests(engine, ids)) == 0
     loop.call(worker.close_session, session)
+
+
+@dataclass
+class Waiting:
+    """A worker with one slot, which is taken, and a session with reservations that wait."""
+
+    loop: VirtualLoop
+    names: tuple[str, ...] = ("first", "second", "third")
+
+    def __post_init__(self) -> None:
+        self.engine = FakeEngine(slots=1)
+        self.worker = made(self.loop, self.engine, cast(Any, None))
+        self.session = self.loop.call(self.worker.open_session, "router")
+        self.ask("runs")
+        assert self.answers() == {"runs": "granted"}
+        for name in self.names:
+            self.ask(name)
+        assert self.answers() == dict.fromkeys(self.names, "waits")
+
+    def ask(self, name: str, deadline_s: float | None = None) -> None:
+        self.loop.call(self.worker.handle_command, self.session, Reserve(AttemptKey(name, 0), 5, 5, 1, deadline_s))
+
+    def answers(self) -> dict[str, str]:
+        """Answers since the last call."""
+        told = {
+            key.request_id: "granted" if answer.granted else "waits" if answer.waiting else answer.reason
+            for key, answer in self.session._down.reserved
+        }
+        self.session._down.reserved.clear()
+        return told
+
+    def cancel(self, name: str) -> None:
+        self.loop.call(self.worker.handle_command, self.session, Cancel(AttemptKey(name, 0)))
+
+
+@pytest.fixture
+def waiting(loop: VirtualLoop) -> Iterator[Waiting]:
+    made = Waiting(loop)
+    yield made
+    loop.call(made.worker.close_session, made.session)
+    assert made.engine.audit() == {}
+    assert len(made.worker.admission) == 0
+
+
+def test_a_reservation_that_waits_is_granted_when_its_turn_comes(waiting: Waiting) -> None:
+    waiting.cancel("first")
+    waiting.cancel("runs")
+    assert waiting.answers() == {"second": "granted"}
+    assert list(waiting.session._live_keys()) == [AttemptKey("second", 0), AttemptKey("third", 0)]
+
+
+def test_a_grant_that_is_not_started_ends_after_a_while_and_the_next_one_comes(waiting: Waiting) -> None:
+    waiting.loop.advance(waiting.worker._config.start_timeout_s + 0.1)
+    assert waiting.answers() == {"first": "granted"}
+
+
+def test_a_reservation_that_waits_is_refused_at_its_deadline(waiting: Waiting) -> None:
+    waiting.ask("late", 1.5)
+    assert waiting.answers() == {"late": "waits"}
+    waiting.loop.advance(1.4)
+    assert waiting.answers() == {}
+    waiting.loop.advance(0.2)
+    assert waiting.answers() == {"late": "its deadline has passed"}
+
+
+def test_reservations_that_the_router_does_not_list_end(waiting: Waiting) -> None:
+    live = Heartbeat(frozenset({AttemptKey("second", 0)}))
+    waiting.loop.call(waiting.worker.handle_command, waiting.session, live)
+    assert waiting.answers() == {"second": "granted"}
+    assert len(waiting.worker.admission) == 0
+
+
+@pytest.mark.parametrize(("end", "reason"), [("drain", "draining"), ("fail", "engine has failed")])
+def test_all_reservations_that_wait_are_refused_when_the_worker_ends(waiting: Waiting, end: str, reason: str) -> None:
+    if end == "drain":
+        waiting.loop.call(waiting.worker.refuse)
+    else:
+        waiting.loop.call(waiting.worker.fail_engine, RuntimeError("broken"))
+    told = waiting.answers()
+    assert set(told) == set(waiting.names)
+    assert all(reason in each for each in told.values())
+    assert len(waiting.worker.attempts) == (end == "drain")
+
+
+def test_a_session_with_too_many_reservations_that_wait_ends(waiting: Waiting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decode_svc.worker.MAX_WAITING", 3)
+    waiting.ask("fourth")
+    assert "4 reservations wait; at most 3 may wait in a session" in str(waiting.session.error)
+    assert (len(waiting.worker.attempts), len(waiting.worker.admission)) == (0, 0)
+
+
+def test_the_end_of_a_session_grants_nothing_to_it(waiting: Waiting) -> None:
+    other = waiting.loop.call(waiting.worker.open_session, "router")
+    waiting.loop.call(waiting.worker.handle_command, other, Reserve(AttemptKey("other", 0), 5, 5, 1))
+    waiting.loop.call(waiting.worker.close_session, waiting.session)
+    assert waiting.answers() == {}
+    assert [answer.granted for _, answer in other._down.reserved] == [False, True]
+    waiting.loop.call(waiting.worker.close_session, other)
