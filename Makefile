@@ -32,6 +32,8 @@ $(NATIVE): $(wildcard baton/native/src baton/native/src/*) baton/native/build.py
 demo: $(WORKER) $(NATIVE) ## complete a prompt through three services and show the latency account
 	$(BIN)/baton demo
 
+# Without files of bytecode, each of the many processes would compile all that it imports.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(INSTALLED) $(NATIVE) ## all tests that need no accelerator
 	$(BIN)/python -m pytest -n 4 --dist worksteal
 
@@ -129,7 +131,7 @@ wheel: ## a wheel with native kernels and a manylinux tag, in dist/; needs g++
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) build/wheel/bin/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel/dist .
 	PATH="$(CURDIR)/build/wheel/bin:$$PATH" auditwheel repair --wheel-dir dist build/wheel/dist/*.whl
 
-image: ## the image of the three services, IMAGE=localhost/baton:<version>
+image: ## the image of all services, IMAGE=localhost/baton:<version>
 	docker build -f deploy/Dockerfile -t $(IMAGE) $(if $(PIP_FLAGS),--build-arg PIP_FLAGS="$(PIP_FLAGS)") .
 
 notes: ## release notes of the version, from CHANGELOG.md, in dist/

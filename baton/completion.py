@@ -102,7 +102,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class WorkerGroup:
-    """The workers of one role, "prefill" or "decode", that have the same degrees of parallelism."""
+    """The workers of one role, "prefill", "decode" or "mixed", that have the same degrees of parallelism."""
 
     role: str
     workers: int

@@ -61,7 +61,7 @@ class CacheTier:
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """The tiers of one process, nearest first; `role` is "router", "prefill" or "decode"."""
+    """The tiers of one process, nearest first; `role` is "router", "prefill", "decode" or "mixed"."""
 
     process: str
     role: str

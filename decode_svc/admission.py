@@ -62,6 +62,9 @@ Party = tuple[int, AttemptKey | None]
 FORKS: Party = (-1, None)
 """All pending forks together."""
 
+PROMPTS: Party = (-2, None)
+"""All prompts that a mixed worker computes for other decode workers."""
+
 _LEAD_WEIGHT = 0.1
 
 
@@ -300,6 +303,11 @@ class Admission:
                 waiting.told = True
                 progress.answers.append((waiting, ReserveResult(False, self._reason(waiting, now), waiting=True)))
         return progress
+
+    @property
+    def prompt_pages(self) -> int:
+        """Number of free or cached pages that PROMPTS may take: those that are not set aside or kept for the batch."""
+        return self._line.room(PROMPTS, self._free())
 
     def wake_at(self, now: float) -> float:
         """Time at which the caller must call `advance` even if nothing happens; infinite if it need not."""

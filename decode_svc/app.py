@@ -13,7 +13,7 @@ import grpc
 from baton.config.worker import DecodeConfig
 from baton.engine.contract import Engine
 from baton.kv.prefix.contract import PrefixCache
-from baton.pb import decode_pb2_grpc
+from baton.pb import decode_pb2, decode_pb2_grpc
 from baton.transfer.export import ExportRegistry
 from baton.transfer.fetcher import ExportFetcher
 from baton.transfer.transport import SERVICE as KV_SERVICE
@@ -25,8 +25,6 @@ from baton.worker.status import PrefixChangeFeed, StatusHub, WorkerRole
 from decode_svc.messages import FailureKind
 from decode_svc.servicer import DecodeServicer
 from decode_svc.worker import DecodeWorker
-
-DECODE_SERVICE = "baton.v1.Decode"
 
 _log = logging.getLogger(__name__)
 
@@ -53,20 +51,32 @@ class DecodeApp:
         return self.worker.failed
 
     async def drain(self) -> None:
-        """Refuse new reservations; let attempts end, and blocks be stored or dropped, for at most `drain_s` seconds.
+        """Serve until the routers have left, attempts have ended, and blocks were stored or dropped.
 
-        Attempts that are left after that are ended.
+        It takes at most `drain_s` seconds. Attempts that are left after that are ended. Routers ask for no new
+        reservations once they have read that the worker drains.
         """
         grace_s = self.config.drain_s
-        self.worker.refuse()
         self.status.drain()
         try:
             async with asyncio.timeout(grace_s):
+                await self.status.wait_unwatched()
+                self.worker.refuse()
                 await self.worker.wait_finished()
             _log.info("drained")
         except TimeoutError:
+            self.worker.refuse()
             _log.info("drained: %d sequences moved after %g s", self.worker.attempts.held_sequences, grace_s)
             self.worker.fail_all(FailureKind.DRAINING, f"the worker stops; {grace_s:g} s were given to finish")
+
+
+def decode_service(worker: DecodeWorker) -> Service:
+    """The service of a control listener."""
+
+    def add(server: grpc.aio.Server) -> None:
+        decode_pb2_grpc.add_DecodeServicer_to_server(DecodeServicer(worker), server)
+
+    return Service(decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name, add)
 
 
 @contextlib.asynccontextmanager
@@ -95,16 +105,13 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
             config, base.engine, base.identity, fetcher, exports, cache, cache_admin, watchdog, status.notify
         )
 
-        def add_decode(server: grpc.aio.Server) -> None:
-            decode_pb2_grpc.add_DecodeServicer_to_server(DecodeServicer(worker), server)
-
         addresses = await stack.enter_async_context(
             serve_listeners(
                 config,
                 status,
                 watchdog,
                 base.probes,
-                control=Service(DECODE_SERVICE, add_decode),
+                control=[decode_service(worker)],
                 kv=Service(KV_SERVICE, KvServicer(exports, base.tickets).add_to_server),
                 tls=base.tls,
                 tickets=base.tickets,

@@ -103,6 +103,8 @@ class DecodeAttempt:
     pending: PendingChoices | None = None
     prefix_transfer_id: str = ""
     """The transfer id of the export of its pinned prefix, or an empty string."""
+    in_place_transfer_id: str = ""
+    """The id of the transfer by which its prompt is computed in its own pages, or an empty string."""
     has_output: bool = False
     """Whether the worker has sent a token of it."""
 
@@ -306,13 +308,17 @@ class Attempts:
         """Whether other requests may use the KV that the attempt computes and fetches."""
         return self._shares_kv and attempt.reservation.cache.writes
 
+    def pinned_blocks(self, attempt: DecodeAttempt) -> int:
+        """Number of leading blocks that have pinned tokens; of the last one, all tokens but one may be pinned."""
+        return -(-attempt.handle.cached_tokens // self._engine.spec.kv_format.block_size)
+
     def check_handoff(self, attempt: DecodeAttempt, handoff: Handoff, digests: abc.Sequence[bytes]) -> None:
         """Raise IncompleteTransfer or InvalidRequest if the handoff does not belong to the reservation.
 
         `digests` are those of all full blocks of the context; they may be empty unless `needs_digests`.
         """
         check_handoff_fields(self._engine.spec, attempt.reservation, handoff)
-        pinned = attempt.handle.cached_tokens // self._engine.spec.kv_format.block_size
+        pinned = self.pinned_blocks(attempt)
         # The last digest of a chain names all blocks before it too.
         if pinned and digests[pinned - 1 : pinned] != attempt.reservation.pinnable_digests[pinned - 1 : pinned]:
             raise IncompleteTransfer(

@@ -18,6 +18,12 @@ Before a step, each sequence gets the pages that its next tokens need. If too fe
 for no request. Then it reads unread steps, which may end sequences. Then it preempts the youngest sequence. It repeats
 this until there are enough. A preempted sequence fails as PREEMPTED, and leaves its blocks cached for its replay.
 
+On a mixed worker, a pass also computes chunks of prompts (`PromptSource`): all its rows are one forward pass. Chunks
+are launched and read with the step of their pass, and fail with it. While there is no batch, a pass has chunks only. A
+sequence that becomes ready then waits for the end of that pass, so the source keeps it short; nothing is nested in it.
+After a pass that ends prompts in place, the loop waits up to HAND_OVER_S for their sequences, so that they are in the
+next pass.
+
 The asyncio side may end an attempt and free its handles at any time. An operation that fails here because its handle is
 dead is therefore no error: the command that drops the sequence is already on its way.
 """
@@ -29,9 +35,11 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
-from baton.engine.contract import Engine, EngineSequence, ForwardPass
+from baton.engine.contract import ChunkResult, Engine, EngineSequence, ForwardPass, PromptChunk
 from baton.errors import NoToken, OutOfPages
 from baton.telemetry.logs import about
 from baton.worker.health import NoTokenCounter, Watchdog
@@ -39,6 +47,44 @@ from decode_svc.messages import FailureKind
 from decode_svc.scheduler import BatchPages, DecodeScheduler, DecodeSequence, StepOutput
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+HAND_OVER_S = 0.005
+"""Longest wait, in seconds, for the sequences of prompts that a pass has ended."""
+
+
+class PromptSource(Protocol):
+    """Prompts whose chunks are computed in the passes of the batch. All methods are called on the engine thread."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether `next_chunks` would return chunks if the batch were empty."""
+
+    def next_chunks(self, running: int) -> Sequence[PromptChunk]:
+        """The chunks of the next pass, at most one of each handle; `running` is the number of sequences in its step."""
+
+    def record(
+        self, chunks: Sequence[PromptChunk], results: Sequence[ChunkResult | Exception], seconds: float, running: int
+    ) -> int:
+        """Take the results of a pass, in the order of its chunks; `seconds` is its duration, 0 if it failed.
+
+        Called for passes without chunks too. Returns the number of sequences that will be added for its prompts.
+        """
+
+
+class _NoPrompts:
+    """The source of a worker that only decodes."""
+
+    waiting = False
+
+    def next_chunks(self, running: int) -> Sequence[PromptChunk]:
+        return ()
+
+    def record(
+        self, chunks: Sequence[PromptChunk], results: Sequence[ChunkResult | Exception], seconds: float, running: int
+    ) -> int:
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +123,30 @@ class _Drop:
     ids: Sequence[int]
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    function: Callable[[], Any]
+    future: Future[Any]
+
+    def run(self) -> None:
+        """Call the function, unless the future was cancelled."""
+        if self.future.set_running_or_notify_cancel():
+            try:
+                self.future.set_result(self.function())
+            except BaseException as error:
+                self.future.set_exception(error)
+
+
+class _Wake:
+    pass
+
+
 class _Stop:
     pass
 
 
 class DecodeLoop:
-    """Runs the generation batch of one engine; `add`, `drop` and `stop` may be called from any thread."""
+    """Runs the generation batch of one engine; any thread may call `add`, `drop`, `call`, `wake` and `stop`."""
 
     def __init__(
         self,
@@ -92,9 +156,10 @@ class DecodeLoop:
         clock: Callable[[], float] = time.monotonic,
         reclaim: Callable[[], bool] = lambda: False,
         batch_pages: BatchPages | None = None,
+        prompts: PromptSource | None = None,
     ) -> None:
         """`reclaim` frees pages that no request holds; it is called on the engine thread, and returns True if it
-        freed any. The loop counts `batch_pages`.
+        freed any. The loop counts `batch_pages`. `prompts` is None if the worker only decodes.
         """
         self._engine = engine
         self._watchdog = watchdog
@@ -103,7 +168,13 @@ class DecodeLoop:
         self._reclaim = reclaim
         self._scheduler = DecodeScheduler(engine.spec)
         self._read_at = 0.0
-        self._inbox: queue.SimpleQueue[_Add | _Drop | _Stop] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Add | _Drop | _Call | _Wake | _Stop] = queue.SimpleQueue()
+        self._prompts = prompts or _NoPrompts()
+        self._chunks: dict[ForwardPass, Sequence[PromptChunk]] = {}
+        """The chunks of the passes in flight."""
+        self._handed_over = 0
+        """Number of sequences that will be added soon, because their prompts have just ended."""
+        self._ended = False
         self._batch_pages = batch_pages or BatchPages()
         self._no_tokens = NoTokenCounter()
 
@@ -114,6 +185,18 @@ class DecodeLoop:
     def drop(self, ids: Sequence[int]) -> None:
         """End sequences before the next step; ignores those that have ended."""
         self._inbox.put(_Drop(ids))
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Call a function on the engine thread before the next pass; the future is cancelled if the loop has ended."""
+        future: Future[T] = Future()
+        self._inbox.put(_Call(function, future))
+        if self._ended:
+            self._cancel_calls()
+        return future
+
+    def wake(self) -> None:
+        """Look for prompts, if the loop is idle."""
+        self._inbox.put(_Wake())
 
     def stop(self) -> None:
         """Make `run` return before the next step."""
@@ -128,9 +211,11 @@ class DecodeLoop:
             self._free([sequence.id for sequence in self._scheduler.sequences])
             self._discard_in_flight()
             self._watchdog.set_idle()
+            self._ended = True
+            self._cancel_calls()
 
     def run_once(self) -> bool:
-        """Take in commands, waiting if there is nothing else to do; then launch, read and emit.
+        """Take in commands, waiting if there is nothing else to do; then launch a pass, read and emit.
 
         Returns False to stop.
         """
@@ -157,23 +242,39 @@ class DecodeLoop:
 
     def _receive(self) -> bool:
         """Take in all commands, waiting for one if there is nothing to do. Returns False to stop."""
-        idle = self._scheduler.idle and not self._engine.in_flight
+        idle = self._scheduler.idle and not self._engine.in_flight and not self._prompts.waiting
         if idle:
             self._watchdog.set_idle()
+        until = time.monotonic() + HAND_OVER_S if self._handed_over > 0 else 0.0
         while True:
             try:
-                command = self._inbox.get(block=idle)
+                if self._handed_over > 0 and (wait_s := until - time.monotonic()) > 0:
+                    command = self._inbox.get(timeout=wait_s)
+                else:
+                    command = self._inbox.get(block=idle)
             except queue.Empty:
+                self._handed_over = 0
                 self._watchdog.record()
                 return True
             idle = False
             match command:
                 case _Add(sequences):
                     self._scheduler.add(sequences)
+                    self._handed_over -= len(sequences)
                 case _Drop(ids):
                     self._free(ids)
+                case _Call():
+                    command.run()
                 case _Stop():
                     return False
+
+    def _cancel_calls(self) -> None:
+        """Cancel the calls that will not run any more."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                command = self._inbox.get(block=False)
+                if isinstance(command, _Call):
+                    command.future.cancel()
 
     def _admit(self, report: StepReport) -> None:
         for sequence in self._scheduler.admit(self._clock()):
@@ -221,17 +322,23 @@ class DecodeLoop:
         self._batch_pages.kept_pages = missing
 
     def _launch(self) -> None:
-        """Launch a step if the batch is not empty."""
-        if not self._scheduler.running:
+        """Launch a pass over the batch and chunks of prompts, if there are any."""
+        running = self._scheduler.running
+        chunks = self._prompts.next_chunks(running)
+        if not running and not chunks:
             return
         at = self._clock()
         try:
-            self._engine.launch().launched_at = at
+            launched = self._engine.launch(chunks, step=running > 0)
         except Exception as error:
             self._read(0)
             report = StepReport()
+            self._fail_chunks(chunks, error)
             self._fail_batch(error, report)
             self._emit_report(report)
+        else:
+            launched.launched_at = at
+            self._chunks[launched] = chunks
 
     def _read(self, max_in_flight: int) -> int:
         """Read the oldest steps until so many are in flight, or none if the batch is empty; emits a report of each.
@@ -247,14 +354,19 @@ class DecodeLoop:
         return count
 
     def _process_step(self, step: ForwardPass, report: StepReport) -> None:
-        report.batch, started = len(step.batch), max(step.launched_at, self._read_at)
+        batch, started = len(step.batch), max(step.launched_at, self._read_at)
+        chunks = self._chunks.pop(step, ())
         try:
-            results = step.result().sequences
+            result = step.result()
         except Exception as error:
+            self._fail_chunks(chunks, error)
             self._fail_batch(error, report)
             return
-        now = self._read_at = self._clock()
-        report.seconds = now - started
+        results, now = result.sequences, self._clock()
+        self._read_at = now
+        self._handed_over += self._prompts.record(chunks, result.chunks, now - started, batch)
+        if batch:
+            report.batch, report.seconds = batch, now - started
         lost = [(sequence, result) for sequence, result in results if isinstance(result, NoToken)]
         if len(lost) < len(results):
             self._no_tokens.record_success()
@@ -269,11 +381,17 @@ class DecodeLoop:
                 if output.finish is not None:
                     self._engine.free(sequence.handle, output.digests)
 
+    def _fail_chunks(self, chunks: Sequence[PromptChunk], error: Exception) -> None:
+        """Fail the chunks of a pass that failed, and those of later passes, which the engine has undone."""
+        for each in (chunks, *self._chunks.values()):
+            self._prompts.record(each, [error] * len(each), 0.0, 0)
+        self._chunks.clear()
+
     def _fail_batch(self, error: Exception, report: StepReport) -> None:
-        """A step failed: nobody in the batch goes on, nothing cached is trusted, and all pages must add up."""
+        """A pass failed: nobody in the batch goes on, nothing cached is trusted, and all pages must add up."""
         batch = self._scheduler.batch
         ids, extra = [sequence.id for sequence in batch], about(*(sequence.request_id for sequence in batch))
-        _log.error("a step over %d sequences failed", len(ids), exc_info=error, extra=extra)
+        _log.error("a pass over %d sequences failed", len(ids), exc_info=error, extra=extra)
         self._engine.drop_cached()
         self._fail_sequences(ids, FailureKind.ENGINE, f"{type(error).__name__}: {error}", report)
         self._engine.audit()

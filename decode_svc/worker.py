@@ -48,13 +48,14 @@ from baton.telemetry import metrics
 from baton.telemetry.logs import about
 from baton.transfer.export import ExportRegistry
 from baton.transfer.fetcher import ExportFetcher
-from baton.worker.health import IdleAudit, Watchdog, build_ledger
+from baton.worker.health import Watchdog, WorkerAudit
+from baton.worker.in_place import InPlaceTransfers, Offer
 from baton.worker.prefix_cache import BlockCopier, CacheAdmin
 from baton.worker.status import WorkerIdentity, WorkerLoad
 from decode_svc.admission import Admission, Progress, SlotForecast
 from decode_svc.attempts import Attempts, DecodeAttempt, ledger_entries
 from decode_svc.load_meter import LoadMeter
-from decode_svc.loop import DecodeLoop, StepReport
+from decode_svc.loop import DecodeLoop, PromptSource, StepReport
 from decode_svc.messages import AttemptKey, Cancel, Command, Ended, Failure, FailureKind, Heartbeat, Reserve, Start
 from decode_svc.reservation import ReservationTooLarge, context_ids
 from decode_svc.scheduler import BatchPages
@@ -67,8 +68,9 @@ _log = logging.getLogger(__name__)
 class DecodeWorker:
     """All sessions and attempts of one worker, and its engine thread; used on the asyncio loop only.
 
-    `changed` is called when the load has changed. The worker decodes from `start` on. The last `computed_tokens` tokens
-    of a context are never pinned: 1 if prefill computes contexts in the pages of this worker.
+    `changed` is called when the load has changed. The worker decodes from `start` on. On a mixed worker, the passes
+    also compute the chunks of `prompts`, and `transfers` has the prompts that are computed in pages of its attempts;
+    the ledger is then that of both services.
     """
 
     def __init__(
@@ -83,7 +85,9 @@ class DecodeWorker:
         watchdog: Watchdog,
         changed: abc.Callable[[], object],
         *,
-        computed_tokens: int = 0,
+        audit: WorkerAudit | None = None,
+        transfers: InPlaceTransfers | None = None,
+        prompts: PromptSource | None = None,
     ) -> None:
         self._loop = loop = asyncio.get_running_loop()
         self._config = config
@@ -94,6 +98,7 @@ class DecodeWorker:
         self._cache = cache
         self._cache_admin = cache_admin
         self._changed = changed
+        self._in_place = transfers
         self._idle = asyncio.Event()
         """Set while there is no attempt."""
         self._idle.set()
@@ -119,6 +124,7 @@ class DecodeWorker:
             loop.time,
             self.write_backs.release_pages,
             self.batch_pages,
+            prompts,
         )
         self.admission = Admission(
             engine,
@@ -128,20 +134,20 @@ class DecodeWorker:
             self.batch_pages,
             self.write_backs.release_pages,
             start_limit_s=config.start_timeout_s,
-            computed_tokens=computed_tokens,
+            # Prefill computes the last token of a context, also in pages of an attempt.
+            computed_tokens=0 if transfers is None else 1,
         )
-        self._audit = IdleAudit(self.ledger, lambda: not self.attempts and not self.write_backs, self.fail_engine)
-        self._audit_task: asyncio.Future[None] | None = None
+        self._audit = audit or WorkerAudit(identity, engine)
+        self._audit.add(self)
         self._loop_run: asyncio.Future[None] | None = None
         self._resume_scheduled = False
 
     def start(self, thread: EngineThread) -> None:
         """Run the decode loop on the engine thread, and an audit whenever the worker is idle."""
         self._engine.watch_pages(self.on_pages_returned)
-        self._audit_task = asyncio.create_task(self._audit.run(), name="idle-audit")
+        self._audit.start()
         self._loop_run = thread.run(self.decode_loop.run)
-        for running in (self._audit_task, self._loop_run):
-            running.add_done_callback(self._on_stopped)
+        self._loop_run.add_done_callback(self._on_stopped)
 
     def open_session(self, router_id: str) -> RouterSession:
         """Open a session, which will own all attempts that it reserves."""
@@ -224,6 +230,8 @@ class DecodeWorker:
         self.attempts.start(attempt, self._loop.time(), limit_s, start.deadline_s)
         if start.prefix_transfer_id:
             self._export_prefix(attempt, start.prefix_transfer_id)
+        if self._in_place is not None and start.source.incarnation == self._identity.incarnation:
+            attempt.in_place_transfer_id = start.source.transfer_id
         transfer = self._fetch_and_commit(attempt, start.source)
         self._transfers[attempt] = asyncio.create_task(transfer, name=f"fetch {start.key}")
         self.resume_waiting()
@@ -253,22 +261,28 @@ class DecodeWorker:
             self._exports.release(attempt.prefix_transfer_id, self._exports.incarnation, "ended with its attempt")
 
     async def _fetch_and_commit(self, attempt: DecodeAttempt, source: RemoteExport) -> None:
-        """Fetch an attempt's KV, except the pinned blocks, and commit it. A failure ends the attempt."""
-        started, length = self._loop.time(), attempt.reservation.context_tokens
-        missing, limit_s = range(attempt.handle.cached_tokens, length), self._config.fetch_limit_s(length)
+        """Fetch an attempt's KV, except the pinned blocks, and commit it. A failure ends the attempt.
+
+        A prompt in place is computed in the attempt's own pages, so nothing is fetched.
+        """
+        started, digests = self._loop.time(), None
         try:
-            handoff = await self._fetcher.fetch(
-                source, attempt.handle, tokens=missing, length=length, timeout_s=limit_s
-            )
-            digests = None
-            if self.attempts.needs_digests(attempt):
+            if self._in_place is not None and attempt.in_place_transfer_id:
+                pinned = attempt.reservation.pinnable_digests[: self.attempts.pinned_blocks(attempt)]
+                offer = Offer(attempt.handle, attempt.reservation.context_tokens, pinned[-1] if pinned else b"")
+                computed = await self._in_place.receive(source.transfer_id, offer)
+                handoff, digests, fetch_ms = computed.handoff, computed.digests or None, 0.0
+            else:
+                handoff = await self._fetch(attempt, source)
+                fetch_ms = (self._loop.time() - started) * 1e3
+            if digests is None and self.attempts.needs_digests(attempt):
                 digests = await self._blocks.hash_blocks(context_ids(handoff), attempt.reservation.cache_salt)
             self.attempts.check_handoff(attempt, handoff, digests or ())
             if digests is not None and self.attempts.may_publish(attempt):
                 await self._blocks.publish(attempt.handle, digests)
             # The attempt may have ended while the last frame was written.
             if not attempt.lifecycle.ended:
-                self._commit(attempt, handoff, digests, (self._loop.time() - started) * 1e3)
+                self._commit(attempt, handoff, digests, fetch_ms)
         except OutOfPages as error:
             self._fail(attempt, FailureKind.PREEMPTED, f"{attempt.key}: no page is left to keep the context: {error}")
         except BatonError as error:
@@ -278,6 +292,11 @@ class DecodeWorker:
             self._fail(attempt, FailureKind.ENGINE, f"{type(error).__name__}: {error}")
         finally:
             del self._transfers[attempt]
+
+    async def _fetch(self, attempt: DecodeAttempt, source: RemoteExport) -> Handoff:
+        length = attempt.reservation.context_tokens
+        missing, limit_s = range(attempt.handle.cached_tokens, length), self._config.fetch_limit_s(length)
+        return await self._fetcher.fetch(source, attempt.handle, tokens=missing, length=length, timeout_s=limit_s)
 
     def _commit(
         self, attempt: DecodeAttempt, handoff: Handoff, digests: abc.Sequence[bytes] | None, fetch_ms: float
@@ -409,6 +428,8 @@ class DecodeWorker:
         if not attempt.lifecycle.ended:
             self.sessions[attempt.session_number].send(attempt.key, failure or Ended())
         self._end_prefix_export(attempt)
+        if self._in_place is not None and attempt.in_place_transfer_id:
+            self._in_place.end(attempt.in_place_transfer_id, "ended with its reservation")
         if dropped := self.attempts.end(attempt, now, publish=publish):
             self.decode_loop.drop(dropped)
             self.admission.forecast.record_end(now, len(dropped))
@@ -429,14 +450,19 @@ class DecodeWorker:
         """Set the gauges of the worker."""
         self._load_meter.set_gauges(self.attempts.ready_choices, len(self.admission))
 
+    @property
+    def idle(self) -> bool:
+        """Whether there is no attempt and no write-back."""
+        return not self.attempts and not self.write_backs
+
+    def ledger_entries(self) -> list[LedgerEntry]:
+        """One entry for each handle."""
+        now = self._loop.time()
+        return [*ledger_entries(self.attempts, self._engine, now), *self.write_backs.entries(now)]
+
     async def ledger(self) -> Ledger:
         """The ledger: all owners of pages, and whether the sums are right."""
-
-        def list_entries() -> list[LedgerEntry]:
-            now = self._loop.time()
-            return [*ledger_entries(self.attempts, self._engine, now), *self.write_backs.entries(now)]
-
-        return await build_ledger(self._identity, self._engine, list_entries)
+        return await self._audit.ledger()
 
     def refuse(self) -> None:
         """Refuse all waiting and new reservations."""
@@ -471,10 +497,9 @@ class DecodeWorker:
             self.close_session(session)
         self._engine.watch_pages(None)
         self.decode_loop.stop()
-        if self._audit_task is not None:
-            self._audit_task.cancel()
-        running = [each for each in (self._audit_task, self._loop_run) if each is not None]
-        await asyncio.gather(*running, return_exceptions=True)
+        await self._audit.close()
+        if self._loop_run is not None:
+            await asyncio.gather(self._loop_run, return_exceptions=True)
         await asyncio.gather(*self._transfers.values(), return_exceptions=True)
         self._exports.close()
         await self._exports.wait_closed()
@@ -493,11 +518,11 @@ class DecodeWorker:
         self.resume_waiting()
 
     def _on_stopped(self, running: asyncio.Future[None]) -> None:
-        """Called when the engine thread or the audit has ended."""
+        """Called when the engine thread has ended."""
         error = None if running.cancelled() else running.exception()
         if error is not None:
             _log.error("the worker can't continue: %s", error)
-            self.fail_engine(error)
+            self._audit.fail(error)
 
     def _check_idle(self) -> None:
         """Note that the worker is idle, if no attempt is left; called when an attempt or a write-back has ended."""

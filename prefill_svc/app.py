@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 
@@ -17,15 +18,13 @@ from baton.pb import prefill_pb2, prefill_pb2_grpc
 from baton.transfer.export import ExportRegistry
 from baton.transfer.transport import SERVICE as KV_SERVICE
 from baton.transfer.transport import KvServicer
-from baton.worker.health import Watchdog
+from baton.worker.health import Watchdog, WorkerAudit
 from baton.worker.prefix_cache import CacheAdmin, open_worker_cache
 from baton.worker.start import Service, WorkerAddresses, serve_listeners, start_runtime
 from baton.worker.status import PrefixChangeFeed, StatusHub, WorkerRole
 from prefill_svc.prefix import PeerFetcher, PrefixBackends
 from prefill_svc.servicer import PrefillServicer
-from prefill_svc.worker import PrefillWorker
-
-PREFILL_SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
+from prefill_svc.worker import ChunkRunner, PrefillWorker
 
 _log = logging.getLogger(__name__)
 
@@ -53,16 +52,29 @@ class PrefillApp:
         return self.worker.failed
 
     async def drain(self) -> None:
-        """Refuse new requests; let jobs, their answers and fetches of KV end, for at most `drain_s` seconds."""
-        self.worker.refuse()
+        """Serve until the routers have left, and jobs, their answers and fetches of KV have ended.
+
+        It takes at most `drain_s` seconds. Routers send no new requests once they have read that the worker drains.
+        """
         self.status.drain()
         try:
             async with asyncio.timeout(self.config.drain_s):
+                await self.status.wait_unwatched()
+                self.worker.refuse()
                 await self.worker.wait_finished()
                 await self.servicer.wait_sent()
             _log.info("drained")
         except TimeoutError:
             _log.warning("the drain is cut short after %g s", self.config.drain_s)
+
+
+def prefill_service(servicer: PrefillServicer) -> Service:
+    """The service of a control listener."""
+
+    def add(server: grpc.aio.Server) -> None:
+        prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, server)
+
+    return Service(prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name, add)
 
 
 @contextlib.asynccontextmanager
@@ -85,13 +97,18 @@ async def run(config: PrefillConfig, *, engine: Engine | None = None) -> AsyncIt
         status = StatusHub(base.identity, lambda: worker.load_report(), prefix_changes)
         backends = PrefixBackends(cache, CacheAdmin(base.engine, cache), peers)
         worker = PrefillWorker(
-            config, base.engine, base.thread, base.identity, exports, backends, watchdog, status.notify
+            config,
+            base.engine,
+            base.identity,
+            exports,
+            backends,
+            WorkerAudit(base.identity, base.engine),
+            watchdog,
+            status.notify,
+            partial(ChunkRunner, base.engine, base.thread, watchdog),
         )
         stack.push_async_callback(worker.close)
         servicer = PrefillServicer(worker, spec)
-
-        def add_prefill(server: grpc.aio.Server) -> None:
-            prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, server)
 
         addresses = await stack.enter_async_context(
             serve_listeners(
@@ -99,7 +116,7 @@ async def run(config: PrefillConfig, *, engine: Engine | None = None) -> AsyncIt
                 status,
                 watchdog,
                 base.probes,
-                control=Service(PREFILL_SERVICE, add_prefill),
+                control=[prefill_service(servicer)],
                 kv=Service(KV_SERVICE, KvServicer(exports, base.tickets).add_to_server),
                 tls=base.tls,
                 tickets=base.tickets,

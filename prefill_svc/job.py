@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from baton.engine.contract import EngineSpec, KvHandle
+from baton.engine.contract import EngineSpec, KvHandle, OnLayer, PromptChunk
 from baton.errors import BatonError, DeadlineExceeded, EngineError, Overloaded, Unavailable
 from baton.kv.prefix.contract import Hits
 from baton.ledger import LedgerEntry
@@ -132,13 +132,13 @@ class PrefixState:
 class PrefillJob:
     """An accepted request; used on the asyncio loop.
 
-    The engine thread calls `check` and reads `handle`, `token_ids`, `export` and `request` of the job whose chunk it
-    computes. Threads that copy blocks call `is_active`.
+    The engine thread calls `check` and `chunk`, and reads `handle`, `token_ids`, `export` and `request` of a job that
+    it computes. Threads that copy blocks call `is_active`.
 
     scheduled        the record of the job in the scheduler
     token_ids        prompt and output token ids; the last token is always computed
     lifecycle        its state, and the deadline of the state
-    handle           the handle of its pages, None before they are allocated
+    handle           the handle of its pages, None before they are allocated; a job in place has that of its reservation
     export           the export of its KV, None if no decode worker fetches it
     prefix           the state of its cached blocks; only `PrefixLoader` and `LongPromptSaver` change it
     computed_tokens  number of leading tokens whose KV is final
@@ -229,6 +229,13 @@ class PrefillJob:
     def cached_by_tier(self) -> CachedTokens:
         """Number of prompt tokens that were not computed, by the tier that they came from."""
         return CachedTokens(**count_by_tier(self.prefix.origins, min(self.cached_tokens, len(self.request.prompt_ids))))
+
+    def chunk(self, start: int, end: int, on_layer: OnLayer | None) -> PromptChunk:
+        """Make the chunk of its tokens `[start, end)`; the last one samples a token of each choice."""
+        states = self.request.states() if end == len(self.token_ids) else ()
+        return PromptChunk(
+            self.allocated_handle, self.token_ids, start, end, on_layer, states, self.request.params.prompt_logprobs
+        )
 
     def is_active(self) -> bool:
         """Whether the job is neither aborted nor late; may be called from any thread."""
@@ -327,7 +334,7 @@ def ledger_entries(jobs: Iterable[PrefillJob], spec: EngineSpec, now: float) -> 
 
 
 def _ledger_entry(job: PrefillJob, spec: EngineSpec, now: float) -> LedgerEntry:
-    pages = spec.pages_for(len(job.token_ids)) if job.handle is not None else 0
+    pages = spec.pages_for(len(job.token_ids)) if job.handle is not None and not job.request.in_place else 0
     kind, state, deadline_s, detail = "kv", job.lifecycle.state, job.lifecycle.deadline - now, ""
     if job.finished:
         kind, state, deadline_s, detail = _describe_finished(job)

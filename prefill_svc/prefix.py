@@ -129,7 +129,9 @@ class PrefixLoader:
         if tokens:
             job.prefix.origins.append((POOL, tokens))
         blocks = -(-tokens // self._block_size)
-        self._cache_admin.record_lookup(blocks, self._useful_blocks(job))
+        if not job.request.in_place:
+            # Otherwise decode has counted the blocks of the reservation.
+            self._cache_admin.record_lookup(blocks, self._useful_blocks(job))
         self._cache.touch(job.prefix.digests[:blocks])
         if not self.has_lost_blocks(job):
             self._plan(job)
@@ -191,6 +193,12 @@ class PrefixLoader:
             await self._blocks.write_back(
                 job.allocated_handle, job.prefix.digests, hits, lambda: True, skip_blocks=job.prefix.saved
             )
+
+    async def unsaved_digests(self, job: PrefillJob) -> Sequence[bytes]:
+        """Finish the save of a job whose pages others own; returns the digests of its blocks if some must be copied."""
+        await self._saver.finish(job)
+        needed = job.request.cache.writes and self._cache.enabled and job.prefix.saved < len(job.prefix.digests)
+        return job.prefix.digests if needed else ()
 
     async def give_up(self, job: PrefillJob) -> None:
         """Stop the save of a job that failed. Remove its saved blocks if its KV may be wrong."""
@@ -423,7 +431,8 @@ class LongPromptSaver:
             prefix = job.prefix
             prefix.saved = await self._blocks.save(job.allocated_handle, prefix.digests, prefix.to_save, blocks)
         except Exception:
-            _log.exception("%s: blocks could not be saved", job.request.name, extra=about(job.request.name))
+            if job.allocated_handle.alive:
+                _log.exception("%s: blocks could not be saved", job.request.name, extra=about(job.request.name))
 
 
 _MIN_BYTES_PER_S = 100e6

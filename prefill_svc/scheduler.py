@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from baton.engine.contract import EngineSpec
@@ -142,6 +142,8 @@ class PrefillScheduler:
     """Seconds for which the engine has served each tenant, on one scale for all tenants."""
     _fair_s: float = 0.0
     """Virtual time of start-time fair queueing, in seconds of service; it never decreases."""
+    _row_tokens: int = 0
+    _row_seconds: float = 0.0
 
     @property
     def waiting(self) -> int:
@@ -272,6 +274,24 @@ class PrefillScheduler:
         if significant and seconds > 0:
             job.rate = tokens / seconds
         job.covered_tokens, job.started = end, True
+
+    def ready_order(self) -> list[ScheduledJob]:
+        """The READY prompts, in the order in which they should be computed."""
+        return self._turn_order(job for job in self._jobs if job.stage is PromptStage.READY)
+
+    def finish_rows(self, rows: Sequence[tuple[ScheduledJob, int]], seconds: float) -> None:
+        """Record that a pass computed several prompts, each up to its end, in `seconds`.
+
+        The rate is measured from MIN_RATE_TOKENS tokens on, of several passes if they have fewer. It is that at which
+        prompts go on here, beside the steps of decode's batch.
+        """
+        self._row_tokens += sum(end - job.covered_tokens for job, end in rows)
+        self._row_seconds += seconds
+        if self._row_tokens >= MIN_RATE_TOKENS:
+            self.rate.add(self._row_tokens, self._row_seconds)
+            self._row_tokens, self._row_seconds = 0, 0.0
+        for job, end in rows:
+            job.covered_tokens, job.started = end, True
 
     def charge(self, job: ScheduledJob, seconds: float) -> None:
         """Charge `seconds` of the engine to the prompt's tenant; the prompts that it has overtaken earn credit."""

@@ -9,11 +9,14 @@ chunk, so the work of an aborted job is not lost; those of a long prompt also go
 worker that dies is not lost either. After a fault of the engine all cached blocks are dropped, because they may be
 wrong. Finished KV is kept until its export has ended. Whenever no job is left, the worker audits itself.
 
-`ChunkRunner` shares the one engine. A job waits in `acquire_engine`. When the engine is free, the job that the
-scheduler chooses gets it until it leaves `async with acquire_engine`. After every layer (with pipeline stages, after
-the chunk), and after each part of the prompt's logprobs, a running chunk checks whether its job was aborted or is late,
-and tells the export how many tokens are final. Then it runs the chunks of jobs that the scheduler has chosen meanwhile:
-they preempt it.
+`ChunkRunner` shares the one engine. A job waits in `compute`. When the engine is free, the job that the scheduler
+chooses gets it until its chunk has ended. After every layer (with pipeline stages, after the chunk), and after each
+part of the prompt's logprobs, a running chunk checks whether its job was aborted or is late, and tells the export how
+many tokens are final. Then it runs the chunks of jobs that the scheduler has chosen meanwhile: they preempt it.
+
+On a mixed worker decode uses the same engine (`SharedEngine`). Then other chunks share the passes of the batch, and a
+prompt never waits for pages: a job in place takes those of its reservation (`baton.worker.in_place`), which decode
+frees, and another one gets its pages at once or is refused. So two mixed workers never wait for each other's pages.
 """
 
 from __future__ import annotations
@@ -23,31 +26,35 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from baton.config.worker import PrefillConfig
-from baton.engine.contract import ChunkResult, Engine, PromptChunk, compute_chunk
+from baton.engine.contract import ChunkResult, Engine, compute_chunk
 from baton.errors import (
     BatonError,
     Cancelled,
     DeadlineExceeded,
     EngineError,
+    IncompleteTransfer,
+    InvalidRequest,
     NoToken,
     OutOfPages,
     Overloaded,
+    TransferError,
     Unavailable,
 )
-from baton.ledger import Ledger
+from baton.ledger import Ledger, LedgerEntry
 from baton.lifecycle import State
 from baton.process.executors import EngineThread, wait_to_end
 from baton.request import Prefilled
 from baton.telemetry import metrics
 from baton.telemetry.logs import about
 from baton.transfer.export import ExportRegistry
-from baton.worker.health import IdleAudit, NoTokenCounter, Watchdog, build_ledger
+from baton.worker.health import NoTokenCounter, Watchdog, WorkerAudit
+from baton.worker.in_place import Computed, InPlaceTransfers, Offer
 from baton.worker.status import WorkerIdentity, WorkerLoad
 from prefill_svc.job import PrefillJob, PrefillRequest, count_by_tier, ledger_entries, make_result, overdue_error
 from prefill_svc.prefix import PrefixBackends, PrefixLoader
@@ -55,29 +62,69 @@ from prefill_svc.scheduler import PrefillScheduler, ScheduledJob
 
 _log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+
+class Chunks(Protocol):
+    """Computes the chunks of a worker's jobs; used on the asyncio loop only."""
+
+    async def compute(self, job: PrefillJob, begin: Callable[[], object]) -> ChunkResult:
+        """Compute the next tokens of a job when it is its turn; they are counted in `job.computed_tokens`.
+
+        `begin` is called when the computation begins. If the caller is cancelled, CancelledError is raised when the
+        engine has ended its work for the job, whose tokens count. If the job's `error` is set or its deadline has
+        passed, the chunk ends early with that error.
+        """
+
+    def run(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """Call a function on the engine thread, between two passes."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedEngine:
+    """An engine that decode uses too.
+
+    transfers   the prompts that are computed in pages of decode's reservations
+    start_s     longest wait for the start of a reservation, in seconds
+    free_pages  returns the number of free or cached pages that prompts without a reservation may take now
+    write_back  queues a copy of published blocks to the cache: their owner, all digests of the prompt, and the number
+                of leading blocks that need no copy
+    """
+
+    transfers: InPlaceTransfers
+    start_s: float
+    free_pages: Callable[[], int]
+    write_back: Callable[[str, Sequence[bytes], int], object]
+
 
 class PrefillWorker:
-    """All jobs of one worker; used on the asyncio loop only. `changed` is called when the load has changed."""
+    """All jobs of one worker; used on the asyncio loop only. `changed` is called when the load has changed.
+
+    `make_chunks` makes the computer of chunks, given the scheduler and the jobs whose callers wait. `shared` is None
+    unless decode uses the engine too.
+    """
 
     def __init__(
         self,
         config: PrefillConfig,
         engine: Engine,
-        thread: EngineThread,
         identity: WorkerIdentity,
         exports: ExportRegistry,
         backends: PrefixBackends,
+        audit: WorkerAudit,
         watchdog: Watchdog,
         changed: Callable[[], None],
+        make_chunks: Callable[[PrefillScheduler, Mapping[ScheduledJob, PrefillJob]], Chunks],
+        shared: SharedEngine | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
         self._engine = engine
-        self._thread = thread
         self._identity = identity
         self._exports = exports
         self._backends = backends
         self._changed = changed
+        self._shared = shared
         self._scheduler = PrefillScheduler(engine.spec, config.chunk_size, config.max_waiting)
         self._prefix = PrefixLoader(engine, backends, lambda: self._scheduler.rate.value, config.long_prompt_chunks)
         self._open_jobs: dict[ScheduledJob, PrefillJob] = {}
@@ -85,26 +132,30 @@ class PrefillWorker:
         self._live_jobs: dict[PrefillJob, None] = {}
         """Jobs that may hold pages or an export."""
         self._watchdog = watchdog
-        self._chunks = ChunkRunner(engine, thread, self._scheduler, watchdog, self._open_jobs)
+        self._chunks = make_chunks(self._scheduler, self._open_jobs)
         self._refusal = ""
+        self._block_size = engine.spec.kv_format.block_size
         self._no_tokens = NoTokenCounter()
         self._closing = False
         self._next_allocation = self._loop.call_soon(self._allocate_pages)
-        self._audit = IdleAudit(self.ledger, lambda: not self._live_jobs, self.fail_engine)
-        self._audit_task = asyncio.create_task(self._audit.run(), name="idle-audit")
-        self._audit_task.add_done_callback(self._on_checked)
+        self._audit = audit
+        audit.add(self)
+        audit.start()
 
     def submit(self, request: PrefillRequest) -> PrefillJob:
         """Accept a request.
 
         Raises InvalidRequest, Overloaded or Unavailable, or TransferError for a transfer id that has ended.
         """
-        if self._refusal:
+        # A drain lets decode's attempts end, and these may still need their prompts.
+        if self._refusal and (self.failed.done() or self._closing or not request.in_place):
             raise Unavailable(self._refusal)
+        if request.in_place and (self._shared is None or not request.transfer_id):
+            raise InvalidRequest("in_place", "needs a mixed worker and a transfer id", request.transfer_id)
         now = time.monotonic()
         scheduled = self._scheduler.admit(len(request.prompt_ids) + len(request.output_ids), request.tenant)
         try:
-            if request.transfer_id:
+            if request.transfer_id and not request.in_place:
                 self._exports.announce(request.transfer_id)
         except BatonError:
             self._scheduler.remove(scheduled)
@@ -131,6 +182,8 @@ class PrefillWorker:
         for job in [job for job in self._open_jobs.values() if job.request.transfer_id == transfer_id]:
             self.abort(job, Cancelled("the attempt was abandoned"))
         self._exports.release(transfer_id, incarnation, "was abandoned")
+        if self._shared is not None:
+            self._shared.transfers.end(transfer_id, "was abandoned")
 
     def load_report(self) -> WorkerLoad:
         """The worker's load."""
@@ -144,21 +197,41 @@ class PrefillWorker:
             requests_without_token=len(self._open_jobs),
         )
 
+    @property
+    def waiting_prompts(self) -> int:
+        """Number of prompts without a computed chunk."""
+        return self._scheduler.waiting
+
+    @property
+    def running_prompts(self) -> int:
+        """Number of prompts with a computed chunk whose callers wait for the answer."""
+        return len(self._open_jobs) - self._scheduler.waiting
+
+    @property
+    def prompts_for_others(self) -> int:
+        """Number of prompts whose callers wait for the answer, except those in place."""
+        return sum(not job.request.in_place for job in self._open_jobs.values())
+
     def set_gauges(self) -> None:
         """Set the gauges of the worker."""
-        stats, scheduler = self._engine.stats(), self._scheduler
+        stats = self._engine.stats()
         metrics.set_kv_usage(used=stats.used, free=stats.free, cached=stats.cached)
-        waiting = scheduler.waiting
-        metrics.WAITING.set(waiting)
-        metrics.RUNNING.set(len(self._open_jobs) - waiting)
-        metrics.QUEUED_SECONDS.labels("prefill").set(scheduler.pending_seconds)
+        metrics.WAITING.set(self.waiting_prompts)
+        metrics.RUNNING.set(self.running_prompts)
+        metrics.QUEUED_SECONDS.labels("prefill").set(self._scheduler.pending_seconds)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no job may hold pages or an export."""
+        return not self._live_jobs
+
+    def ledger_entries(self) -> list[LedgerEntry]:
+        """One entry for each job; one in place has no pages of its own."""
+        return ledger_entries(self._live_jobs, self._engine.spec, time.monotonic())
 
     async def ledger(self) -> Ledger:
         """The ledger: all owners of pages, and whether the sums are right."""
-        spec = self._engine.spec
-        return await build_ledger(
-            self._identity, self._engine, lambda: ledger_entries(list(self._live_jobs), spec, time.monotonic())
-        )
+        return await self._audit.ledger()
 
     def refuse(self) -> None:
         """Refuse new requests."""
@@ -175,12 +248,12 @@ class PrefillWorker:
         self.refuse()
         self._closing = True
         self._prefix.stop()
-        self._audit_task.cancel()
         tasks = [job.serve_task for job in self._live_jobs if job.serve_task is not None]
         for job in list(self._live_jobs):
             self.abort(job, Unavailable("the worker stops"))
         self._exports.close()
-        await asyncio.gather(*tasks, self._audit_task, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._audit.close()
         await self._exports.wait_closed()
         await self._backends.peers.close()
         if not self.failed.cancel():
@@ -222,14 +295,20 @@ class PrefillWorker:
             raise job.error
         await self._prefix.look_up(job)
         cached, needs_load = self._prefix.estimate_cached_tokens(job)
-        self._scheduler.finish_lookup(job.scheduled, cached, needs_load=needs_load)
+        if self._shared is None:
+            self._scheduler.finish_lookup(job.scheduled, cached, needs_load=needs_load)
+        else:
+            self._scheduler.set_cached_tokens(job.scheduled, cached)
 
     async def _allocate(self, job: PrefillJob) -> None:
         """Wait for all pages of the job, then open its export."""
-        job.pages_ready = self._loop.create_future()
-        self._allocate_pages()
-        await job.pages_ready
-        if job.request.transfer_id:
+        if self._shared is not None:
+            await self._allocate_shared(job, self._shared)
+        else:
+            job.pages_ready = self._loop.create_future()
+            self._allocate_pages()
+            await job.pages_ready
+        if job.request.transfer_id and not job.request.in_place:
             job.export = self._exports.open(
                 job.request.transfer_id, job.allocated_handle, len(job.token_ids), on_closed=job.export_closed.set
             )
@@ -249,20 +328,22 @@ class PrefillWorker:
 
     async def _compute_chunks(self, job: PrefillJob, timeout: asyncio.Timeout) -> ChunkResult:
         """Compute the tokens that are not cached, chunk by chunk; returns the result of the last chunk."""
+
+        def begin() -> None:
+            if job.lifecycle.state is State.PREPARING:
+                job.start(time.monotonic())
+                timeout.reschedule(_finite(job.lifecycle.deadline))
+
         while True:
-            async with self._chunks.acquire_engine(job) as end:
-                if job.lifecycle.state is State.PREPARING:
-                    job.start(time.monotonic())
-                    timeout.reschedule(_finite(job.lifecycle.deadline))
-                try:
-                    result = await self._chunks.run(job, end)
-                except asyncio.CancelledError:
-                    self._prefix.publish(job)
-                    raise
-                except Exception as error:
-                    raise await self._handle_fault(job, error) from None
+            try:
+                result = await self._chunks.compute(job, begin)
+            except asyncio.CancelledError:
                 self._prefix.publish(job)
-                job.report_progress(time.monotonic())
+                raise
+            except Exception as error:
+                raise await self._handle_fault(job, error) from None
+            self._prefix.publish(job)
+            job.report_progress(time.monotonic())
             if job.computed_tokens == len(job.token_ids):
                 self._no_tokens.record_success()
                 return result
@@ -271,8 +352,10 @@ class PrefillWorker:
             await self._prefix.save(job)
 
     def _commit(self, job: PrefillJob, result: ChunkResult) -> Prefilled:
-        """Commit the KV to its export, with the first token of each choice."""
+        """Commit the KV to its export or to the reservation that has the pages, with the first token of each choice."""
         handoff, done = make_result(job, result.tokens, self._engine.spec.eos_token_ids)
+        if self._shared is not None and job.request.in_place:
+            self._shared.transfers.commit(job.request.transfer_id, Computed(handoff, job.prefix.digests))
         if job.export is not None:
             job.export.commit(handoff)
             if not job.export.ended:
@@ -282,10 +365,14 @@ class PrefillWorker:
     async def _hold(self, job: PrefillJob) -> None:
         """Write new blocks of a job back, if it was computed, and keep its KV until its export has ended."""
         try:
-            if job.error is None:
-                await self._prefix.write_back(job)
-            else:
+            if job.error is not None:
                 await self._prefix.give_up(job)
+            elif self._shared is None or not job.request.in_place:
+                await self._prefix.write_back(job)
+            elif digests := await self._prefix.unsaved_digests(job):
+                # The pages may be freed at any time, so the copy pins the published blocks.
+                stored = max(job.cached_tokens // self._block_size, job.prefix.saved)
+                self._shared.write_back(f"{job.request.name}/prompt", digests, stored)
         except Exception:
             _log.exception("%s: blocks could not be written back", job.request.name, extra=about(job.request.name))
         if job.export is not None:
@@ -299,6 +386,8 @@ class PrefillWorker:
             metrics.WASTED_PREFILL_TOKENS.inc(max(0, job.computed_tokens - job.cached_tokens))
             if job.export is not None:
                 job.export.fail(outcome)
+            elif job.request.in_place and self._shared is not None:
+                self._shared.transfers.end(job.request.transfer_id, f"failed at its source: {outcome}")
             elif job.request.transfer_id:
                 self._exports.withdraw(job.request.transfer_id, f"was given up: {outcome}")
         if job.lifecycle.state is not State.HELD:
@@ -311,7 +400,7 @@ class PrefillWorker:
     def _free(self, job: PrefillJob) -> None:
         """Free all that the job held; prompts that wait for pages may get them now."""
         job.lifecycle.end(time.monotonic())
-        if job.handle is not None:
+        if job.handle is not None and not job.request.in_place:
             self._engine.free(job.handle)
         del self._live_jobs[job]
         self._allocate_pages()
@@ -326,7 +415,7 @@ class PrefillWorker:
         Called whenever a prompt may have become able to get pages.
         """
         refused: set[ScheduledJob] = set()
-        while not self._closing:
+        while not self._closing and self._shared is None:
             now = time.monotonic()
             scheduled = self._scheduler.next_allocation(now, self._deferred(), refused)
             if scheduled is None:
@@ -340,14 +429,52 @@ class PrefillWorker:
                 self._next_allocation = self._loop.call_soon(self._allocate_pages)
                 return
             elif self._try_allocate(job):
-                self._prefix.plan_load(job)
-                in_host, planned = job.allocated_handle.in_host, self._prefix.planned_tokens(job)
-                needs_load = bool(job.prefix.load_plan) or self._prefix.has_lost_blocks(job)
-                self._scheduler.record_allocation(scheduled, planned, in_host=in_host, needs_load=needs_load)
+                self._record_allocation(job)
                 job.pages_ready.set_result(None)
             else:
                 refused.add(scheduled)
                 self._scheduler.mark_refused(scheduled, now)
+
+    async def _allocate_shared(self, job: PrefillJob, shared: SharedEngine) -> None:
+        """Take the pages of the job's reservation, or, if it has none here, pages that are free now.
+
+        Raises TransferError if the reservation has ended, and Overloaded if the pages are not free.
+        """
+        if job.request.in_place:
+            try:
+                async with asyncio.timeout(shared.start_s):
+                    offer = await shared.transfers.take(job.request.transfer_id, lambda error: self.abort(job, error))
+            except TimeoutError:
+                raise TransferError(
+                    f"{job.request.name}: its reservation was not started in {shared.start_s:g} s"
+                ) from None
+            self._check_offer(job, offer)
+            job.handle = offer.handle
+        else:
+            while self._prefix.evict(job):  # noqa: ASYNC110 nothing is awaited
+                await asyncio.sleep(0)
+            tokens = len(job.token_ids)
+            needed = self._engine.spec.pages_for(tokens - self._engine.match_prefix(job.readable_digests))
+            if needed > shared.free_pages() or not self._try_allocate(job):
+                raise Overloaded(f"the pages for {tokens} tokens are not free, or kept for requests that decode here")
+        self._record_allocation(job)
+
+    def _check_offer(self, job: PrefillJob, offer: Offer) -> None:
+        """Raise IncompleteTransfer if a reservation is not for the job's tokens."""
+        cached, expected = offer.handle.cached_tokens, len(job.token_ids)
+        if offer.context_tokens != expected:
+            raise IncompleteTransfer(f"{job.request.name}: {offer.context_tokens} tokens are reserved for {expected}")
+        last = -(-cached // self._block_size) - 1
+        # The last digest of a chain names all blocks before it too.
+        if cached and tuple(job.readable_digests[last : last + 1]) != (offer.pinned_digest,):
+            raise IncompleteTransfer(f"{job.request.name}: the {cached} pinned tokens are not those of the prompt")
+
+    def _record_allocation(self, job: PrefillJob) -> None:
+        """Plan what to load into the pages of a job, and record that it has them."""
+        self._prefix.plan_load(job)
+        in_host, planned = job.allocated_handle.in_host, self._prefix.planned_tokens(job)
+        needs_load = bool(job.prefix.load_plan) or self._prefix.has_lost_blocks(job)
+        self._scheduler.record_allocation(job.scheduled, planned, in_host=in_host, needs_load=needs_load)
 
     def _try_allocate(self, job: PrefillJob) -> bool:
         """Allocate all pages of a job; False if they are not free."""
@@ -383,6 +510,9 @@ class PrefillWorker:
         """The error of a chunk that raised: its job was stopped, it can't be computed, or the engine failed."""
         if error is job.error or isinstance(error, DeadlineExceeded | Overloaded | Unavailable):
             return error
+        if job.error is not None and not job.allocated_handle.alive:
+            # The reservation that has the pages ended before the chunk began.
+            return job.error
         _log.error("%s: a chunk failed", job.request.name, exc_info=error, extra=about(job.request.name))
         if isinstance(error, NoToken) and job.handle is not None:
             self._engine.uncache(job.handle)
@@ -390,13 +520,13 @@ class PrefillWorker:
             job.error = error
             if self._no_tokens.suspected:
                 check = partial(self._no_tokens.run_self_test, self._engine, self._watchdog, step=False)
-                await self._check(self._thread.run(check))
+                await self._check(self._chunks.run(check))
             return error
         # The error may also have damaged cached blocks. The end of the job gives its pages to others, which must not
         # find any of these blocks.
         self._engine.drop_cached()
         job.error = EngineError(f"{type(error).__name__}: {error}")
-        await self._check(self._thread.run(self._engine.audit))
+        await self._check(self._chunks.run(self._engine.audit))
         return job.error
 
     async def _check(self, check: asyncio.Future[Any]) -> None:
@@ -405,16 +535,17 @@ class PrefillWorker:
         await wait_to_end(check)
 
     def fail_engine(self, error: BaseException) -> None:
-        """End all jobs because the engine can't be trusted any more, and set `failed`."""
+        """End all jobs because the engine can't be trusted any more, and set `failed`; idempotent."""
+        if self.failed.done():
+            return
         self._refusal = f"the engine failed: {error}"
         for job in list(self._open_jobs.values()):
             self.abort(job, Unavailable(self._refusal))
-        if not self.failed.done():
-            self.failed.set_exception(error)
+        self.failed.set_exception(error)
 
     def _on_checked(self, check: asyncio.Future[Any]) -> None:
         if not check.cancelled() and (error := check.exception()) is not None:
-            self.fail_engine(error)
+            self._audit.fail(error)
 
 
 def _finite(deadline: float) -> float | None:
@@ -433,14 +564,14 @@ class _RunningChunk:
 
 
 class ChunkRunner:
-    """Computes the chunks of one worker's `jobs`; used on the asyncio loop only."""
+    """The Chunks of a worker that only prefills: each chunk of its `jobs` is a pass of its own on `thread`."""
 
     def __init__(
         self,
         engine: Engine,
         thread: EngineThread,
-        scheduler: PrefillScheduler,
         watchdog: Watchdog,
+        scheduler: PrefillScheduler,
         jobs: Mapping[ScheduledJob, PrefillJob],
     ) -> None:
         self._engine = engine
@@ -452,8 +583,18 @@ class ChunkRunner:
         self._running: list[PrefillJob] = []
         """The job that was given the free engine, then those that preempt it; they end in any order."""
 
+    def run(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """As in Chunks."""
+        return self._thread.run(function)
+
+    async def compute(self, job: PrefillJob, begin: Callable[[], object]) -> ChunkResult:
+        """As in Chunks."""
+        async with self._acquire_engine(job) as end:
+            begin()
+            return await self._run_chunk(job, end)
+
     @contextlib.asynccontextmanager
-    async def acquire_engine(self, job: PrefillJob) -> AsyncIterator[int]:
+    async def _acquire_engine(self, job: PrefillJob) -> AsyncIterator[int]:
         """Wait for the engine; yields the end of the chunk that the job must compute now."""
         self._scheduler.make_ready(job.scheduled, job.computed_tokens)
         job.chunk_assigned = self._loop.create_future()
@@ -466,12 +607,10 @@ class ChunkRunner:
                 # Not at once: this job may ask for the engine again, and may have fewer remaining tokens than others.
                 self._loop.call_soon(self._assign_engine)
 
-    async def run(self, job: PrefillJob, end: int) -> ChunkResult:
+    async def _run_chunk(self, job: PrefillJob, end: int) -> ChunkResult:
         """Compute the job's next tokens up to `end`; call it while the job has the engine.
 
-        Returns or raises only when the engine no longer uses the job's pages. If the caller is cancelled,
-        CancelledError is raised after the chunk, whose tokens count. If the job's `error` is set or its deadline has
-        passed, the chunk ends after the current layer with that error.
+        Returns or raises only when the engine no longer uses the job's pages.
         """
         job.computing_end = end
         chunk = _RunningChunk(job, job.computed_tokens, end, preempts=job is not self._running[0])
@@ -527,12 +666,7 @@ class ChunkRunner:
 
         self._watchdog.record()
         job.check()
-        request, handle, ids = job.request, job.allocated_handle, job.token_ids
-        states = request.states() if chunk.end == len(ids) else ()
-        prompt_chunk = PromptChunk(
-            handle, ids, chunk.start, chunk.end, on_layer, states, request.params.prompt_logprobs
-        )
         try:
-            return compute_chunk(self._engine, prompt_chunk)
+            return compute_chunk(self._engine, job.chunk(chunk.start, chunk.end, on_layer))
         finally:
             chunk.seconds = time.monotonic() - began - others_s

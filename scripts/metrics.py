@@ -19,9 +19,10 @@ Each process serves `/metrics` on its ops listener (`--ops`), with the families 
 `process_*`, `python_gc_*` and `python_info`. Names, units and label names are those of vLLM where
 it has the metric, with the prefix `baton_`.
 
+- A mixed worker exports the families of prefill and decode workers, with the label `role="mixed"`.
 - All samples of the tables have the labels `model_name` and `role`, those of the process. Where a
   table lists `role`, it is the role of the workers that the number is about; a worker has only its
-  own.
+  own, and a mixed worker has both.
 - `tenant` is the tenant's name in the key file, empty without keys. A process names the first
   {MAX_TENANTS} tenants that it serves, and counts the others as `{OTHER_TENANTS}`.
 - Counters of one label exist from the start, at 0. There are no `_created` series.

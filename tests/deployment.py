@@ -7,9 +7,14 @@ from unittest.mock import patch
 
 from baton.config.roles import load
 from baton.config.router import RouterConfig
-from baton.config.worker import DecodeConfig, PrefillConfig
+from baton.config.worker import DecodeConfig, MixedConfig, PrefillConfig
 
-CONFIGS = {"router": RouterConfig, "prefill_svc": PrefillConfig, "decode_svc": DecodeConfig}
+CONFIGS = {
+    "router": RouterConfig,
+    "prefill_svc": PrefillConfig,
+    "decode_svc": DecodeConfig,
+    "mixed_svc": MixedConfig,
+}
 
 
 def configured(module: str, environment: dict[str, str]) -> Any:

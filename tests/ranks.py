@@ -31,12 +31,15 @@ def run_threads(size: int, floats: int, work: Callable[[Collective], Any]) -> li
 class RankProcesses:
     """Processes of ranks, which compute one function after the other.
 
+    They are copies of a process that has imported `module`, where the functions are.
+
     The compute threads of a process serve one call at a time, so that forward passes of two ranks in one process would
     wait for each other for ever.
     """
 
-    def __init__(self, size: int, floats: int) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, size: int, floats: int, module: str) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([module])
         self._fd = shared_memory(size, floats)
         self._own = Collective(self._fd, 0, size, floats)
         place = f"/proc/{os.getpid()}/fd/{self._fd}"

@@ -2,7 +2,7 @@
 
     ca.crt ca.key                       the fleet's own CA
     router.crt router.key  prefill.…    a certificate for each role (see baton.rpc.tls for the names in it)
-    decode.…  admin.…
+    decode.…  mixed.…  admin.…
     ticket.key ticket.pub               routers sign tickets with ticket.key, workers check them with ticket.pub
 
 Keys are on the curve P-256, ticket keys are Ed25519. Only the owner can read files with private keys. A new file is
@@ -34,14 +34,14 @@ import click
 
 from baton import keys
 from baton.errors import ConfigError
-from baton.rpc.tls import ROLES, Tls, principal_of, role_name
+from baton.rpc.tls import ROLES, Tls, certificate_names, principal_of, role_name
 
 if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
-FLEET_ROLES = ("router", "prefill", "decode", "admin")
+FLEET_ROLES = ("router", "prefill", "decode", "mixed", "admin")
 
 _CA_DAYS = 3650
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -157,7 +157,7 @@ def _issue(out: Path, role: str, name: str, days: int, hosts: Sequence[x509.Gene
     ca, ca_key = _read_ca(out)
     key = ec.generate_private_key(ec.SECP256R1())
     names = [
-        x509.DNSName(role_name(role)),
+        *map(x509.DNSName, certificate_names(role)),
         x509.UniformResourceIdentifier(principal_of(role, name)),
         *(hosts if role == "router" else ()),
     ]

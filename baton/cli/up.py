@@ -1,6 +1,6 @@
 """`baton up`: a whole fleet on this machine.
 
-    embedded Valkey ── prefill × N, decode × N ── router ── "ready grpc=…" ── a signal ── drain ── stop      status 0
+    embedded Valkey ── prefill, decode, mixed ─── router ── "ready grpc=…" ── a signal ── drain ── stop      status 0
                                                                      │                      └ again: stop now
                                                                      └ the router's death: stop              status 1
 
@@ -66,6 +66,8 @@ LISTENERS = ("control", "kv", "ops")
 ANYWHERE = [f"--{name}=127.0.0.1:0" for name in LISTENERS]
 """Flags of a worker that listens at free ports."""
 
+WORKER_ROLES = ("prefill", "decode", "mixed")
+
 
 @dataclass(frozen=True, kw_only=True)
 class UpOptions:
@@ -73,10 +75,13 @@ class UpOptions:
 
     prefill: int
     decode: int
+    mixed: int
     prefill_tp: int
     prefill_pp: int
     decode_tp: int
     decode_pp: int
+    mixed_tp: int
+    mixed_pp: int
     grpc: str
     redis: str
     redis_memory: int
@@ -93,15 +98,20 @@ class UpOptions:
         """Name of the model for clients."""
         return str(self.services["served_model_name"])
 
-    def describe_degrees(self) -> str:
-        """The degrees that are not 1, for the ready line."""
-        names = ("prefill_tp", "prefill_pp", "decode_tp", "decode_pp")
-        return "".join(f" {name}={degree}" for name in names if (degree := getattr(self, name)) > 1)
+    @property
+    def workers(self) -> dict[str, int]:
+        """Number of workers by role; roles without workers are left out."""
+        return {role: count for role in WORKER_ROLES if (count := getattr(self, role))}
+
+    def describe_workers(self) -> str:
+        """The number of workers of each role, and the degrees that are not 1, for the ready line."""
+        counts = [f"{role}={count}" for role, count in self.workers.items()]
+        names = [f"{role}_{kind}" for role in self.workers for kind in ("tp", "pp")]
+        return " ".join([*counts, *(f"{name}={degree}" for name in names if (degree := getattr(self, name)) > 1)])
 
     def degrees(self, role: str) -> tuple[int, int]:
         """Degrees of tensor and pipeline parallelism of the workers of a role."""
-        prefill, decode = (self.prefill_tp, self.prefill_pp), (self.decode_tp, self.decode_pp)
-        return {"prefill": prefill, "decode": decode}[role]
+        return getattr(self, f"{role}_tp"), getattr(self, f"{role}_pp")
 
     def flags(self, role: str, name: str, secure: SecureFleet | None) -> list[str]:
         """The flags of the service `name`, without the listeners of workers and the router's list of workers."""
@@ -121,6 +131,9 @@ class UpOptions:
 def checked(options: UpOptions) -> UpOptions:
     """The options with the model's directory and name filled in; raises click.UsageError naming flag and value."""
     check_variables()
+    for name in (f"{role}_{kind}" for role in WORKER_ROLES if role not in options.workers for kind in ("tp", "pp")):
+        if getattr(options, name) > 1:
+            raise _bad(flag_of(name), f"there are no {name.partition('_')[0]} workers")
     _check_installed(options)
     _check_grpc(options)
     if options.redis_memory < _MIN_REDIS_MEMORY:
@@ -139,10 +152,11 @@ def _check_services(options: UpOptions) -> None:
     """Raise a usage error for settings that a service would refuse at its start."""
     secure = SecureFleet(options.secure.absolute()) if options.secure else None
     redis = "none" if options.redis == "embedded" else options.redis
-    worker, router = [f"--redis={redis}", *ANYWHERE], ["--prefill=127.0.0.1:0", "--decode=127.0.0.1:0"]
-    for role, settings in ROLES.items():
+    worker, router = [f"--redis={redis}", *ANYWHERE], [f"--{role}=127.0.0.1:0" for role in options.workers]
+    for role in (*options.workers, "router"):
+        more = router if role == "router" else worker
         try:
-            load(settings, [*options.flags(role, f"{role}-0", secure), *(router if role == "router" else worker)])
+            load(ROLES[role], [*options.flags(role, f"{role}-0", secure), *more])
         except click.UsageError as error:
             raise click.UsageError(error.format_message()) from None
     try:
@@ -153,7 +167,7 @@ def _check_services(options: UpOptions) -> None:
 
 def _threads(options: UpOptions) -> int:
     """Compute threads of each rank of each worker; raises click.BadParameter for more than there are cores."""
-    ranks = options.prefill * prod(options.degrees("prefill")) + options.decode * prod(options.degrees("decode"))
+    ranks = sum(count * prod(options.degrees(role)) for role, count in options.workers.items())
     there, usable = cores.affinity(), cores.usable()
     if options.threads > there:
         raise _bad("--threads", f"{options.threads} are more than the {there} cores that this process may use")
@@ -224,6 +238,7 @@ _OFFERED = (
     "page_size",
     "chunk_size",
     "slots",
+    "itl_target_ms",
     "cache_writes",
     "processes",
     "drain_s",
@@ -231,7 +246,7 @@ _OFFERED = (
 )
 """Settings of the services that are also flags of `up`: a given flag goes to all roles that have the setting."""
 
-_DEGREE = click.IntRange(1, 64)
+_COUNT = _DEGREE = click.IntRange(1, 64)
 
 _NEEDED = ("drain_s", "log_level")
 """Settings that `up` uses itself."""
@@ -244,7 +259,7 @@ _BAD_SETTINGS = 2
 _DEATH_S = 0.5
 """Seconds from the loss of a connection until the end of its process is known."""
 
-_SERVICES = {"prefill": "prefill_svc", "decode": "decode_svc", "router": "router"}
+_SERVICES = {"prefill": "prefill_svc", "decode": "decode_svc", "mixed": "mixed_svc", "router": "router"}
 COMMANDS = {role: [sys.executable, "-m", module] for role, module in _SERVICES.items()}
 """Command of each role; tests replace them."""
 
@@ -274,14 +289,19 @@ _FIELDS = {field.name: field for role in reversed(ROLES.values()) for field in f
         click_option(_FIELDS["insecure"], help="Let other machines reach --grpc without --secure."),
     ],
 )
-@click.option("--prefill", type=click.IntRange(1, 64), default=1, show_default=True, help="Prefill workers.")
-@click.option("--decode", type=click.IntRange(1, 64), default=1, show_default=True, help="Decode workers.")
+@click.option("--prefill", type=_COUNT, default=None, help="Prefill workers.  [default: 1; with --mixed: none]")
+@click.option("--decode", type=_COUNT, default=None, help="Decode workers.  [default: 1; with --mixed: none]")
+@click.option("--mixed", type=_COUNT, default=None, help="Workers of both roles; one has all cores.  [default: none]")
 @click.option(
     "--prefill-tp", type=_DEGREE, default=1, show_default=True, help="Ranks that share each layer in prefill."
 )
 @click.option("--prefill-pp", type=_DEGREE, default=1, show_default=True, help="Stages of layers in prefill.")
 @click.option("--decode-tp", type=_DEGREE, default=1, show_default=True, help="Ranks that share each layer in decode.")
 @click.option("--decode-pp", type=_DEGREE, default=1, show_default=True, help="Stages of layers in decode.")
+@click.option(
+    "--mixed-tp", type=_DEGREE, default=1, show_default=True, help="Ranks that share each layer in mixed workers."
+)
+@click.option("--mixed-pp", type=_DEGREE, default=1, show_default=True, help="Stages of layers in mixed workers.")
 @click.option("--redis-memory", type=Size(), default="256MiB", show_default=True, help="Memory of the embedded server.")
 @click.option(
     "--secure",
@@ -297,7 +317,7 @@ _FIELDS = {field.name: field for role in reversed(ROLES.values()) for field in f
 )
 @click.pass_context
 def up(ctx: click.Context, /, **flags: Any) -> None:
-    """Run router, prefill and decode on this machine until Ctrl-C.
+    """Run a router and its workers on this machine until Ctrl-C.
 
     At Ctrl-C, SIGTERM or SIGHUP (a terminal that closes) the router refuses new requests and lets running ones finish;
     then everything ends with status 0. A second Ctrl-C or signal stops everything at once.
@@ -307,8 +327,11 @@ def up(ctx: click.Context, /, **flags: Any) -> None:
     variables, and a model that can't be served, end with status 2.
 
     Settings that have no flag here, such as BATON_CPUS and BATON_CONVERT_KV, are read from variables by all
-    processes that know them: python -m prefill_svc, decode_svc or router --help lists them.
+    processes that know them: python -m prefill_svc, decode_svc, mixed_svc or router --help lists them.
     """
+    for role in WORKER_ROLES:
+        if flags[role] is None:
+            flags[role] = int(role != "mixed" and not flags["mixed"])
     offered = {name: flags.pop(name) for name in _OFFERED}
     for name in _OFFERED:
         # The services know their defaults.
@@ -340,7 +363,7 @@ def _sharing(options: UpOptions) -> UpOptions:
         return options
     model = Path(options.services["model"])
     # Workers of the same degrees have the same shares.
-    degrees = dict.fromkeys((options.degrees("prefill"), options.degrees("decode")))
+    degrees = dict.fromkeys(map(options.degrees, options.workers))
     try:
         size = sum(file.stat().st_size for file in weight_files(model))
         files = {each: [unnamed_file(cache_folder(), size) for _ in range(prod(each))] for each in degrees}
@@ -356,7 +379,7 @@ def _secure(options: UpOptions) -> SecureFleet | None:
     if options.secure is None:
         return None
     host, _ = parse_address(options.grpc)
-    return SecureFleet.prepare(options.secure, [host], {role: getattr(options, role) for role in ("prefill", "decode")})
+    return SecureFleet.prepare(options.secure, [host], options.workers)
 
 
 @contextlib.asynccontextmanager
@@ -427,7 +450,7 @@ async def _start(
     def command(role: str, name: str) -> list[str]:
         return [*COMMANDS[role], *options.flags(role, name, secure)]
 
-    names = {role: worker_names(role, getattr(options, role)) for role in ("prefill", "decode")}
+    names = {role: worker_names(role, count) for role, count in options.workers.items()}
     children: dict[str, SupervisedProcess] = {}
     try:
         async with asyncio.timeout(options.start_timeout):
@@ -439,8 +462,12 @@ async def _start(
                 listeners = {name: parse_listeners(await workers.ready(child)) for name, child in children.items()}
             finally:
                 saying.cancel()
-            found = [f"--{role}={','.join(listeners[name]['control'] for name in names[role])}" for role in names]
-            router = await routers.start("router", [*command("router", "router"), *found], environ)
+            # An empty flag too: a variable must not name workers elsewhere.
+            found = {
+                role: ",".join(listeners[name]["control"] for name in names.get(role, ())) for role in WORKER_ROLES
+            }
+            lists = [f"--{role}={addresses}" for role, addresses in found.items()]
+            router = await routers.start("router", [*command("router", "router"), *lists], environ)
             where = parse_listeners(await routers.ready(router))
             try:
                 await _wait_until_serving(where["grpc"], secure.admin() if secure else None)
@@ -458,8 +485,7 @@ async def _start(
             children[name].restart_on_death([*command(role, name), *listen])
     return (
         f"ready grpc={where['grpc']} ops={where['ops']} model={options.served_model_name} "
-        f"prefill={options.prefill} decode={options.decode}{options.describe_degrees()}"
-        f"{secure.describe() if secure else ''}"
+        f"{options.describe_workers()}{secure.describe() if secure else ''}"
     )
 
 

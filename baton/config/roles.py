@@ -14,11 +14,16 @@ import click
 
 from baton.config.options import STYLE, Settings, SettingsCommand, click_option, usage_errors, variable_of
 from baton.config.router import RouterConfig
-from baton.config.worker import DecodeConfig, PrefillConfig
+from baton.config.worker import DecodeConfig, MixedConfig, PrefillConfig
 
 S = TypeVar("S", bound=Settings)
 
-ROLES: dict[str, type[Settings]] = {"prefill": PrefillConfig, "decode": DecodeConfig, "router": RouterConfig}
+ROLES: dict[str, type[Settings]] = {
+    "prefill": PrefillConfig,
+    "decode": DecodeConfig,
+    "mixed": MixedConfig,
+    "router": RouterConfig,
+}
 
 _VARIABLES = {variable_of(field.name) for settings in ROLES.values() for field in fields(settings)}
 _OTHER_VARIABLES = {"BATON_API_KEY", "BATON_NATIVE_ISA", "BATON_NATIVE_LIBRARY"}

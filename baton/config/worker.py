@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from baton import bundled
 from baton.config.options import Settings, option
 from baton.config.values import parse_cpus
 from baton.engine.config import KV_HOMES, EngineConfig
-from baton.errors import ConfigError
 from baton.kv.prefix.redis.address import check_url
 from baton.lifecycle import PREFILL_TOKEN_S
 from baton.native import KERNELS
@@ -54,8 +54,8 @@ class WorkerConfig(Settings):
     host_memory: int = option(
         0,
         help="Host memory in addition to --kv-memory: for KV pages with --kv-home auto, otherwise for cached prefixes "
-        "(prefill only). 0: none. But with --kv-home auto on CUDA, if the device is too small for one sequence of "
-        "--max-model-len, host memory holds its pages.",
+        "(not decode workers). 0: none. But with --kv-home auto on CUDA, if the device is too small for one sequence "
+        "of --max-model-len, host memory holds its pages.",
         unit="bytes",
     )
     segment_tokens: int = option(
@@ -113,7 +113,10 @@ class WorkerConfig(Settings):
         "first", help="Write blocks to Redis when first seen, when seen a second time, or never.", choices=CACHE_WRITES
     )
     stall_s: float = option(
-        10.0, help="Seconds without progress after which an engine with work counts as unhealthy.", minimum=0.01
+        10.0,
+        help="Seconds without progress after which an engine with work counts as unhealthy.",
+        minimum=0.01,
+        hidden=True,
     )
     log_level: str = option("info", help="Lowest level that is logged.", choices=LEVELS)
     log_format: str = option("text", help="Form of log lines; json: an object on each line.", choices=FORMATS)
@@ -243,17 +246,14 @@ class DecodeConfig(WorkerConfig):
 class MixedConfig(PrefillConfig, DecodeConfig):
     """Settings of one worker of both roles.
 
-    Raises ConfigError naming the field and the value seen.
+    It has one pool, so it converts no KV. Raises ConfigError naming the field and the value seen.
     """
 
+    convert_kv: ClassVar[bool] = False  # type: ignore[misc]
+    drain_s: float = option(30.0, help="Seconds that running requests get to finish in a drain.", minimum=0)
     itl_target_ms: float = option(
         0.0,
         help="Time between two tokens of a sequence, in milliseconds, that prompts may cause; 0: a multiple of the "
         "time without prompts.",
         minimum=0,
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.convert_kv:
-            raise ConfigError("convert_kv: a mixed worker has one pool for both roles, so it can't convert")

@@ -454,7 +454,7 @@ def _names_at(target: str, tls: Security) -> list[str]:
 
 def _describe_names(names: Sequence[str]) -> str:
     listed = f" ({', '.join(names)})" if names else ""
-    for role in ("prefill", "decode"):
+    for role in ("mixed", "prefill", "decode"):
         if role_name(role) in names:
             return f"{listed}: it is a {role} worker, and requests go to a router"
     return f"{listed}: server_name (--server-name) is the name to expect"

@@ -3,8 +3,11 @@
 A process has one certificate, its key, and the CA that it trusts (`tls_cert`, `tls_key`, `tls_ca`). The
 names in a certificate identify its holder:
 
-    DNS   router.baton | prefill.baton | decode.baton | admin.baton | client.baton     its role
-    URI   baton://decode/decode-1                                                      its principal
+    DNS   router.baton | prefill.baton | decode.baton | mixed.baton | admin.baton | client.baton     its role
+    URI   baton://decode/decode-1                                                                    its principal
+
+The certificate of a mixed worker also names prefill.baton and decode.baton, because its peers fetch from it as from
+those.
 
 Addresses of workers change, so a dialling process checks the role of the peer and not its host. A listener checks the
 role of the caller (`peer_roles`). Tickets for one process are bound to its principal (`peer_principal`).
@@ -28,7 +31,7 @@ from baton.config.watched import WatchedFiles
 from baton.errors import ConfigError, PermissionDenied
 
 SETTINGS = ("tls_cert", "tls_key", "tls_ca")
-ROLES = ("router", "prefill", "decode", "admin", "client")
+ROLES = ("router", "prefill", "decode", "mixed", "admin", "client")
 
 _DOMAIN = ".baton"
 _SCHEME = "baton://"
@@ -63,6 +66,11 @@ class Identity:
 def role_name(role: str) -> str:
     """The DNS name of a role in certificates."""
     return role + _DOMAIN
+
+
+def certificate_names(role: str) -> list[str]:
+    """The DNS names of roles in the certificate of a process of `role`."""
+    return [role_name(each) for each in ((role, "prefill", "decode") if role == "mixed" else (role,))]
 
 
 def principal_of(role: str, name: str) -> str:
@@ -138,9 +146,10 @@ class Tls:
 
     def _check(self, cert: bytes, key: bytes, ca: bytes) -> Identity:
         names = _check_files(cert, key, ca, self._paths)
-        if self._role and role_name(self._role) not in names:
+        needed = certificate_names(self._role) if self._role else []
+        if missing := [name for name in needed if name not in names]:
             raise ConfigError(
-                f"tls_cert: {self._paths['tls_cert']!r} must name {role_name(self._role)}, "
+                f"tls_cert: {self._paths['tls_cert']!r} must name {' and '.join(missing)}, "
                 f"it names {', '.join(names) or 'nothing'}"
             )
         principal = _principal(names)

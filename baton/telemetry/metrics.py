@@ -27,8 +27,9 @@ from prometheus_client.samples import Sample
 
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 
-ROUTER, PREFILL, DECODE = "router", "prefill", "decode"
+ROUTER, PREFILL, DECODE, MIXED = "router", "prefill", "decode", "mixed"
 WORKERS = (PREFILL, DECODE)
+"""Roles of families and of labels; a mixed worker has both."""
 ROLES = (ROUTER, *WORKERS)
 
 MAX_TENANTS = 100
@@ -190,13 +191,14 @@ REQUEST_GENERATION_TOKENS = _histogram(
 
 RUNNING = _gauge(
     "baton_requests_running",
-    "Router: attempts that workers serve. Prefill: prompts that are computed. Decode: sequences in the batch.",
+    "Router: attempts that workers serve. Prefill: prompts that are computed. Decode: sequences in the batch. "
+    "Mixed: the sum of both.",
     ROLES,
 )
 WAITING = _gauge(
     "baton_requests_waiting",
     "Router: requests in the queue. Prefill: prompts before their first chunk. Decode: reservations and sequences "
-    "that wait.",
+    "that wait. Mixed: the sum of both.",
     ROLES,
 )
 QUEUED_SECONDS = _gauge(
@@ -208,7 +210,9 @@ QUEUED_SECONDS = _gauge(
 SLOTS = _gauge("baton_slots", "Slots of the generation batch, by state.", DECODE, state=("used", "free"))
 PAGES = _gauge("baton_pages", "Pages of the KV pool, by state.", WORKERS, state=("used", "free", "cached"))
 KV_USAGE = _gauge("baton_kv_cache_usage_perc", "Part of the pages that requests use; 1 is all.", WORKERS)
-FLEET = _gauge("baton_workers", "Workers that the router can use, by role.", ROUTER, role=WORKERS)
+FLEET = _gauge(
+    "baton_workers", "Workers that the router can use, by what they do: mixed ones count twice.", ROUTER, role=WORKERS
+)
 
 # Failures and migrations.
 
@@ -362,6 +366,8 @@ def set_kv_usage(*, used: int, free: int, cached: int) -> None:
 class Exposition:
     """The metrics of one process: the families of its role, and those of the process itself.
 
+    A mixed worker exports the families of prefill and decode workers, each family once.
+
     A scrape calls `refresh` on the event loop, which sets gauges by the function `measure` and asks `model` for the
     values of `baton_model_info`; then `text`, on any thread, because it takes up to 50 ms. A worker sets both functions
     when its model is loaded.
@@ -375,9 +381,10 @@ class Exposition:
         measure: Callable[[], None] = lambda: None,
         model: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
-        self._role = role
+        self._roles = frozenset(WORKERS if role == MIXED else (role,))
         self._labels = {"model_name": model_name, "role": role}
-        self._metrics = [metric for name, metric in _METRICS.items() if role in METRIC_FAMILIES[name].roles]
+        families = METRIC_FAMILIES
+        self._metrics = [metric for name, metric in _METRICS.items() if self._roles.intersection(families[name].roles)]
         self.measure = measure
         self.model = model
         self._model_info: Mapping[str, object] = {}
@@ -399,8 +406,8 @@ class Exposition:
             metric.samples = [
                 each._replace(labels=self._labels | each.labels)
                 for each in metric.samples
-                # A worker speaks of its own role alone.
-                if self._role == ROUTER or each.labels.get("role", self._role) == self._role
+                # A worker speaks of its own roles alone.
+                if ROUTER in self._roles or "role" not in each.labels or each.labels["role"] in self._roles
             ]
             yield metric
         for collector in (PROCESS_COLLECTOR, PLATFORM_COLLECTOR, GC_COLLECTOR):

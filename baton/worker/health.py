@@ -22,6 +22,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from baton.engine import contract
 from baton.engine.contract import Engine, PromptChunk, compute_chunk
@@ -235,6 +236,71 @@ class IdleAudit:
                 self._on_violation(EngineError(f"the ledger does not add up: {ledger.violation}"))
                 return
             await asyncio.sleep(MIN_INTERVAL_S)
+
+
+class AuditedService(Protocol):
+    """A service of a worker, for the ledger."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether it holds no page."""
+
+    def ledger_entries(self) -> Sequence[LedgerEntry]:
+        """One entry for each owner of pages."""
+
+    def fail_engine(self, error: BaseException) -> object:
+        """End all its requests because the engine can't go on; idempotent."""
+
+
+class WorkerAudit:
+    """The ledger of a worker: the entries of all its services. It is audited when all of them are idle.
+
+    A fault that one service finds ends the others too, because they share the engine. Used on the asyncio loop only.
+    """
+
+    def __init__(self, identity: WorkerIdentity, engine: Engine) -> None:
+        self._identity = identity
+        self._engine = engine
+        self._services: list[AuditedService] = []
+        self._audit = IdleAudit(self.ledger, lambda: all(each.idle for each in self._services), self.fail)
+        self._running: asyncio.Task[None] | None = None
+
+    def add(self, service: AuditedService) -> None:
+        """Add a service."""
+        self._services.append(service)
+
+    def start(self) -> None:
+        """Audit whenever the worker becomes idle; idempotent."""
+        if self._running is None:
+            self._running = asyncio.create_task(self._audit.run(), name="idle-audit")
+            self._running.add_done_callback(self._on_stopped)
+
+    def notify(self) -> None:
+        """Tell the audit that the worker may have become idle."""
+        self._audit.notify()
+
+    async def ledger(self) -> Ledger:
+        """The ledger: all owners of pages, and whether the sums are right."""
+
+        def entries() -> list[LedgerEntry]:
+            return [entry for service in self._services for entry in service.ledger_entries()]
+
+        return await build_ledger(self._identity, self._engine, entries)
+
+    def fail(self, error: BaseException) -> None:
+        """End all requests of all services."""
+        for service in self._services:
+            service.fail_engine(error)
+
+    async def close(self) -> None:
+        """End the audit; idempotent."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait([self._running])
+
+    def _on_stopped(self, running: asyncio.Task[None]) -> None:
+        if not running.cancelled() and (error := running.exception()) is not None:
+            self.fail(error)
 
 
 def describe(ledger: Ledger) -> str:

@@ -12,7 +12,7 @@ import contextlib
 import faulthandler
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -238,7 +238,7 @@ async def serve_listeners(
     watchdog: Watchdog,
     probes: WorkerProbes,
     *,
-    control: Service,
+    control: Sequence[Service],
     kv: Service,
     ledger: LedgerSource,
     cache: CacheSource,
@@ -249,7 +249,7 @@ async def serve_listeners(
     tls: Tls | None = None,
     tickets: TicketVerifier | None = None,
 ) -> AsyncIterator[WorkerAddresses]:
-    """Serve `control` (with Worker, Admin, health and reflection) and `kv` until the block ends.
+    """Serve the services of `control` (with Worker, Admin, health and reflection) and `kv` until the block ends.
 
     `watchdog` decides the health of both gRPC listeners, the answers of `probes`, and the stall in `status`. When the
     engine hangs, the stacks of all threads are logged, /live turns negative, and `fail` is called. It is called too
@@ -262,7 +262,8 @@ async def serve_listeners(
     def add_control(server: grpc.aio.Server) -> None:
         worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(status), server)
         add_admin(server, AdminSources(status.identity.worker_id, status.identity.role.value, ledger, cache, clear))
-        control.add(server)
+        for service in control:
+            service.add(server)
 
     def serve(*, field: str, **what: Any) -> contextlib.AbstractAsyncContextManager[Listener]:
         address = getattr(config, field)
@@ -273,7 +274,7 @@ async def serve_listeners(
     async with contextlib.AsyncExitStack() as stack:
         kv_listener = await stack.enter_async_context(serve(field="kv", add=kv.add, services=[kv.name], roles=KV_ROLES))
         status.advertise(config.kv_advertise or f":{kv_listener.address.rpartition(':')[2]}")
-        services = [control.name, WORKER_SERVICE, ADMIN_SERVICE]
+        services = [*(each.name for each in control), WORKER_SERVICE, ADMIN_SERVICE]
         control_listener = await stack.enter_async_context(
             serve(field="control", add=add_control, services=services, roles=CONTROL_ROLES)
         )

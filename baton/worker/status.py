@@ -3,7 +3,8 @@
 `WorkerIdentity` is valid for one incarnation, which is a new random id at every start. `StatusHub` is the
 worker's side: services call `notify`, `drain` and `set_stalled`. Each watcher gets the status at once, then after each
 change, and at least every MAX_INTERVAL_S. Changes that come while a message is being sent, or within MIN_INTERVAL_S of
-it, are sent together.
+it, are sent together. A router that has read that the worker drains ends its watch when it needs nothing more from it:
+until then, messages may be on their way in both directions.
 
 A block counts as cached while the engine's pages or the cache's host memory have it. It is reported as stored when the
 first of them gets it, and as dropped when the last has lost it. The tiers report changes from any thread, and the
@@ -172,6 +173,9 @@ class StatusHub:
         self._prefixes = prefixes
         self._draining = self._stalled = False
         self._closed = False
+        self._watches = 0
+        self._unwatched = asyncio.Event()
+        self._unwatched.set()
         self._changed = asyncio.Event()
         self._ticket_key_ids: Callable[[], tuple[bytes, ...]] | None = None
 
@@ -184,7 +188,7 @@ class StatusHub:
 
     @property
     def draining(self) -> bool:
-        """Whether the worker refuses new work."""
+        """Whether the worker should get no new work."""
         return self._draining
 
     def status(self) -> WorkerStatus:
@@ -209,9 +213,13 @@ class StatusHub:
         self._changed = asyncio.Event()
 
     def drain(self) -> None:
-        """Tell watchers that the worker refuses new work."""
+        """Tell watchers that the worker should get no new work."""
         self._draining = True
         self.notify()
+
+    async def wait_unwatched(self) -> None:
+        """Wait until no watch is open; for a drain."""
+        await self._unwatched.wait()
 
     def set_stalled(self, stalled: bool) -> None:
         """Set whether the engine has work but makes no progress, and tell watchers."""
@@ -228,6 +236,8 @@ class StatusHub:
         """Yield the status at once, on change, and at least every MAX_INTERVAL_S, until the hub is closed."""
         subscriber = self._prefixes.subscribe() if self._prefixes else None
         told_drain = False
+        self._watches += 1
+        self._unwatched.clear()
         try:
             # An idle worker may close the hub right after it began to drain.
             while not self._closed or told_drain != self._draining:
@@ -244,6 +254,9 @@ class StatusHub:
         finally:
             if self._prefixes and subscriber:
                 self._prefixes.unsubscribe(subscriber)
+            self._watches -= 1
+            if not self._watches:
+                self._unwatched.set()
 
 
 MAX_NAMES = 2048

@@ -6,7 +6,9 @@ A worker that prefills has assignments, one that decodes has a session, and a mi
 
 A worker sends its status on the watch at least every second. If the watch is silent for `SILENCE_S` seconds, the worker
 is stopped or cut off: it is lost, and all attempts there fail at once. A worker that reports that it makes no progress
-is lost too, until it reports progress. A draining worker leaves when its watch ends, without a warning in the log. A
+is lost too, until it reports progress. A worker that drains gets nothing new, and the router ends its watch when it has
+nothing there any more. The worker waits for that, so no message is lost on its way. Such an end, and a later one of a
+draining worker, is logged without a warning; until the worker ends, dials find it still draining, and leave again. A
 new worker is listed before it listens, since it loads its model first; the log warns if it does not listen for long.
 """
 
@@ -52,6 +54,7 @@ _LOAD_S = 600.0
 _UNWANTED = "it is no longer wanted"
 _STALLED = "it answers, but makes no progress"
 _SILENT = "was silent for"
+_DRAINED = "it has drained"
 
 
 class LinkOwner(Protocol):
@@ -221,6 +224,12 @@ class WorkerLink:
         """Whether the worker reports that it takes no new work."""
         return self.status is not None and self.status.draining
 
+    @property
+    def _in_use(self) -> bool:
+        """Whether requests of this router are at the worker, or on their way there."""
+        in_session = self.session is not None and self.session.open_calls > 0
+        return in_session or bool(self._assignments) or bool(self._suspects)
+
     def prefill_view(self, *, retired: bool) -> PrefillView | None:
         """The view of a worker that prefills for placement; None while it is lost.
 
@@ -288,9 +297,15 @@ class WorkerLink:
                     if status.stalled:
                         self._lose(_STALLED)
                         continue
+                    if status.draining and self.status is None:
+                        self._has_drained, self._expected_by = True, None
+                        self._losses.record_status(self.label, status.identity.incarnation)
+                        return _DRAINED
                     if status.draining and not self.draining:
                         _logger.info("%s worker %s drains", self.role.value, _name(status, self.address))
                     self._update_status(status)
+                    if status.draining and not self._in_use:
+                        return _DRAINED
         except grpc.aio.AioRpcError as error:
             return str(error.details() or error.code().name)
         except BatonError as error:

@@ -4,10 +4,12 @@ The latter with torch's operators, with native kernels, with two thirds of the p
 host memory, and with two tensor-parallel ranks.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,6 +18,9 @@ from baton.engine.fake import FakeEngine
 from tests.contract.engines import Rig
 from tests.kernels import KERNELS
 from tests.rank_threads import RankThread
+
+if TYPE_CHECKING:
+    from baton.engine.load import LoadedModel
 
 SIZES = {"page_size": 16, "pages": 64, "slots": 6, "max_model_len": 512}
 
@@ -47,8 +52,10 @@ def make_torch(
     `home`: "both" if a third of the pages is in host memory, "host" if all are; attention takes them in segments of
     some tokens.
     """
+    import torch
+
     from baton.engine.config import EngineConfig
-    from baton.engine.factory import build
+    from baton.engine.factory import assemble, build
     from baton.kv.format import DTYPE_BYTES
     from baton.model.config import ModelConfig
 
@@ -64,7 +71,21 @@ def make_torch(
         kernels = "torch"  # There are no native ones for it.
     chosen["kv_memory"] = page_bytes * pages
     config = EngineConfig(str(checkpoint), device=device, threads=1, kernels=kernels, tensor_parallel=ranks, **chosen)
-    return build(config, steps_ahead, start_rank=RankThread)
+    if ranks > 1:
+        return build(config, steps_ahead, start_rank=RankThread)
+    torch.set_num_threads(1)
+    return assemble(loaded(checkpoint, device, kernels, chosen["kv_dtype"]), config, steps_ahead)
+
+
+@cache
+def loaded(checkpoint: Path, device: str, kernels: str, kv_dtype: str) -> LoadedModel:
+    """A model for all engines of a process, because engines leave it as it is."""
+    from baton.engine.config import EngineConfig
+    from baton.engine.factory import load
+    from baton.process.load_progress import LoadProgress
+
+    config = EngineConfig(str(checkpoint), device=device, threads=1, kernels=kernels, kv_dtype=kv_dtype)
+    return load(config, LoadProgress())
 
 
 @pytest.fixture(params=["fake", *KERNELS, "hosted", pytest.param("ranks", marks=pytest.mark.long)])

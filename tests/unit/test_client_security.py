@@ -147,6 +147,7 @@ async def test_a_client_is_told_what_it_reached(face: str) -> None:
     async with (
         served(Router(), tls=tls("router")) as router,
         served(Router(), tls=tls("prefill"), roles=("router",)) as worker,
+        served(Router(), tls=tls("mixed"), roles=("router",)) as mixed,
         listen("127.0.0.1:0", insecure=False, add=lambda server: None, services=[]) as plain,
         serve_ops("127.0.0.1:0", Exposition("router", "m"), not_ready=str) as ops,
     ):
@@ -155,6 +156,7 @@ async def test_a_client_is_told_what_it_reached(face: str) -> None:
             (router.address, {"ca": others}, "has a certificate that the given CA did not sign: check ca (--ca)"),
             (router.address, {"ca": ca, "server_name": "x.org"}, "server_name (--server-name) is the name to expect"),
             (worker.address, {"ca": ca}, "): it is a prefill worker, and requests go to a router"),
+            (mixed.address, {"ca": ca}, "): it is a mixed worker, and requests go to a router"),
             (worker.address, {"ca": ca, "server_name": "prefill.baton"}, "give cert and key (--cert, --key)"),
             (plain.address, {"ca": ca}, "does not speak TLS: leave out tls and ca (--tls, --ca), or check the address"),
             (plain.address, {}, "has no such method: requests go to the grpc address of a router"),

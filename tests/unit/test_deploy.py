@@ -62,8 +62,8 @@ def test_services_understand_their_environment() -> None:
 def test_compose_passes_cores_and_processes_on() -> None:
     texts = dict(compose_texts())
     assert texts["router"]["BATON_PROCESSES"] == "${BATON_PROCESSES:-1}"
-    cores = [texts[f"{role}_svc"]["BATON_CPUS"] for role in ("prefill", "decode")]
-    assert cores == ["${PREFILL_CPUS:-}", "${DECODE_CPUS:-}"]
+    cores = [texts[f"{role}_svc"]["BATON_CPUS"] for role in ("prefill", "decode", "mixed")]
+    assert cores == ["${PREFILL_CPUS:-}", "${DECODE_CPUS:-}", "${MIXED_CPUS:-}"]
     for module, environment in texts.items():
         configured(module, {name: shell_default(text) for name, text in environment.items()})
 
@@ -93,8 +93,11 @@ def compose_services() -> dict[str, dict[str, Any]]:
 
 def test_one_service_builds_the_image_and_nobody_pulls_it() -> None:
     ours = {name: service for name, service in compose_services().items() if service["image"] == IMAGE}
-    assert ours.keys() == {"router", "prefill", "decode"}
+    assert ours.keys() == {"router", "prefill", "decode", "mixed"}
     assert [name for name, service in ours.items() if "build" in service] == ["router"]
+    assert {name: service["profiles"] for name, service in ours.items() if "profiles" in service} == {
+        "mixed": ["mixed"]
+    }
     assert {service["pull_policy"] for service in ours.values()} == {"never"}
 
 
@@ -129,7 +132,7 @@ def test_monitoring_is_provisioned_from_files_that_exist() -> None:
             assert not source.startswith(".") or (DEPLOY / source).is_dir(), source
     scrape = yaml.safe_load((DEPLOY / "monitoring/prometheus.yaml").read_text())["scrape_configs"]
     looked_up = {job["job_name"]: job["dns_sd_configs"][0]["names"] for job in scrape}
-    assert looked_up == {f"baton-{role}": [role] for role in ("router", "prefill", "decode")}
+    assert looked_up == {f"baton-{role}": [role] for role in ("router", "prefill", "decode", "mixed")}
 
 
 def test_flash_attn_is_built_after_torch_and_not_in_isolation() -> None:
@@ -161,13 +164,14 @@ def test_redis_evicts_within_its_memory_and_keeps_nothing(kind: str, tmp_path: P
 
 
 @pytest.mark.parametrize("environments", [compose_texts, secure_compose])
-def test_workers_of_both_roles_share_redis_and_all_share_the_secret(environments: Any) -> None:
+def test_workers_of_all_roles_share_redis_and_all_share_the_secret(environments: Any) -> None:
     seen = {module: environment for module, environment, *_ in environments()}
     assert seen.keys() == CONFIGS.keys()
     assert {module: environment.get("BATON_REDIS") for module, environment in seen.items()} == {
         "router": None,
         "prefill_svc": "redis://redis:6379",
         "decode_svc": "redis://redis:6379",
+        "mixed_svc": "redis://redis:6379",
     }
     secrets = {environment.get("BATON_FLEET_SECRET") for environment in seen.values()}
     assert len(secrets) == 1

@@ -33,11 +33,11 @@ REST = ("redis-external", "ingress")
 """Components of the fleet REST, which no overlay uses."""
 FLEETS = [*OVERLAYS, "REST", "DOCS"]
 DOCS = (ROOT / "docs" / "deploy.md").read_text()
-MODULES = {"router": "router", "prefill": "prefill_svc", "decode": "decode_svc"}
+MODULES = {"router": "router", "prefill": "prefill_svc", "decode": "decode_svc", "mixed": "mixed_svc"}
 CRDS = json.loads((ROOT / "tests" / "crds.json").read_text())
 SECRETS = {
     *("baton-fleet", "baton-redis", "baton-hf", "baton-ticket-key", "baton-ticket-keys", "baton-api-keys"),
-    *(f"baton-{name}-tls" for name in ("router", "prefill", "decode", "redis", "gateway", "ingress")),
+    *(f"baton-{name}-tls" for name in ("router", "prefill", "decode", "mixed", "redis", "gateway", "ingress")),
 }
 """Objects that users or cert-manager create."""
 
@@ -373,8 +373,8 @@ def test_routers_and_workers_find_each_other(documents: list[Document]) -> None:
     found = {name_of(each): each["spec"] for each in of_kind(documents, "Service")}
     for role, _, container in services(documents):
         values = environment(documents, container)
-        targets = [values["BATON_PREFILL"], values["BATON_DECODE"]] if role == "router" else []
-        for target in targets:
+        targets = ("BATON_PREFILL", "BATON_DECODE", "BATON_MIXED") if role == "router" else ()
+        for target in map(values.__getitem__, targets):
             host, port = parse_address(target.removeprefix("dns:///"))
             # Routers must see each worker.
             assert found[host]["clusterIP"] == "None"
@@ -420,7 +420,7 @@ def test_selectors_select(documents: list[Document]) -> None:
                 port["name"] for pod in there for each in pod["containers"] for port in each["ports"]
             }
     for monitor in of_kind(documents, "PodMonitor"):
-        assert len(selected(monitor["spec"]["selector"])) == 3
+        assert len(selected(monitor["spec"]["selector"])) == len(MODULES)
 
 
 def ports_of(pods: list[Document]) -> set[str]:
@@ -462,7 +462,7 @@ def test_what_downloads_may_reach_the_hub(model: str, tmp_path: Path) -> None:
     )
     documents = build(tmp_path)
     loaders = [labels for _, labels, pod in pods(documents) if downloads(pod)]
-    assert len(loaders) == {"model-pvc": 1, "model-node-cache": 3}[model]
+    assert len(loaders) == {"model-pvc": 1, "model-node-cache": 4}[model]
     for each in loaders:
         assert 443 in {
             port["port"]
@@ -481,7 +481,8 @@ def test_autoscalers_have_the_replicas_to_themselves(documents: list[Document]) 
     replicas = {name_of(each): each["spec"].get("replicas") for each in of_kind(documents, "Deployment")}
     for scaler in of_kind(documents, "HorizontalPodAutoscaler"):
         spec = scaler["spec"]
-        assert replicas[spec["scaleTargetRef"]["name"]] is None
+        # At 0 replicas an autoscaler rests.
+        assert replicas[name := spec["scaleTargetRef"]["name"]] in ((0, None) if name.endswith("mixed") else (None,))
         # A rollout without room for a new pod leaves one.
         assert 2 <= spec["minReplicas"] < spec["maxReplicas"]
         external = [metric["external"] for metric in spec["metrics"] if metric["type"] == "External"]
@@ -495,14 +496,40 @@ def test_autoscalers_have_the_replicas_to_themselves(documents: list[Document]) 
                 *family.all_labels,
                 *labels_of_targets(documents),
             }
-            if each["metric"]["name"] == "baton_requests_running" and name_of(scaler).endswith("decode"):
+            if each["metric"]["name"] == "baton_requests_running" and name_of(scaler).endswith(("decode", "mixed")):
                 assert int(each["target"]["averageValue"]) == DecodeConfig().slots * 3 // 4
+
+
+@pytest.mark.parametrize("others", [[], ["autoscaling", "monitoring"]])
+def test_mixed_workers_take_the_place_of_the_others(others: list[str], tmp_path: Path) -> None:
+    here = os.path.relpath(KUBERNETES, tmp_path)
+    parts = [f"{here}/components/{name}" for name in (*others, "mixed")]
+    (tmp_path / "kustomization.yaml").write_text(
+        yaml.safe_dump({"resources": [f"{here}/base"], "components": parts, "namePrefix": "chat-"})
+    )
+    documents = build(tmp_path)
+    replicas = {
+        name_of(each).removeprefix("chat-baton-"): each["spec"].get("replicas") for each in deployments(documents)
+    }
+    assert replicas == {"router": None if others else 2, "prefill": 0, "decode": 0, "mixed": None}
+    scaled = {each["spec"]["scaleTargetRef"]["name"] for each in of_kind(documents, "HorizontalPodAutoscaler")}
+    assert ("chat-baton-mixed" in scaled) is bool(others)
+
+
+@pytest.mark.parametrize("fleet", [name for name in FLEETS if name != "mixed"])
+def test_other_fleets_have_no_mixed_workers(fleet: str, rendered: Callable[[str], list[Document]]) -> None:
+    for each in deployments(rendered(fleet)):
+        assert (each["spec"].get("replicas") == 0) is name_of(each).endswith("mixed")
+
+
+def deployments(documents: list[Document]) -> list[Document]:
+    return of_kind(documents, "Deployment")
 
 
 def test_a_rollout_works_where_every_device_is_taken(rendered: Callable[[str], list[Document]]) -> None:
     for name in ("gpu", "production", "cpu-pinned"):
         for workload, labels, pod in pods(rendered(name)):
-            if labels["app.kubernetes.io/component"] in ("prefill", "decode"):
+            if labels["app.kubernetes.io/component"] in ("prefill", "decode", "mixed"):
                 assert workload["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
                 resources = pod["containers"][0]["resources"]
                 if name == "cpu-pinned":

@@ -95,7 +95,7 @@ def exists(named: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "named", ["ChunkRunner._compute", "Sequence.next_positions", "Nothing.run", "router/nothing.py"]
+    "named", ["PrefillScheduler._compute", "Sequence.next_positions", "Nothing.run", "router/nothing.py"]
 )
 def test_a_name_that_is_elsewhere_does_not_exist(named: str) -> None:
     assert not exists(named)

@@ -42,7 +42,6 @@ from baton.planner.shape import ModelShape
 
 _COUNT = click.IntRange(min=1)
 _BITS = click.IntRange(1, 32)
-_HOMES = click.Choice(["device", "host"])
 _ENGINE, _STREAMING = "baton/engine/factory.py", "docs/long-prompts.md"
 
 

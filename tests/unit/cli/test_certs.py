@@ -37,7 +37,7 @@ def test_one_command_makes_all(tmp_path: Path) -> None:
     out = tmp_path / "new" / "secrets"
     listed = run("--out", str(out), "--days=7", "--host=baton.example.org", "--host=192.0.2.7").split()
     assert sorted(listed) == sorted(str(path) for path in out.iterdir())
-    for role in ("router", "prefill", "decode", "admin"):
+    for role in ("router", "prefill", "decode", "mixed", "admin"):
         assert tls(role, out).principal == f"baton://{role}/{role}"
         certificate = x509.load_pem_x509_certificate((out / f"{role}.crt").read_bytes())
         left = certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
@@ -45,6 +45,7 @@ def test_one_command_makes_all(tmp_path: Path) -> None:
     hosts = ["localhost", "127.0.0.1", "::1", "baton.example.org", "192.0.2.7"]
     assert names(out / "router.crt") == ["router.baton", "baton://router/router", *hosts]
     assert names(out / "decode.crt") == ["decode.baton", "baton://decode/decode"]
+    assert names(out / "mixed.crt") == ["mixed.baton", "prefill.baton", "decode.baton", "baton://mixed/mixed"]
     private = load_pem_private_key((out / "ticket.key").read_bytes(), None)
     public = load_pem_public_key((out / "ticket.pub").read_bytes())
     assert isinstance(private, Ed25519PrivateKey)

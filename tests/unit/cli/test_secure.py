@@ -68,4 +68,6 @@ def test_half_a_directory_is_refused_with_advice_that_works(there: str, tmp_path
     if there not in ("ca.crt", "ca.key"):
         (half / there).unlink()
     SecureFleet.prepare(half, [], {"prefill": 1, "decode": 1})
-    assert contents(half).keys() > contents(whole).keys() - {"prefill.crt", "prefill.key", "decode.crt", "decode.key"}
+    assert contents(half).keys() > contents(whole).keys() - {
+        f"{role}.{kind}" for role in ("prefill", "decode", "mixed") for kind in ("crt", "key")
+    }

@@ -150,6 +150,22 @@ def test_workers_are_given_one_file_for_packed_weights(ups: list[Up]) -> None:
     assert own.until(r"decode-0 +\| pid=.* --packed-weights=(\S+)")[1] == "/dev/shm/own"
 
 
+def test_mixed_workers_are_started_and_restarted_as_others(ups: list[Up]) -> None:
+    up = start(ups, "--prefill=1", "--mixed=2")
+    assert " prefill=1 mixed=2\n" in up.ready()
+    given = {name: up.until(rf"{name} +\| pid=.* argv=(.*)")[1].split() for name in ("prefill-0", "mixed-1", "router")}
+    weights = [[flag for flag in given[name] if flag.startswith("--packed-weights=")] for name in given]
+    assert weights[0] == weights[1] != weights[2] == []
+    # Nothing may come from variables, which could name decode workers elsewhere.
+    assert {"--prefill=127.0.0.1:1", "--decode=", "--mixed=127.0.0.1:1,127.0.0.1:1"} <= set(given["router"])
+    os.kill(up.pid_of("mixed-0"), signal.SIGKILL)
+    up.until(r"up +\| mixed-0 was killed by SIGKILL; its last line: pid=.*; it is started again at once\n")
+    pids = up.pids(5)
+    up.process.send_signal(signal.SIGTERM)
+    assert up.end() == 0
+    assert gone(pids, 0)
+
+
 def test_the_routers_death_is_named_and_ends_all(ups: list[Up]) -> None:
     up = start(ups)
     up.ready()

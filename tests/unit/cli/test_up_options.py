@@ -33,6 +33,10 @@ def invoke(*flags: str, **environ: str) -> Result:
         (["--model=/no/such/model"], {}, ["--model", "/no/such/model", "not a directory"]),
         (["--model=."], {}, ["--model", "no config.json"]),
         (["--prefill=0"], {}, ["--prefill", "0"]),
+        (["--mixed=0"], {}, ["--mixed", "0"]),
+        (["--mixed-pp=2"], {}, ["--mixed-pp", "there are no mixed workers"]),
+        (["--mixed=1", "--decode-tp=2"], {}, ["--decode-tp", "there are no decode workers"]),
+        (["--mixed=1", "--itl-target-ms=-1"], {}, ["--itl-target-ms", "-1"]),
         (["--slots=0"], {}, ["--slots", "0"]),
         (["--kv-memory=-4GiB"], {}, ["--kv-memory", "-4GiB"]),
         (["--grpc=nowhere"], {}, ["--grpc", "HOST:PORT", "nowhere"]),
@@ -102,6 +106,40 @@ def test_services_get_what_was_asked_for_and_they_know(started: list[UpOptions],
         "decode": {*worker, "--worker-id=decode-0", "--slots=4"},
         "router": {*shared, "--grpc=127.0.0.1:0", "--ops=127.0.0.1:0", "--insecure=False", "--processes=3"},
     }
+
+
+@pytest.mark.parametrize(
+    ("flags", "workers"),
+    [
+        (["--mixed=2"], {"mixed": 2}),
+        (["--mixed=1", "--prefill=3"], {"prefill": 3, "mixed": 1}),
+        (["--mixed=1", "--decode=1"], {"decode": 1, "mixed": 1}),
+        (["--decode=2"], {"prefill": 1, "decode": 2}),
+    ],
+)
+def test_mixed_workers_stand_in_for_the_roles_that_are_not_asked_for(
+    flags: list[str], workers: dict[str, int], started: list[UpOptions]
+) -> None:
+    # A variable of a role that the fleet does not have.
+    result = invoke(*flags, BATON_LEASE_S="5", BATON_CONVERT_KV="1" if "mixed" in workers else "")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert started[0].workers == workers
+
+
+def test_a_mixed_worker_gets_the_settings_of_both_roles_and_all_cores(
+    monkeypatch: pytest.MonkeyPatch, started: list[UpOptions]
+) -> None:
+    monkeypatch.setattr(cores, "affinity", lambda: 8)
+    monkeypatch.setattr(cores, "quota", lambda: 8.0)
+    settings = ["--slots=4", "--chunk-size=64", "--itl-target-ms=50"]
+    assert invoke("--mixed=1", *settings).exit_code == invoke("--mixed=2", "--mixed-tp=2").exit_code == 0
+    assert {"--worker-id=mixed-0", "--threads=8", "--slots=4", "--chunk-size=64", "--itl-target-ms=50.0"} < set(
+        started[0].flags("mixed", "mixed-0", None)
+    )
+    assert {"--worker-id=mixed-1", "--threads=2", "--tensor-parallel=2"} < set(
+        started[1].flags("mixed", "mixed-1", None)
+    )
+    assert [options.describe_workers() for options in started] == ["mixed=1", "mixed=2 mixed_tp=2"]
 
 
 def test_a_secure_fleet_is_checked_with_its_files(started: list[UpOptions], tmp_path: Path) -> None:

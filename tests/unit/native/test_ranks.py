@@ -138,7 +138,7 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[RankProcesses]:
-    with RankProcesses(2, exchange_floats(50)) as pair:
+    with RankProcesses(2, exchange_floats(50), __name__) as pair:
         yield pair
 
 
@@ -147,7 +147,7 @@ def test_passes_of_two_ranks_equal_those_of_one(pair: RankProcesses) -> None:
 
 
 def test_passes_of_four_ranks_equal_those_of_one() -> None:
-    with RankProcesses(4, exchange_floats(50)) as processes:
+    with RankProcesses(4, exchange_floats(50), __name__) as processes:
         _equal_one_rank(processes, 4)
 
 

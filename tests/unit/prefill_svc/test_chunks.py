@@ -41,8 +41,8 @@ class Worker:
         self._chunks = ChunkRunner(
             self.engine,
             thread or self.thread,  # type: ignore[arg-type]
-            self._scheduler,
             self.watchdog,
+            self._scheduler,
             self._jobs,
         )
         self.order: list[str] = []
@@ -56,12 +56,13 @@ class Worker:
         return asyncio.create_task(self._compute(job))
 
     async def _compute(self, job: PrefillJob) -> None:
+        def begin() -> None:
+            self.order.append(job.request.request_id)
+            self.watchdog.record()
+
         while job.computed_tokens < len(job.token_ids):
-            async with self._chunks.acquire_engine(job) as end:
-                self.order.append(job.request.request_id)
-                self.watchdog.record()
-                await self._chunks.run(job, end)
-                self.rates.append((job.request.request_id, job.scheduled.rate))
+            await self._chunks.compute(job, begin)
+            self.rates.append((job.request.request_id, job.scheduled.rate))
         self._scheduler.remove(job.scheduled)
 
 

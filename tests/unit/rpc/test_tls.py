@@ -82,6 +82,19 @@ async def test_both_sides_know_each_other(router: Router) -> None:
     assert tls("decode-1").principal == "baton://decode/decode-1"
 
 
+async def test_peers_of_a_mixed_worker_know_it_as_a_worker_of_either_role(router: Router) -> None:
+    async with served(router, tls=tls("mixed"), roles=("router", "decode")) as listener:
+        for role in ("mixed", "prefill", "decode"):
+            await ask(control_channel(listener.address, tls("router"), role))
+            await ask(kv_channel(listener.address, tls("mixed"), role))
+    assert {caller[1:] for caller in router.callers if caller.principal != "baton://router/router"} == {
+        ("baton://mixed/mixed", frozenset({"mixed", "prefill", "decode"}))
+    }
+    with pytest.raises(errors.ConfigError, match=r"must name mixed\.baton and prefill\.baton, it names baton:"):
+        Tls.load(SimpleNamespace(**settings(fleet(), "decode")), "mixed")
+    assert Tls.load(SimpleNamespace(**settings(fleet(), "mixed")), "mixed") is not None
+
+
 async def test_a_caller_of_another_role_is_refused_by_name(router: Router) -> None:
     async with served(router, tls=tls("decode"), roles=("router", "admin")) as listener:
         code, details = await refused(control_channel(listener.address, tls("prefill"), "decode"))

@@ -37,6 +37,19 @@ def test_a_worker_speaks_of_its_own_role() -> None:
     assert 'fingerprint="f",max_model_len="9"' in exported("decode", "baton_model_info")[0]
 
 
+def test_a_mixed_worker_speaks_of_both_roles() -> None:
+    metrics.QUEUED_SECONDS.labels("prefill").set(2)
+    metrics.QUEUED_SECONDS.labels("decode").set(3)
+    assert exported("mixed", "baton_queued_seconds") == [
+        '{model_name="m",role="prefill"} 2.0',
+        '{model_name="m",role="decode"} 3.0',
+    ]
+    assert len(exported("mixed", "baton_requests_running")) == 1
+    assert 'role="mixed"' in exported("mixed", "baton_slots")[0]
+    assert exported("mixed", "baton_prefill_tokens_total")
+    assert not exported("mixed", "baton_requests_refused_total")
+
+
 def exported(role: str, name: str) -> list[str]:
     exposition = Exposition(role, "m", model=lambda: {"fingerprint": "f", "max_model_len": 9})
     exposition.refresh()

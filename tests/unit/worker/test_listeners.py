@@ -58,7 +58,7 @@ async def ops_status(address: str, path: str) -> int:
 
 
 REST: dict[str, Any] = {
-    "control": Service("x.Control", nothing),
+    "control": [Service("x.Control", nothing)],
     "kv": Service("x.Kv", nothing),
     "ledger": no_ledger,
     "cache": nothing_cached,

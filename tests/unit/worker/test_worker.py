@@ -77,6 +77,20 @@ async def test_a_watch_tells_at_once_then_on_change_and_ends_with_the_hub() -> N
         await anext(watch)
 
 
+async def test_a_drain_waits_until_no_watch_is_open() -> None:
+    hub = StatusHub(new_identity(WorkerConfig(), WorkerRole.DECODE, SPEC, ""), WorkerLoad)
+    await hub.wait_unwatched()
+    watches = [hub.watch() for _ in range(2)]
+    for watch in watches:
+        await anext(watch)
+    waiting = asyncio.create_task(hub.wait_unwatched())
+    for watch in watches:
+        assert not waiting.done()
+        await watch.aclose()
+        await asyncio.sleep(0)
+    await waiting
+
+
 async def test_every_status_says_anew_whose_tickets_are_taken() -> None:
     hub, taken = StatusHub(new_identity(WorkerConfig(), WorkerRole.PREFILL, SPEC, ""), WorkerLoad), (b"old",)
     assert hub.status().identity.ticket_key_ids == ()

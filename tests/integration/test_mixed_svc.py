@@ -1,0 +1,430 @@
+"""A mixed worker over real gRPC: prompts in place, prompts for others and of others, and both in one pass."""
+
+import asyncio
+import contextlib
+import dataclasses
+import random
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+import mixed_svc.app
+from baton.config.worker import DecodeConfig, MixedConfig, PrefillConfig
+from baton.engine.fake import FakeEngine, expected_tokens
+from baton.errors import EngineError
+from baton.pb import decode_pb2, prefill_pb2
+from baton.request import SamplingParams
+from baton.rpc.convert import export_to_proto, sampling_to_proto
+from baton.telemetry.metrics import TRANSFER_BYTES
+from baton.worker.status import WorkerRole
+from decode_svc.app import run as run_decode
+from mixed_svc.app import load_report, run
+from prefill_svc.app import run as run_prefill
+from tests.checkpoints import lively_prompt, load_reference, prompt_ids
+from tests.decode_rig import WAIT_S, key
+from tests.decoding import digests
+from tests.metrics import count
+from tests.mixed_rig import Request, Worker, Workers, mixed
+from tests.prefill import fetch_all, read
+from tests.prefix_cache import MemoryPrefixCache
+
+TOKENS = 48
+GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[tuple[list[int], list[int]]]:
+    """Prompts of several lengths, with the tokens of transformers."""
+    model = load_reference(checkpoint)
+    found = [lively_prompt(model, length, TOKENS) for length in (3, 16, 33, 64, 130)]
+    return [(prompt, reference.token_ids) for prompt, reference in found]
+
+
+class Fleet:
+    """Workers of one checkpoint in float32."""
+
+    def __init__(self, checkpoint: Path, stack: contextlib.AsyncExitStack) -> None:
+        self._stack = stack
+        self._settings: dict[str, Any] = {
+            "model": str(checkpoint),
+            "dtype": "float32",
+            "threads": 1,
+            "kv_memory": 16 << 20,
+            "cache_budget_s": 60.0,
+        }
+        self.workers = Workers(stack)
+        self.engines: list[Any] = []
+
+    async def mixed(self, **settings: Any) -> Worker:
+        return await self._start(run(MixedConfig(**self._settings | settings)), decodes=True)
+
+    async def prefill(self, **settings: Any) -> Worker:
+        return await self._start(run_prefill(PrefillConfig(**self._settings | settings)), decodes=False)
+
+    async def decode(self, **settings: Any) -> Worker:
+        return await self._start(run_decode(DecodeConfig(**self._settings | settings)), decodes=True)
+
+    async def _start(self, running: Any, *, decodes: bool) -> Worker:
+        app = await self._stack.enter_async_context(running)
+        self.engines.append(app.engine)
+        return await self.workers.connect(app, decodes=decodes)
+
+
+@contextlib.asynccontextmanager
+async def fleet(checkpoint: Path) -> AsyncIterator[Fleet]:
+    async with contextlib.AsyncExitStack() as stack:
+        made = Fleet(checkpoint, stack)
+        yield made
+    assert [engine.audit() for engine in made.engines] == [{} for _ in made.engines]
+
+
+def watch_passes(engine: Any) -> list[tuple[int, int]]:
+    """The numbers of chunks and of sequences in each pass from now on."""
+    passes, launch = [], engine.launch
+
+    def watched(chunks: Any = (), **more: Any) -> Any:
+        launched = launch(chunks, **more)
+        passes.append((len(chunks), len(launched.batch)))
+        return launched
+
+    engine.launch = watched
+    return passes
+
+
+async def test_prompts_in_place_and_their_prefixes_equal_generate(
+    checkpoint: Path, expected: list[tuple[list[int], list[int]]]
+) -> None:
+    """A prompt again finds all but its last token in the pages, and a conversation that goes on finds its past."""
+    async with fleet(checkpoint) as made:
+        moved, turn = count(TRANSFER_BYTES.labels("received")), dataclasses.replace(GREEDY, max_tokens=16)
+        worker = await made.mixed(page_size=16)
+        engine = worker.app.engine
+        for prompt, tokens in expected:
+            # The prompts have beginnings in common.
+            found = min(engine.match_prefix(digests(engine, prompt)), len(prompt) - 1)
+            answer = await made.workers.complete(worker, worker, prompt, turn)
+            assert (answer.tokens, answer.pinned, answer.fetch_ms) == ([tokens[:16]], found, 0)
+            again = await made.workers.complete(worker, worker, prompt, turn, start_first=False)
+            pinned = min(len(prompt) // 16 * 16, len(prompt) - 1)
+            assert (again.tokens, again.pinned, again.cached) == ([tokens[:16]], pinned, pinned)
+            later = await made.workers.complete(worker, worker, [*prompt, *tokens[:16]], turn)
+            assert (later.tokens, later.pinned) == ([tokens[16:32]], (len(prompt) + 15) // 16 * 16)
+        assert count(TRANSFER_BYTES.labels("received")) == moved
+
+
+@pytest.mark.parametrize("chunk_size", [0, 7])
+async def test_passes_of_prompts_and_steps_give_the_tokens_of_separate_ones(
+    checkpoint: Path, expected: list[tuple[list[int], list[int]]], chunk_size: int
+) -> None:
+    async with fleet(checkpoint) as made:
+        worker = await made.mixed(chunk_size=chunk_size)
+        passes = watch_passes(worker.app.engine)
+        asked = [await made.workers.ask(worker, worker, prompt, GREEDY) for prompt, _ in expected]
+        answers = [await each.answer() for each in asked]
+        assert [answer.tokens for answer in answers] == [[tokens] for _, tokens in expected]
+        assert any(chunks and batch for chunks, batch in passes)
+        assert any(chunks > 1 for chunks, _ in passes)
+
+
+async def test_transfers_between_mixed_workers_and_others_equal_generate(
+    checkpoint: Path, expected: list[tuple[list[int], list[int]]]
+) -> None:
+    async with fleet(checkpoint) as made:
+        mixed, other = await made.mixed(), await made.mixed(page_size=32)
+        prefill, decode = await made.prefill(), await made.decode()
+        pairs = [(mixed, decode), (prefill, mixed), (mixed, other), (other, mixed), (other, other)]
+        asked = [
+            await made.workers.ask(source, target, prompt, GREEDY)
+            for (source, target), (prompt, _) in zip(pairs, expected, strict=True)
+        ]
+        for each, (_, tokens) in zip(asked, expected, strict=True):
+            answer = await each.answer()
+            assert answer.tokens == [tokens]
+            assert (answer.fetch_ms > 0) == (each.prefill is not each.decode)
+
+
+async def test_choices_reports_and_single_tokens_in_place_equal_those_of_a_fleet(checkpoint: Path) -> None:
+    prompt = prompt_ids(50)
+    several = SamplingParams(temperature=1.0, seed=7, max_tokens=12, ignore_eos=True, n=3)
+    report = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, prompt_logprobs=2)
+    one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    async with fleet(checkpoint) as made:
+        mixed, prefill, decode = await made.mixed(chunk_size=16), await made.prefill(), await made.decode()
+        for params in (several, report, one):
+            wanted = await made.workers.complete(prefill, decode, prompt, params)
+            found = await made.workers.complete(mixed, mixed, prompt, params)
+            assert found.tokens == wanted.tokens
+            assert [token.token_id for token in found.prompt_logprobs] == [
+                token.token_id for token in wanted.prompt_logprobs
+            ]
+            assert len(found.prompt_logprobs) == (len(prompt) if params is report else 0)
+        replayed = await made.workers.complete(mixed, mixed, prompt, GREEDY, outputs=[5, 6])
+        assert replayed.tokens == [
+            (await made.workers.complete(prefill, decode, prompt, GREEDY, outputs=[5, 6])).tokens[0]
+        ]
+
+
+# Ends and faults, on an engine whose tokens are computed by hand.
+
+
+class Gated(FakeEngine):
+    """A fake engine whose passes with chunks and steps wait for a gate."""
+
+    def __init__(self) -> None:
+        super().__init__(page_size=4, pages=512, slots=4)
+        self.gate, self.entered = threading.Event(), threading.Event()
+        self.fail = False
+
+    def launch(self, chunks: Any = (), **more: Any) -> Any:
+        if self.batch and not chunks and not self.gate.is_set():
+            # Or the first request could end before the second one has come.
+            time.sleep(0.025)
+        if chunks and self.batch:
+            self.entered.set()
+            assert self.gate.wait(60)
+            if self.fail:
+                self.fail = False
+                raise EngineError("told so by the test")
+        return super().launch(chunks, **more)
+
+    async def mixes(self) -> None:
+        """Wait until such a pass waits."""
+        assert await asyncio.to_thread(self.entered.wait, 60)
+
+
+LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+PROMPT = [(7 * i) % 1000 for i in range(60)]
+
+
+@contextlib.asynccontextmanager
+async def mixing() -> AsyncIterator[tuple[Gated, Workers, Worker, Request, Request]]:
+    """A worker in a pass with a step of one request and a chunk of another; the gate opens at the end."""
+    engine = Gated()
+    async with mixed(engine, chunk_size=8) as (app, workers):
+        worker = await workers.connect(app)
+        first = await workers.ask(worker, worker, [5, 7], LONG)
+        await worker.session.until(lambda: len(worker.session.tokens[first.name, 0]) > 1)
+        second = await workers.ask(worker, worker, PROMPT, LONG)
+        await engine.mixes()
+        try:
+            yield engine, workers, worker, first, second
+        finally:
+            engine.gate.set()
+            for each in (first, second):
+                each.reading.cancel()
+
+
+def prefill_request(name: str, prompt: Sequence[int], **more: Any) -> prefill_pb2.PrefillRequest:
+    return prefill_pb2.PrefillRequest(
+        request_id=name,
+        transfer_id=f"{name}/0/t",
+        prompt_token_ids=prompt,
+        choice_indexes=[0],
+        sampling=sampling_to_proto(GREEDY),
+        **more,
+    )
+
+
+async def start(worker: Worker, name: str) -> None:
+    """Start a reservation in place."""
+    source = export_to_proto(worker.export(f"{name}/0/t"))
+    await worker.session.say(start=decode_pb2.Start(key=key(name), source=source))
+
+
+async def until_free(engine: FakeEngine) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while engine.stats().used:  # noqa: ASYNC110 pages return on several threads
+            await asyncio.sleep(0.01)
+
+
+async def test_a_call_that_ends_in_a_mixed_pass_ends_its_reservation_and_no_other() -> None:
+    async with mixing() as (engine, _, worker, first, second):
+        second.call.cancel()
+        await asyncio.wait([second.reading])
+        engine.gate.set()
+        await worker.session.until(lambda: second.name in worker.session.failures)
+        failure = worker.session.failures.pop(second.name)
+        assert failure.kind == decode_pb2.AttemptFailure.KIND_TRANSFER
+        assert (await first.answer()).tokens == [expected_tokens([5, 7], 200)]
+        await until_free(engine)
+
+
+async def test_a_reservation_that_is_cancelled_in_a_mixed_pass_ends_its_prefill_and_no_other() -> None:
+    async with mixing() as (engine, _, worker, first, second):
+        await worker.session.cancel(second.name)
+        await worker.session.barrier()
+        engine.gate.set()
+        with pytest.raises(grpc.aio.AioRpcError, match="ended with its reservation"):
+            await asyncio.wait_for(second.reading, WAIT_S)
+        assert (await first.answer()).tokens == [expected_tokens([5, 7], 200)]
+        await until_free(engine)
+
+
+async def test_the_end_of_a_session_ends_everything_of_it() -> None:
+    async with mixing() as (engine, _, worker, first, second):
+        worker.session.call.cancel()
+        engine.gate.set()
+        await asyncio.wait([first.reading, second.reading], timeout=WAIT_S)
+        await until_free(engine)
+
+
+async def test_a_mixed_pass_that_fails_fails_both_kinds_and_the_worker_goes_on() -> None:
+    async with mixing() as (engine, workers, worker, first, second):
+        engine.fail = True
+        engine.gate.set()
+        await worker.session.until(lambda: {first.name, second.name} <= set(worker.session.failures))
+        with pytest.raises(grpc.aio.AioRpcError, match="told so by the test"):
+            await asyncio.wait_for(second.reading, WAIT_S)
+        kinds = [worker.session.failures.pop(each.name).kind for each in (first, second)]
+        assert kinds == [decode_pb2.AttemptFailure.KIND_ENGINE, decode_pb2.AttemptFailure.KIND_TRANSFER]
+        await until_free(engine)
+        answer = await workers.complete(worker, worker, PROMPT, GREEDY)
+        assert answer.tokens == [expected_tokens(PROMPT, TOKENS)]
+
+
+async def test_stopping_in_a_mixed_pass_leaves_nothing() -> None:
+    async with mixing() as (engine, *_):
+        asyncio.get_running_loop().call_later(0.1, engine.gate.set)
+
+
+async def test_a_drain_lets_both_kinds_end(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    async with mixing() as (engine, _, worker, first, second):
+        assert (await worker.session.reserve("granted", 9, 1)).granted
+        draining = asyncio.create_task(worker.app.drain())
+        await asyncio.sleep(0)
+        refused = await worker.session.reserve("late", 4, 4)
+        assert (refused.granted, refused.reason) == (False, "the worker is draining")
+        with pytest.raises(grpc.aio.AioRpcError, match="the worker is draining"):
+            await asyncio.wait_for(read(worker.prefill.Prefill(prefill_request("x", range(9)))), WAIT_S)
+        # The prompt of a reservation that was granted before the drain.
+        await start(worker, "granted")
+        third = read(worker.prefill.Prefill(prefill_request("granted", range(9), in_place=True)))
+        engine.gate.set()
+        assert (await first.answer()).tokens == [expected_tokens([5, 7], 200)]
+        assert (await second.answer()).tokens == [expected_tokens(PROMPT, 200)]
+        assert (await asyncio.wait_for(third, WAIT_S))[-1].HasField("done")
+        await asyncio.wait_for(draining, WAIT_S)
+        assert "drained" in caplog.messages
+
+
+async def test_a_prompt_for_another_worker_gets_its_pages_at_once_or_is_refused() -> None:
+    engine = FakeEngine(page_size=4, pages=16, slots=2)
+    async with mixed(engine) as (app, workers):
+        worker = await workers.connect(app)
+        held = await worker.session.reserve("held", 40, 4)
+        assert held.granted
+        request = prefill_request("r", range(40))
+        with pytest.raises(grpc.aio.AioRpcError, match="the pages for 40 tokens are not free") as refused:
+            await asyncio.wait_for(read(worker.prefill.Prefill(request)), WAIT_S)
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await worker.session.cancel("held")
+        await worker.session.barrier()
+        request = prefill_request("u", range(40))
+        assert (await asyncio.wait_for(read(worker.prefill.Prefill(request)), WAIT_S))[-1].HasField("done")
+        await worker.prefill.Abandon(
+            prefill_pb2.AbandonRequest(transfer_id="u/0/t", incarnation=app.status.identity.incarnation)
+        )
+
+
+async def test_pinned_tokens_of_another_prompt_are_not_used() -> None:
+    """The digests of a reservation come from a router; prefill has its own."""
+    async with mixed() as (app, workers):
+        worker = await workers.connect(app)
+        await workers.complete(worker, worker, PROMPT, GREEDY)
+        wrong = b"".join(digests(app.engine, PROMPT))
+        result = await worker.session.reserve("x", 60, 4, prefix_digests=wrong)
+        assert result.cached_tokens > 0
+        call = worker.prefill.Prefill(prefill_request("x", range(60), in_place=True))
+        await start(worker, "x")
+        with pytest.raises(grpc.aio.AioRpcError, match="pinned tokens are not those of the prompt"):
+            await asyncio.wait_for(read(call), WAIT_S)
+        await worker.session.until(lambda: "x" in worker.session.failures)
+        assert worker.session.failures["x"].kind == decode_pb2.AttemptFailure.KIND_TRANSFER
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_storm_of_ends_leaves_nothing(seed: int) -> None:
+    """Requests in place and for others, each of which ends in some way at some moment."""
+    draw = random.Random(seed)
+    engine = FakeEngine(page_size=4, pages=256, slots=3, chunk_time=0.002, step_time=0.001)
+    async with mixed(engine, chunk_size=8, lease_s=0.1, start_timeout_s=1.0) as (app, workers):
+        workers_here = [await workers.connect(app) for _ in range(2)]
+
+        async def one(number: int) -> None:
+            worker, name = draw.choice(workers_here), f"storm{number}"
+            prompt = [draw.randrange(1000) for _ in range(draw.randint(1, 60))]
+            in_place, how = draw.random() < 0.7, draw.choice(["whole", "call", "cancel", "abandon", "nothing"])
+            await asyncio.sleep(draw.random() * 0.3)
+            worker.session.tokens[name, 0] = [-1]
+            result = await worker.session.reserve(name, len(prompt), GREEDY.max_tokens or 1)
+            if in_place and not result.granted:
+                await worker.session.until(lambda: worker.session.reserved[name].granted)
+            if in_place and draw.random() < 0.9:
+                await start(worker, name)
+            call = worker.prefill.Prefill(prefill_request(name, prompt, in_place=in_place))
+            reading = asyncio.create_task(read(call))
+            await asyncio.sleep(draw.random() * 0.1)
+            if how == "call":
+                call.cancel()
+            elif how == "cancel":
+                await worker.session.cancel(name)
+            elif how == "abandon":
+                incarnation = app.status.identity.incarnation
+                await worker.prefill.Abandon(
+                    prefill_pb2.AbandonRequest(transfer_id=f"{name}/0/t", incarnation=incarnation)
+                )
+            await asyncio.gather(reading, return_exceptions=True)
+            if how != "whole":
+                # As a router does, which may have ended the call before the worker knew of it.
+                await worker.session.cancel(name)
+
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*(one(number) for number in range(40)))
+            workers_here[0].session.call.cancel()
+            await until_free(engine)
+        assert (await app.decode.ledger()).violation == ""
+        assert (await app.decode.ledger()).entries == ()
+        assert app.prefill.idle
+        assert app.decode.idle
+        worker = workers_here[1]
+        assert (await workers.complete(worker, worker, PROMPT, GREEDY)).tokens == [expected_tokens(PROMPT, TOKENS)]
+
+
+async def test_a_prompt_whose_reservation_is_not_started_ends_soon() -> None:
+    async with mixed(start_timeout_s=0.2) as (app, workers):
+        worker = await workers.connect(app)
+        with pytest.raises(grpc.aio.AioRpcError, match=r"its reservation was not started in 0\.2 s"):
+            await asyncio.wait_for(read(worker.prefill.Prefill(prefill_request("x", range(9), in_place=True))), WAIT_S)
+
+
+async def test_the_blocks_of_a_prompt_in_place_go_to_the_cache_and_are_loaded_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fetch_all(monkeypatch)
+    cache = MemoryPrefixCache()
+    monkeypatch.setattr(mixed_svc.app, "open_worker_cache", lambda *_, **__: cache)
+    async with mixed() as (app, workers):
+        worker = await workers.connect(app)
+        first = await workers.complete(worker, worker, PROMPT, GREEDY)
+        await until_free(app.engine)
+        # 60 tokens of the prompt, and all outputs but the last, whose KV was never computed.
+        assert len(cache.blocks) == (60 + TOKENS - 1) // 16
+        app.engine.drop_cached()
+        again = await workers.complete(worker, worker, [*PROMPT, *first.tokens[0]], GREEDY)
+        assert again.tokens == [expected_tokens([*PROMPT, *first.tokens[0]], TOKENS)]
+        assert (again.pinned, again.cached) == (0, (60 + TOKENS - 1) // 16 * 16)
+
+
+async def test_the_status_has_the_load_of_both_roles() -> None:
+    async with mixing() as (_, _, worker, _, _):
+        load = load_report(worker.app.prefill, worker.app.decode)
+        assert worker.app.status.identity.role is WorkerRole.MIXED
+        assert (load.slots_used, load.requests_without_token) == (1, 1)
+        assert 0 < load.pending_tokens <= len(PROMPT)
+        assert load.tokens_per_second >= 0

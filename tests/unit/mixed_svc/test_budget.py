@@ -1,0 +1,140 @@
+"""The budget of passes in simulated time: a step costs so much, each prompt token so much more."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from mixed_svc.budget import ALONE_S, MEASURE_EVERY, ROW_TOKENS, Budget, PassBudget, next_rows
+
+
+@dataclass
+class Prompt:
+    """A prompt; from token `far_from` on it counts as far."""
+
+    total: int
+    position: int = 0
+    most: int = 1 << 30
+    rate: float = 0.0
+    far_from: int = 1 << 30
+
+    @property
+    def is_far(self) -> bool:
+        return self.position >= self.far_from
+
+
+@dataclass
+class Machine:
+    """A worker with prompts that always wait; times are in seconds."""
+
+    budget: PassBudget
+    prompt: Prompt = field(default_factory=lambda: Prompt(10**9))
+    step_s: float = 0.030
+    sequence_s: float = 0.002
+    token_s: float = 0.0025
+    """Of a prompt token at the beginning of a prompt."""
+    far_token_s: float = 0.0
+    """What it takes more for each token before it."""
+    noise: float = 0.0
+    passes: list[tuple[int, float]] = field(default_factory=list)
+    """Prompt tokens and seconds of each pass."""
+    draw: random.Random = field(default_factory=lambda: random.Random(1))
+
+    def run(self, passes: int, running: int) -> list[tuple[int, float]]:
+        for _ in range(passes):
+            budget, tokens = self.budget.next(running), 0
+            if budget is not None:
+                ((_, end),) = next_rows([self.prompt], budget)
+                tokens = end - self.prompt.position
+            own_s = tokens * (self.token_s + self.far_token_s * self.prompt.position)
+            seconds = (self.alone(running) + own_s) * (1 + self.noise * self.draw.uniform(-1, 1))
+            counted = self.budget.record(tokens, running, seconds)
+            if tokens and self.prompt.is_far:
+                self.prompt.rate = tokens / counted
+            self.prompt.position += tokens
+            self.passes.append((tokens, seconds))
+        return self.passes[-passes:]
+
+    def alone(self, running: int) -> float:
+        return self.step_s + self.sequence_s * running if running else 0.0
+
+
+def p99(passes: list[tuple[int, float]]) -> float:
+    return sorted(seconds for _, seconds in passes)[int(0.99 * len(passes))]
+
+
+@pytest.mark.parametrize("running", [1, 8, 32])
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_passes_meet_a_target_and_use_it(running: int, noise: float) -> None:
+    machine = Machine(PassBudget(), noise=noise)
+    target = 3 * machine.alone(running)
+    machine.budget = PassBudget(target)
+    machine.run(20, running)
+    passes = machine.run(500, running)
+    assert p99(passes) <= 1.3 * target
+    assert sum(seconds for _, seconds in passes) >= 0.85 * len(passes) * target
+
+
+def test_without_a_target_each_sequence_lets_prompts_have_some_rows() -> None:
+    machine = Machine(PassBudget())
+    for running, least in ((1, 0), (8, ROW_TOKENS * 8), (32, ROW_TOKENS * 32)):
+        machine.run(20, running)
+        passes = machine.run(MEASURE_EVERY * 4, running)
+        assert min(tokens for tokens, _ in passes if tokens) >= least
+        alone = machine.alone(running)
+        assert all(seconds <= max(3.2 * alone, alone + 1.01 * least * machine.token_s) for _, seconds in passes)
+
+
+def test_steps_are_measured_alone_at_first_and_from_time_to_time() -> None:
+    machine = Machine(PassBudget())
+    passes = machine.run(1 + 2 * (MEASURE_EVERY + 1), 8)
+    assert [index for index, (tokens, _) in enumerate(passes) if not tokens] == [
+        0,
+        MEASURE_EVERY + 1,
+        2 * (MEASURE_EVERY + 1),
+    ]
+    # A batch of another size is measured at once, but not one of nearly the same size.
+    assert [tokens == 0 for tokens, _ in machine.run(2, 7)] == [False, False]
+    assert [tokens == 0 for tokens, _ in machine.run(2, 20)] == [True, False]
+
+
+def test_prompts_go_on_when_a_step_alone_misses_the_target() -> None:
+    machine = Machine(PassBudget(0.001))
+    assert {tokens for tokens, _ in machine.run(50, 8)} == {0, 8}
+
+
+def test_a_machine_that_becomes_slower_or_faster_is_followed() -> None:
+    machine = Machine(PassBudget(0.150))
+    machine.run(50, 8)
+    for factor in (2.0, 0.25):
+        machine.token_s *= factor
+        machine.run(15, 8)
+        assert 0.7 * 0.150 <= p99(machine.run(40, 8)) <= 1.1 * 0.150
+
+
+@pytest.mark.parametrize("cached", [0, 60_000])
+def test_a_prompt_whose_tokens_become_slower_meets_the_target(cached: int) -> None:
+    """Attention to the past: at 65,536 tokens a token takes 5 times as long. The start may be a cached prefix."""
+    machine = Machine(PassBudget(0.150), prompt=Prompt(10**9, far_from=32_000), far_token_s=0.010 / 65_536)
+    machine.run(20, 8)
+    machine.prompt.position = cached
+    passes = []
+    while machine.prompt.position < 65_536:
+        passes += machine.run(1, 8)
+    assert p99(passes) <= 1.3 * 0.150
+    assert sum(seconds for _, seconds in passes) >= 0.8 * 0.150 * len(passes)
+
+
+def test_passes_without_a_step_take_a_bounded_time() -> None:
+    machine = Machine(PassBudget())
+    machine.run(10, 0)
+    assert all(0.8 * ALONE_S <= seconds <= 1.05 * ALONE_S for _, seconds in machine.run(20, 0))
+
+
+def test_short_prompts_share_a_pass_in_order() -> None:
+    prompts = [Prompt(10), Prompt(50, position=20), Prompt(100), Prompt(10)]
+    assert next_rows(prompts, Budget(seconds=0.5, rate=100, least=1)) == [(0, 10), (1, 50), (2, 10)]
+    assert next_rows(prompts, Budget(seconds=0.0, rate=100, least=45)) == [(0, 10), (1, 50), (2, 5)]
+    prompts[2].most = 7
+    assert next_rows(prompts, Budget(seconds=0.5, rate=100, least=1)) == [(0, 10), (1, 50), (2, 7), (3, 3)]
+    assert next_rows([], Budget(seconds=0.5, rate=100, least=1)) == []
