@@ -260,9 +260,9 @@ async def test_without_a_worker_wait_new_requests_are_refused_at_once() -> None:
 async def test_a_decode_worker_that_does_not_answer_is_left_out_and_another_one_is_asked() -> None:
     class Silent(FakePool):
         async def reserve(self, attempt: FakeAttempt, **asked: Any) -> ReserveResult:
-            return GRANTED if attempt.worker == "e" else await asyncio.get_running_loop().create_future()
+            return GRANTED if attempt.worker != "d" else await asyncio.get_running_loop().create_future()
 
-    d = dispatcher(pool := Silent(d=GRANTED, e=GRANTED), reserve_timeout_s=0.02)
+    d = dispatcher(pool := Silent(d=GRANTED, e=GRANTED, f=GRANTED), reserve_timeout_s=0.02)
     held = await place(d, "r")
     assert (pool.order, pool.running["d"]) == (["r d", "r e"], 0)
     await held.end()
