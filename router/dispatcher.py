@@ -183,7 +183,7 @@ class Dispatcher:
                     return placement
                 if self._is_too_large(reservations):
                     await self._wait_for_larger_worker(waiter, reservations)
-                else:
+                elif self.queue.is_registered(waiter):
                     self._ask_next(waiter, reservations)
         finally:
             self.queue.remove(waiter)
@@ -207,14 +207,12 @@ class Dispatcher:
         """Ask the decode worker of the best pair for pages; False if no prefill worker has room."""
         request, reservations, fleet = waiter.request, self._reservations[waiter], self._pool.fleet
         limit = self.queue.prefill_limit(request.tenant, fleet)
-        pairs = self._rank(request, reservations, limit) if fleet.has_capacity(limit) else []
+        pairs = self._rank(request, reservations, limit=limit) if fleet.has_capacity(limit) else []
         if not pairs:
             return False
         self.queue.register(waiter)
         self._watching.add(reservations)
-        self._places[waiter] = place = self._assign(request, pairs[0])
-        self._tenants[place] = request.tenant
-        self.queue.begin_prefill(request.tenant)
+        self._places[waiter] = self._assign(request, pairs[0], from_queue=True)
         if request.needs_decode:
             request.lifecycle.enter(State.RESERVING, self._loop.time())
             waiter.waits = not fleet.decode[pairs[0].decode].has_room(request.context_tokens)
@@ -239,20 +237,11 @@ class Dispatcher:
             if view.address not in known
             and (len(reservations.calls) < ASKED_AT_MOST or view.has_room(request.context_tokens))
         }
-        if unasked and not reservations.unanswered:
-            criteria = self._criteria(request, reservations)
-            for each in (criteria, replace(criteria, avoided_workers=frozenset())):
-                pairs = rank_pairs(
-                    fleet,
-                    each,
-                    prefill_limit=math.inf,
-                    open_breakers=self._breakers.open_breakers(),
-                    most=most + len(known),
-                )
-                if found := [pair.decode for pair in pairs if pair.decode in unasked]:
-                    for address in found[:most]:
-                        reservations.ask(address)
-                    break
+        for each in (request, replace(request, avoided_workers=frozenset())) if unasked else ():
+            if not reservations.unanswered:
+                pairs = self._rank(each, reservations, most=most + len(known))
+                for address in [pair.decode for pair in pairs if pair.decode in unasked][:most]:
+                    reservations.ask(address)
         waiter.unused = (
             reservations.left_out | {decode for _, decode in request.avoided_pairs} - reservations.calls.keys()
         )
@@ -271,15 +260,11 @@ class Dispatcher:
         for address in list(reservations.granted):
             self._free_place(waiter)
             limit = self.queue.prefill_limit(request.tenant, self._pool.fleet)
-            pairs = self._rank(request, reservations, limit, only=address, may_exceed=True)
-            if not pairs:
-                # It drains, or another request has it for itself.
-                reservations.leave_out(address)
-                continue
-            assignment = self._assign(request, pairs[0])
-            self._tenants[assignment] = request.tenant
-            self.queue.begin_prefill(request.tenant)
-            return self._placed(request, reservations, assignment, address)
+            if pairs := self._rank(request, reservations, limit=limit, only=address, may_exceed=True):
+                assignment = self._assign(request, pairs[0], from_queue=True)
+                return self._placed(request, reservations, assignment, address)
+            # It drains, or another request has it for itself.
+            reservations.leave_out(address)
         return None
 
     def _is_too_large(self, reservations: Reservations) -> bool:
@@ -409,12 +394,13 @@ class Dispatcher:
         self,
         request: PlacementRequest,
         reservations: Reservations,
-        limit: float,
         *,
+        limit: float = math.inf,
         only: str | None = None,
         may_exceed: bool = False,
+        most: int = 1,
     ) -> list[WorkerPair]:
-        """The best pair for a request, as a list; empty if there is none."""
+        """The best pairs for a request now, as `rank_pairs` has them."""
         return rank_pairs(
             self._pool.fleet,
             self._criteria(request, reservations),
@@ -422,13 +408,18 @@ class Dispatcher:
             open_breakers=self._breakers.open_breakers(),
             only=only,
             may_exceed=may_exceed,
+            most=most,
         )
 
-    def _assign(self, request: PlacementRequest, pair: WorkerPair) -> PrefillAssignment:
-        """An assignment at the prefill worker of the pair."""
+    def _assign(self, request: PlacementRequest, pair: WorkerPair, *, from_queue: bool = False) -> PrefillAssignment:
+        """An assignment at the prefill worker of the pair; one `from_queue` counts for its tenant."""
         match = self._pool.prefixes.match_prefill(request.digests)
         cached = min(match.tokens(pair.prefill), request.context_tokens)
-        return self._pool.prefill_link(pair.prefill).assign(request.context_tokens, cached)
+        assignment = self._pool.prefill_link(pair.prefill).assign(request.context_tokens, cached)
+        if from_queue:
+            self._tenants[assignment] = request.tenant
+            self.queue.begin_prefill(request.tenant)
+        return assignment
 
     def _free_place(self, waiter: Waiter) -> None:
         if (place := self._places.pop(waiter, None)) is not None:

@@ -311,6 +311,17 @@ async def test_a_replay_that_only_a_lost_worker_could_hold_waits_for_one_like_it
     assert pool.assignments == 0
 
 
+async def test_a_larger_worker_that_comes_to_the_address_of_a_smaller_one_is_asked() -> None:
+    d = dispatcher(pool := FakePool(d=TOO_LARGE), worker_wait_s=60)
+    held = await ask(d, "r", again=True)
+    pool.notify()
+    assert pool.order == ["r d"]
+    pool.incarnations["d"] = "larger"
+    pool.answer(d=GRANTED)
+    await held.finish()
+    assert pool.order == ["r d", "r d"]
+
+
 async def test_the_lifecycle_of_a_request_follows_its_placement() -> None:
     d = dispatcher(pool := FakePool(d=FULL))
     held = await ask(d, "r")
