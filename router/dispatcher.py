@@ -49,6 +49,9 @@ from router.workers.prefill_call import PrefillAssignment
 _MAX_PASSED = 8
 """Most waiters that are passed over at a time because no prefill worker has room for them."""
 
+_LOOK_S = 0.5
+"""Seconds between two looks for room at workers of a large fleet that a request has not asked."""
+
 _logger = logging.getLogger(__name__)
 
 
@@ -227,6 +230,7 @@ class Dispatcher:
         The best one is asked first, then all others, and at last those that failed the request before.
         """
         request, fleet, known = waiter.request, self._pool.fleet, reservations.known
+        before = waiter in self._places, waiter.waits, waiter.unused
         if reservations.waiting:
             # The prompt may be computed long after others, which can use the place until then.
             self._free_place(waiter)
@@ -235,6 +239,7 @@ class Dispatcher:
             view.address
             for view in fleet.decode.values()
             if view.address not in known
+            and not view.draining
             and (len(reservations.calls) < ASKED_AT_MOST or view.has_room(request.context_tokens))
         }
         for each in (request, replace(request, avoided_workers=frozenset())) if unasked else ():
@@ -246,7 +251,9 @@ class Dispatcher:
             reservations.left_out | {decode for _, decode in request.avoided_pairs} - reservations.calls.keys()
         )
         waiter.waits = bool(reservations.waiting) or (bool(reservations.calls) and waiter.waits)
-        self._register_waiters()
+        if before != (waiter in self._places, waiter.waits, waiter.unused):
+            # A place at a prefill worker is free, or this waiter hides others no longer.
+            self._register_waiters()
 
     def _placement(self, waiter: Waiter, reservations: Reservations) -> Placement | None:
         """The placement, if a decode worker has granted pages or none is needed. The prefill worker is selected anew.
@@ -306,6 +313,7 @@ class Dispatcher:
         """A placement on workers of its own; None if the request may run among others."""
         self._isolation.enter(request.request_id)
         self._watching.add(reservations)
+        reservations.wakes_always = True
         placement = None
         try:
             while suspected := suspicion():
@@ -333,6 +341,7 @@ class Dispatcher:
             reservations.ask_only("")
             return None
         finally:
+            reservations.wakes_always = False
             if placement is None:
                 self._isolation.leave(request.request_id)
             self._on_update()
@@ -480,7 +489,10 @@ class Reservations:
         self._incarnations: dict[str, str] = {}
         self._error: Exception | None = None
         self.changed = asyncio.Event()
-        """Set at each answer and at each change of workers."""
+        """Set at each answer, and at a change of workers if there may be one more to ask."""
+        self.wakes_always = False
+        """Whether it is set at each change of workers."""
+        self._looked_at = 0.0
         self.calls: dict[str, DecodeCall] = {}
         """Calls that have no answer yet, wait for pages, or have them."""
         self.waiting: set[str] = set()
@@ -572,7 +584,15 @@ class Reservations:
                 self.left_out.discard(address)
             if view is None or view.incarnation != self._incarnations[address]:
                 self.too_small.pop(address, None)
-        self.changed.set()
+        now = self._loop.time()
+        if len(self.calls) < ASKED_AT_MOST:
+            may_ask = not fleet.keys() <= self.known
+        else:
+            # One look at a large fleet costs a part of a millisecond, and its workers report all the time.
+            may_ask = now - self._looked_at >= _LOOK_S
+        if may_ask or self.wakes_always:
+            self._looked_at = now
+            self.changed.set()
 
     def _on_answer(self, address: str, answer: ReserveResult) -> None:
         if (timer := self._timers.pop(address, None)) is not None:

@@ -9,7 +9,7 @@ import pytest
 from baton.errors import InvalidRequest, Overloaded, Unavailable
 from baton.lifecycle import State
 from baton.request import ReserveResult
-from router.placement.policy import FleetView
+from router.placement.policy import ASKED_AT_MOST, FleetView
 from tests.unit.router.dispatching import (
     FULL,
     GRANTED,
@@ -55,6 +55,23 @@ async def test_the_best_worker_is_asked_first_then_all_others_and_the_first_gran
     other = await place(d, "other")
     assert pool.order[3:] in (["other d"], ["other e"], ["other f"])
     await other.end()
+
+
+async def test_of_many_workers_some_are_asked_and_others_when_they_show_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.dispatcher._LOOK_S", 0.0)
+    pool = FakePool(**{f"d{number}": FULL for number in range(40)})
+    held = await ask(dispatcher(pool), "r")
+    assert len(pool.order) == ASKED_AT_MOST
+    pool.notify()
+    await settle()
+    unasked = sorted(pool.by_name.keys() - {attempt.worker for attempt in pool.waiting})
+    assert len(unasked) == 40 - ASKED_AT_MOST
+    pool.answer(**{unasked[-1]: GRANTED})
+    await held.until_placed()
+    assert held.place.decode_address == unasked[-1]
+    assert len(pool.order) == ASKED_AT_MOST + 1
+    await held.end()
+    assert pool.running.total() == 0
 
 
 async def test_small_contexts_go_on_behind_a_large_one_that_waits_and_larger_ones_do_not_ask() -> None:
