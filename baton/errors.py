@@ -24,7 +24,8 @@
     ├── ConfigError                                start-up: a flag, variable or key is wrong
     └── ModelError                                 start-up: a checkpoint is unusable
 
-Each class carries its gRPC status name and HTTP status; `baton.rpc` maps at one point. This module imports nothing.
+Each class carries its gRPC status name and its HTTP status; each front end maps at one point. This module imports
+nothing.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class BatonError(Exception):
     """Root of the tree."""
 
     grpc_status: ClassVar[str] = "INTERNAL"
+    http_status: ClassVar[int] = 500
 
 
 def unexpected(error: Exception, place: str) -> BatonError:
@@ -55,6 +57,7 @@ class InvalidRequest(BatonError):
     """A field of a request is wrong; the message names the field, what is wrong, and the value seen."""
 
     grpc_status = "INVALID_ARGUMENT"
+    http_status = 400
 
     def __init__(self, field: str, problem: str, value: object = None) -> None:
         super().__init__(f"{field}: {problem}" + ("" if value is None else f", got {preview(value)}"))
@@ -65,18 +68,21 @@ class NotFound(BatonError):
     """Something named by the caller does not exist."""
 
     grpc_status = "NOT_FOUND"
+    http_status = 404
 
 
 class Unauthenticated(BatonError):
     """The caller gave no credentials, or none that are known."""
 
     grpc_status = "UNAUTHENTICATED"
+    http_status = 401
 
 
 class PermissionDenied(BatonError):
     """The caller is known, or shows a ticket, but may not do this."""
 
     grpc_status = "PERMISSION_DENIED"
+    http_status = 403
 
 
 class Overloaded(BatonError):
@@ -86,6 +92,7 @@ class Overloaded(BatonError):
     """
 
     grpc_status = "RESOURCE_EXHAUSTED"
+    http_status = 429
 
     def __init__(self, message: str, retry_after: float | None = None, *, reason: str = "workers_full") -> None:
         super().__init__(message)
@@ -105,30 +112,35 @@ class DeadlineExceeded(BatonError):
     """The request's deadline passed."""
 
     grpc_status = "DEADLINE_EXCEEDED"
+    http_status = 504
 
 
 class Cancelled(BatonError):
     """The caller went away or cancelled."""
 
     grpc_status = "CANCELLED"
+    http_status = 499
 
 
 class Unavailable(BatonError):
     """No worker can take this now."""
 
     grpc_status = "UNAVAILABLE"
+    http_status = 503
 
 
 class Unsupported(BatonError):
     """A process of this kind does not do what was asked."""
 
     grpc_status = "UNIMPLEMENTED"
+    http_status = 501
 
 
 class TransferError(BatonError):
     """A KV transfer failed; what arrived must not be used."""
 
     grpc_status = "ABORTED"
+    http_status = 503
 
 
 class CorruptFrame(TransferError):

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 from baton.errors import InvalidRequest
 from baton.kv.format import Shard
+
+A = TypeVar("A", list[int], "array[int]")
+
+_PIECE = 4096
+"""Token ids converted at a time. One call keeps the GIL until it ends, so a thread must make several calls."""
 
 MAX_ID_LENGTH = 128
 MAX_ADDRESS_LENGTH = 300
@@ -360,6 +365,31 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int, first:
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         at, bad = next((i, t) for i, t in enumerate(token_ids, first) if not 0 <= t < vocab_size)
         raise InvalidRequest(f"{name}[{at}]", f"must be in [0, {vocab_size})", bad)
+
+
+def pieces(ids: Sequence[int]) -> Iterator[Sequence[int]]:
+    """The ids in slices, each of which is converted in a fifth of a millisecond at most."""
+    return (ids[start : start + _PIECE] for start in range(0, len(ids), _PIECE))
+
+
+def checked_ids(name: str, ids: Sequence[int], vocab_size: int) -> list[int]:
+    """The ids as a list; raises InvalidRequest naming the first one outside the vocabulary.
+
+    On a thread it lets other threads run between pieces.
+    """
+    return _extend([], name, ids, vocab_size)
+
+
+def checked_array(name: str, ids: Sequence[int], vocab_size: int) -> array[int]:
+    """`checked_ids` as an array of uint32, which takes a tenth of the memory and is freed at once."""
+    return _extend(array("I"), name, ids, vocab_size)
+
+
+def _extend(found: A, name: str, ids: Sequence[int], vocab_size: int) -> A:
+    for piece in pieces(ids):
+        check_token_ids(name, piece, vocab_size, len(found))
+        found.extend(piece)
+    return found
 
 
 def check_id(name: str, value: str, *, optional: bool = False) -> None:

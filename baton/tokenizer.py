@@ -82,6 +82,16 @@ class Tokenizer:
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     @property
+    def chat_template(self) -> str | None:
+        """The template that renders chats."""
+        return self._chat_template
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """The texts of special tokens by their names, such as "eos_token"."""
+        return self._special_tokens
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether chats can be rendered."""
         return self._chat_template is not None
@@ -209,6 +219,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+_SPACE = "\u2581"
+"""SentencePiece's character for a space."""
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -259,6 +271,13 @@ class Vocabulary:
         """The token as the vocabulary spells it."""
         found: str | None = self._backend.id_to_token(token_id)
         return found
+
+    def spelled(self, token_id: int) -> bytes:
+        """Bytes that a token adds within a text; none for an id without a token."""
+        if self._byte_level:
+            return self.token_bytes(token_id)
+        token = self.token(token_id) or ""
+        return bytes([int(token[3:5], 16)]) if self.is_byte(token) else token.replace(_SPACE, " ").encode()
 
     def is_byte(self, token: str) -> bool:
         """Whether the token is one byte of a run that is decoded as a whole."""

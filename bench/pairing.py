@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 Entry = dict[str, Any] | None
 _WORDS = 300
+T = TypeVar("T")
 
 
-def turned(names: Sequence[str], number: int) -> list[str]:
+def turned(names: Sequence[T], number: int) -> list[T]:
     """The names in the order of round `number`: the first name of a round is the last one of the next round."""
     turn = number % len(names)
     return [*names[turn:], *names[:turn]]

@@ -2,7 +2,7 @@
 
     register ── malformed ─▶ InvalidRequest; larger than the worker ─▶ ReservationTooLarge
        └──────▶ waiting ── advance: its turn ─▶ DecodeAttempt, one sequence, however many choices it has
-                  └────── cancel, drop_session, clear, its deadline ─▶ gone
+                  └────── cancel, clear, its deadline ─▶ gone
     advance ──▶ also sequences of further choices (forks); call it after each event that may free slots or pages
 
 **Order.** Replays go before first attempts, sessions take turns, and within a session the oldest goes first. A
@@ -10,16 +10,14 @@ reservation or fork that lacks pages blocks no other one.
 
 **Slots.** At most slots + lookahead sequences are held, in any state. `lookahead` is the number of completions per
 second times the seconds from a grant until its sequence is ready: so many sequences end in the meantime (Little's law).
-It is at most a quarter of the slots. After a grant while forks are pending, the next slot is a fork's; after the fork,
-it is a reservation's. If no reservation can use a slot, forks take it, but leave some for new requests.
+It is at most a quarter of the slots. After a grant while forks are pending, the next slot is a fork's, and then a
+reservation's. If no reservation can use a slot, forks take it, but leave some slots for new requests.
 
-**Pages.** The first in line of those that lack pages has pages set aside: half of the pages that were free when it came
-to the front, and half of those that came free later. The others may use the rest. Sessions take turns in the line, and
-all pending forks are one party there (decision 28 has the bound on the wait). Contexts that wait for forks may use at
-most half of the pages, with such a line of their own; a larger context may be kept only alone. The oldest attempt and
-the attempt with the fewest pending choices take turns. Every fork ends; decision 10 has the proof.
-
-After a preemption, the pages that the batch needs for its next steps do not count as free (`BatchPages.kept_pages`).
+**Pages.** Those that lack pages stand in a line, and the first in line has pages set aside: half of those that were
+free when it came to the front, and half of those that came free later. The others may use the rest. Sessions take turns
+in the line, and all forks together are one party there (decision 28 has the bound on the wait). Contexts that wait for
+forks may use at most half of the pages, with a line of their own; a larger one may be kept only alone. Every fork ends;
+decision 10 has the proof. Pages that the batch needs after a preemption are not free (`BatchPages.kept_pages`).
 
 A long context may replace many cached blocks. They are evicted in slices, one in each call of `advance`, and until the
 last one the slot and the pages are the reservation's.
@@ -27,7 +25,6 @@ last one the slot and the pages are the reservation's.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import abc
 from dataclasses import dataclass, field
@@ -229,6 +226,7 @@ class Admission:
         self._evicting: WaitingReservation | None = None
         """The reservation for which blocks are being evicted; it has a slot and its pages."""
         self._line, self._context_line = PageLine(), PageLine()
+        self._max_context_pages = engine.spec.pages // CONTEXTS_DIVISOR
         self._forks_next = False
         """Whether the next slot is a fork's, because a reservation took the last one."""
         self._oldest_leads = True
@@ -267,14 +265,9 @@ class Admission:
             self._remove(waiting)
         return True
 
-    def drop_session(self, session_number: int) -> None:
-        """Remove all waiting reservations of a session."""
-        for key in list(self.in_session(session_number)):
-            self.cancel(session_number, key)
-
-    def clear(self) -> list[WaitingReservation]:
-        """Remove all waiting reservations; the caller must refuse them."""
-        cleared = list(self._in_turn())
+    def clear(self, session_number: int | None = None) -> list[WaitingReservation]:
+        """Remove and return all waiting reservations, or those of one session; the caller must refuse them."""
+        cleared = [each for each in self._in_turn() if session_number in (None, each.session_number)]
         for waiting in cleared:
             self._remove(waiting)
         return cleared
@@ -323,10 +316,14 @@ class Admission:
     # Reservations.
 
     def _in_turn(self) -> abc.Iterator[WaitingReservation]:
-        """The waiting reservations in the order of their turns."""
+        """The waiting reservations in the order of their turns; first the one for which blocks are being evicted."""
+        if (evicting := self._evicting) is not None:
+            yield evicting
         for is_replay in (True, False):
             for session in self._waiting.values():
-                yield from (each for key, each in session.items() if (key.attempt > 0) == is_replay)
+                yield from (
+                    each for key, each in session.items() if (key.attempt > 0) == is_replay and each is not evicting
+                )
 
     def _grant_next(self, progress: Progress, limit: int, now: float) -> bool:
         """Grant the next reservation for which there are pages, if fewer than `limit` sequences are held.
@@ -334,7 +331,7 @@ class Admission:
         Returns False if there is none, and no other pages are set aside than before.
         """
         held, first = self._attempts.held_sequences if self._waiting else 0, self._line.first
-        for waiting in itertools.chain(filter(None, [self._evicting]), self._in_turn()):
+        for waiting in self._in_turn():
             if held + (self._evicting not in (None, waiting)) >= limit:
                 return False
             is_evicted_for = waiting is self._evicting and progress.evicting
@@ -506,10 +503,6 @@ class Admission:
 
     def _context_pages(self, waiting: WaitingReservation) -> int:
         return self._engine.spec.pages_for(waiting.reservation.context_tokens)
-
-    @property
-    def _max_context_pages(self) -> int:
-        return self._engine.spec.pages // CONTEXTS_DIVISOR
 
     @property
     def _free_context_pages(self) -> int:

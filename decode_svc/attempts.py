@@ -31,14 +31,14 @@ import math
 from collections import abc
 from dataclasses import dataclass, field
 
-from baton.engine.contract import Engine, KvHandle
+from baton.engine.contract import Engine, EngineSpec, KvHandle
 from baton.errors import EngineError, IncompleteTransfer, OutOfPages
 from baton.kv.hashing import RollingBlockHasher, chain_root
 from baton.ledger import LedgerEntry
 from baton.lifecycle import Lifecycle, State
-from baton.request import FirstToken, Handoff, SequenceState
+from baton.request import FirstToken, Handoff, SequenceState, check_token_ids
 from decode_svc.messages import AttemptKey, Failure, FailureKind, Reserve
-from decode_svc.reservation import ReservationSize, check_handoff_fields, context_ids
+from decode_svc.reservation import ReservationSize, context_ids
 from decode_svc.scheduler import DecodeSequence
 
 
@@ -186,6 +186,30 @@ def ledger_entries(attempts: abc.Iterable[DecodeAttempt], engine: Engine, now: f
     return entries
 
 
+def _check_fields(spec: EngineSpec, reservation: Reserve, handoff: Handoff) -> None:
+    """Check that a handoff fits the reservation; raises IncompleteTransfer or InvalidRequest.
+
+    The token ids of its context are not checked here, because they were checked when the handoff was decoded.
+    """
+    choices = {first.choice_index for first in handoff.first_tokens}
+    new_tokens = (handoff.params.max_tokens or 0) - len(handoff.output_ids)
+    for what, seen, expected in (
+        ("attempt", AttemptKey(handoff.request_id, handoff.attempt), reservation.key),
+        ("context", len(handoff.prompt_ids) + len(handoff.output_ids), reservation.context_tokens),
+        ("first tokens", len(handoff.first_tokens), reservation.choices),
+        ("choices", len(choices), reservation.choices),
+    ):
+        if seen != expected:
+            raise IncompleteTransfer(f"{reservation.key}: the handoff's {what} is {seen}, reserved was {expected}")
+    if not 1 <= new_tokens <= reservation.max_new_tokens:
+        raise IncompleteTransfer(
+            f"{reservation.key}: the handoff allows {new_tokens} new tokens, reserved was {reservation.max_new_tokens}"
+        )
+    handoff.params.check_vocabulary(spec.vocab_size)
+    firsts = [first.token.token_id for first in handoff.first_tokens]
+    check_token_ids("first_tokens", firsts, spec.vocab_size)
+
+
 class Attempts:
     """All live attempts of a worker; times are in seconds on the caller's clock.
 
@@ -317,7 +341,7 @@ class Attempts:
 
         `digests` are those of all full blocks of the context; they may be empty unless `needs_digests`.
         """
-        check_handoff_fields(self._engine.spec, attempt.reservation, handoff)
+        _check_fields(self._engine.spec, attempt.reservation, handoff)
         pinned = self.pinned_blocks(attempt)
         # The last digest of a chain names all blocks before it too.
         if pinned and digests[pinned - 1 : pinned] != attempt.reservation.pinnable_digests[pinned - 1 : pinned]:

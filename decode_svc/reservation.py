@@ -1,4 +1,4 @@
-"""The size of a reservation, and the checks of the request and of its handoff. Pure."""
+"""The size of a reservation, and the checks of the request. Pure."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections import abc
 from dataclasses import dataclass
 
 from baton.engine.contract import EngineSpec
-from baton.errors import IncompleteTransfer, InvalidRequest
+from baton.errors import InvalidRequest
 from baton.kv.hashing import DIGEST_BYTES, MAX_SALT_BYTES
-from baton.request import MAX_CHOICES, Handoff, check_token_ids, join_ids
-from decode_svc.messages import AttemptKey, Reserve
+from baton.request import MAX_CHOICES, Handoff, join_ids
+from decode_svc.messages import Reserve
 
 
 class ReservationTooLarge(InvalidRequest):
@@ -78,27 +78,3 @@ def _check_fields(spec: EngineSpec, reservation: Reserve) -> None:
 def context_ids(handoff: Handoff) -> abc.Sequence[int]:
     """The token ids of the context: prompt and earlier outputs."""
     return join_ids(handoff.prompt_ids, handoff.output_ids)
-
-
-def check_handoff_fields(spec: EngineSpec, reservation: Reserve, handoff: Handoff) -> None:
-    """Check that a handoff fits the reservation; raises IncompleteTransfer or InvalidRequest.
-
-    The token ids of its context are not checked here, because they were checked when the handoff was decoded.
-    """
-    choices = {first.choice_index for first in handoff.first_tokens}
-    new_tokens = (handoff.params.max_tokens or 0) - len(handoff.output_ids)
-    for what, seen, expected in (
-        ("attempt", AttemptKey(handoff.request_id, handoff.attempt), reservation.key),
-        ("context", len(handoff.prompt_ids) + len(handoff.output_ids), reservation.context_tokens),
-        ("first tokens", len(handoff.first_tokens), reservation.choices),
-        ("choices", len(choices), reservation.choices),
-    ):
-        if seen != expected:
-            raise IncompleteTransfer(f"{reservation.key}: the handoff's {what} is {seen}, reserved was {expected}")
-    if not 1 <= new_tokens <= reservation.max_new_tokens:
-        raise IncompleteTransfer(
-            f"{reservation.key}: the handoff allows {new_tokens} new tokens, reserved was {reservation.max_new_tokens}"
-        )
-    handoff.params.check_vocabulary(spec.vocab_size)
-    firsts = [first.token.token_id for first in handoff.first_tokens]
-    check_token_ids("first_tokens", firsts, spec.vocab_size)

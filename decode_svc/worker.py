@@ -162,7 +162,7 @@ class DecodeWorker:
 
     def close_session(self, session: RouterSession, error: BatonError | None = None) -> None:
         """End a session, its attempts and its reservations; idempotent. If there is an error, the router gets it."""
-        self.admission.drop_session(session.number)
+        self.admission.clear(session.number)
         for attempt in self.attempts.in_session(session.number):
             self._end(attempt)
         if self.sessions.pop(session.number, None) is not None:

@@ -23,6 +23,7 @@ from baton.request import (
     check_count,
     check_id,
     check_length,
+    checked_array,
 )
 from baton.rpc.convert import (
     cache_policy_from_proto,
@@ -31,7 +32,6 @@ from baton.rpc.convert import (
     prefix_source_from_proto,
     progress_to_proto,
     sampling_from_proto,
-    token_array_from_proto,
     token_to_proto,
 )
 from prefill_svc.job import PrefillRequest
@@ -97,8 +97,8 @@ def request_from_proto(request: prefill_pb2.PrefillRequest, spec: EngineSpec, de
         raise InvalidRequest("prompt_token_ids", "must not be empty")
     for name in ("prompt_token_ids", "output_token_ids"):
         check_count(name, len(getattr(request, name)), spec.max_model_len, "token ids")
-    prompt_ids = token_array_from_proto("prompt_token_ids", request.prompt_token_ids, spec.vocab_size)
-    output_ids = token_array_from_proto("output_token_ids", request.output_token_ids, spec.vocab_size)
+    prompt_ids = checked_array("prompt_token_ids", request.prompt_token_ids, spec.vocab_size)
+    output_ids = checked_array("output_token_ids", request.output_token_ids, spec.vocab_size)
     params = _sampling(request, spec)
     return PrefillRequest(
         request_id=request.request_id,

@@ -10,6 +10,7 @@ import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -21,6 +22,7 @@ from baton.process import allocator, executors
 from baton.process.executors import WORK
 from baton.process.ops import serve_ops
 from baton.rpc.admin import ADMIN_SERVICE, AdminSources, add_admin
+from baton.rpc.channel import CONTROL_MESSAGE_BYTES
 from baton.rpc.server import MAX_STREAMS, Listener, check_reach, listen
 from baton.rpc.tls import Tls
 from baton.telemetry.metrics import Exposition
@@ -34,8 +36,13 @@ from router.serving.front_door import ApiKeys, FrontDoor, StallGuard
 from router.serving.servicer import SERVICE, ApiKeyGuard, InferenceServicer
 from router.serving.threads import TenantThreads
 from router.serving.tokenizer_processes import TokenizerProcesses
-from router.serving.validator import RequestValidator, ServedModel, largest_message
+from router.serving.validator import RequestValidator, ServedModel, largest_request
 from router.workers.pool import WorkerPool
+
+if TYPE_CHECKING:
+    from router.serving.http import HttpListener
+
+_CLIENT_ROLES = ("client", "admin")
 
 _FINAL_READ_S = 2.0
 """Seconds for clients to read the end of their streams before the streams are cut."""
@@ -56,11 +63,18 @@ class RouterApp:
     _config: RouterConfig
     failed: asyncio.Future[None]
     """A future that gets an exception if the router can't go on."""
+    _http: HttpListener | None = None
+
+    @property
+    def http_address(self) -> str:
+        """The address of the HTTP API; empty if there is none."""
+        return self._http.address if self._http else ""
 
     @property
     def listening(self) -> str:
         """The addresses of its listeners."""
-        return f"grpc={self.address} ops={self.ops_address}"
+        http = f" http={self.http_address}" if self._http else ""
+        return f"grpc={self.address}{http} ops={self.ops_address}"
 
     async def drain(self) -> None:
         """Accept no new requests after `drain_delay_s`, and let the running ones finish, for at most `drain_s` seconds.
@@ -73,6 +87,8 @@ class RouterApp:
             _log.info("not ready; new requests are accepted for %g s more", delay_s)
             await asyncio.sleep(delay_s)
         self._listener.stop_accepting()
+        if self._http:
+            self._http.stop_accepting()
         if running := self._door.running:
             requests = f"{running} request{'s' if running > 1 else ''}"
             _log.warning("draining %s, up to %g s; press Ctrl-C again to stop now", requests, self._config.drain_s)
@@ -90,7 +106,7 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
     ModelError if the checkpoint can't be used.
     """
     keys = {"api_keys": config.api_keys}
-    check_reach(config.grpc, insecure=config.insecure, tls=bool(config.tls_cert), keys=keys, field="grpc")
+    check_addresses(config)
     tls = Tls.load(config, "router")
     api_keys = ApiKeys(config.api_keys, config.fleet_secret)
     async with contextlib.AsyncExitStack() as stack:
@@ -104,16 +120,17 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
                 services=[SERVICE, ADMIN_SERVICE],
                 field="grpc",
                 tls=tls,
-                roles=("client", "admin") if config.client_certs else (),
+                roles=_CLIENT_ROLES if config.client_certs else (),
                 keys=keys,
                 streams=max(MAX_STREAMS, 2 * config.queue_capacity),
-                message_bytes=parts.largest_message,
+                message_bytes=min(parts.largest_request, CONTROL_MESSAGE_BYTES),
                 guards=[ApiKeyGuard(api_keys)],
                 shared=shared,
                 connection_age_s=config.connection_age_s,
             )
         )
         health = _Health(pool, listener)
+        http = await stack.enter_async_context(_http(config, parts, health, tls, shared=shared))
         metrics = Exposition(
             "router",
             config.model_name,
@@ -126,7 +143,38 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         stack.callback(failed.cancel)
         stack.push_async_callback(parts.stop)
-        yield RouterApp(listener.address, ops.address, pool, door, health, listener, config, failed)
+        yield RouterApp(listener.address, ops.address, pool, door, health, listener, config, failed, http)
+
+
+def check_addresses(config: RouterConfig) -> None:
+    """Raise ConfigError if other machines could reach clients' addresses without the settings that this needs."""
+    keys = {"api_keys": config.api_keys}
+    for field in ("grpc", "http"):
+        if address := getattr(config, field):
+            check_reach(address, insecure=config.insecure, tls=bool(config.tls_cert), keys=keys, field=field)
+
+
+@contextlib.asynccontextmanager
+async def _http(
+    config: RouterConfig, parts: _Parts, health: _Health, tls: Tls | None, *, shared: bool
+) -> AsyncIterator[HttpListener | None]:
+    """The HTTP API, if there is an address for it."""
+    if not config.http:
+        yield None
+        return
+    # It loads pydantic, which a router without HTTP does not need.
+    from router.serving import http
+
+    api = http.HttpApi(
+        parts.door,
+        parts.threads,
+        largest=parts.largest_request,
+        not_ready=lambda: "" if health.serving else "not ready",
+        origins=config.http_origins,
+        roles=_CLIENT_ROLES if config.client_certs else (),
+    )
+    async with http.listen(config.http, api, tls=tls, client_certs=config.client_certs, shared=shared) as listener:
+        yield listener
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +187,8 @@ class _Parts:
     dispatcher: Dispatcher
     request_runner: RequestRunner
     door: FrontDoor
-    largest_message: int
+    threads: TenantThreads
+    largest_request: int
     """Size of the largest request in bytes."""
 
     def add_services(self, server: grpc.aio.Server) -> None:
@@ -164,7 +213,7 @@ async def _running_parts(config: RouterConfig, tls: Tls | None, api_keys: ApiKey
     """Load the tokenizer, and find and watch workers until the block ends."""
     signer = TicketSigner(config.ticket_key) if config.ticket_key else None
     model, longest, digest = await executors.run(WORK, _load, config)
-    largest = largest_message(min(longest, config.max_model_len or longest), model.vocab_size)
+    largest = largest_request(min(longest, config.max_model_len or longest), model.vocab_size)
     # Large requests are received, copied and parsed on the event loop, where page faults would hold up others.
     allocator.prefault(2 * largest)
     router_id = f"router-{socket.gethostname()}-{secrets.token_hex(4)}"
@@ -190,7 +239,7 @@ async def _running_parts(config: RouterConfig, tls: Tls | None, api_keys: ApiKey
         door = FrontDoor(
             model, validator, pool, dispatcher, request_runner, api_keys, stalls, request_timeout_s=timeout_s
         )
-        yield _Parts(router_id, model, pool, dispatcher, request_runner, door, largest)
+        yield _Parts(router_id, model, pool, dispatcher, request_runner, door, threads, largest)
 
 
 class _Health:

@@ -26,16 +26,16 @@ from baton.process import allocator
 from baton.process.service import STOP_S, Running, main
 from baton.process.sockets import bind
 from baton.process.supervisor import Supervisor, parse_listeners
-from baton.rpc.server import check_reach
 from baton.telemetry.logs import configure
-from router.app import run
+from router.app import check_addresses, run
 
 _LAST_PORT = 65535
 
 _KEPT_BYTES = 64 << 20
 """Bytes of freed memory that a router keeps: several times the size of the longest request."""
 
-_OWN = ("processes", "grpc", "ops")
+_SHARED = ("grpc", "http")
+_OWN = ("processes", "ops", *_SHARED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +61,13 @@ async def run_router_processes(config: RouterConfig) -> AsyncIterator[RouterProc
     Raises ConfigError if an address is not allowed or in use, or if too few ports follow that of --ops. Raises
     Unavailable if a router does not start.
     """
-    keys = {"api_keys": config.api_keys}
-    check_reach(config.grpc, insecure=config.insecure, tls=bool(config.tls_cert), keys=keys, field="grpc")
+    check_addresses(config)
     ops = [_ops(config, number) for number in range(config.processes)]
-    try:
-        # Only a bind without sharing finds a process that has the port and shares it with nobody.
-        bind(config.grpc).close()
-        held = bind(config.grpc, shared=True)
-    except ConfigError as error:
-        raise ConfigError(f"grpc: {error}") from None
-    grpc = f"{_host(config.grpc)}:{held.getsockname()[1]}"
-    command = [sys.executable, "-m", __name__, f"--grpc={grpc}", *_flags(config)]
-    with contextlib.closing(held):
+    with contextlib.ExitStack() as held:
+        shared = {field: _hold(field, address, held) for field in _SHARED if (address := getattr(config, field))}
+        command = [sys.executable, "-m", __name__]
+        command += [*(f"--{field}={address}" for field, address in shared.items()), *_flags(config)]
+        named = " ".join(f"{field}={address}" for field, address in shared.items())
         async with Supervisor(_relay) as routers:
             children = [
                 await routers.start(f"router {number}", [*command, f"--ops={each}"]) for number, each in enumerate(ops)
@@ -83,8 +78,19 @@ async def run_router_processes(config: RouterConfig) -> AsyncIterator[RouterProc
                 child.restart_on_death([*command, f"--ops={each}"])
             failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             yield RouterProcesses(
-                f"grpc={grpc} ops={','.join(ops)}", failed, routers, config.drain_delay_s + config.drain_s
+                f"{named} ops={','.join(ops)}", failed, routers, config.drain_delay_s + config.drain_s
             )
+
+
+def _hold(field: str, address: str, held: contextlib.ExitStack) -> str:
+    """The address, with a port that stays this process's until `held` is closed. Raises ConfigError."""
+    try:
+        # Only a bind without sharing finds a process that has the port and shares it with nobody.
+        bind(address).close()
+        bound = held.enter_context(bind(address, shared=True))
+    except ConfigError as error:
+        raise ConfigError(f"{field}: {error}") from None
+    return f"{_host(address)}:{bound.getsockname()[1]}"
 
 
 def _relay(_name: str, line: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from baton.request import CachePolicy, SamplingParams
 from baton.tokenizer import Detokenizer
@@ -25,21 +25,17 @@ class TokenPrompt:
     token_ids: Sequence[int]
 
 
-class ChatMessage(Protocol):
-    """One message of a chat."""
-
-    role: str
-    content: str
-
-
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A prompt as a chat, for the model's template; its messages are not checked yet."""
+    """A prompt as a chat of `count` messages, for the model's template.
 
-    messages: Sequence[ChatMessage]
+    `read` returns them, each with its `role` and its `content`. That takes milliseconds for a long chat. It raises
+    InvalidRequest.
+    """
+
+    count: int
+    read: Callable[[], Sequence[Mapping[str, str]]]
     add_generation_prompt: bool = True
-    contents: Sequence[bytes] = ()
-    """Contents of the messages as unchecked bytes; if not empty, they replace the contents in `messages`."""
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from baton.engine.config import EngineConfig
-from baton.engine.contract import Engine, EngineSequence, KvHandle, PromptChunk, compute_chunk
+from baton.engine.contract import Engine, EngineSequence, KvHandle, OnLayer, PromptChunk, compute_chunk
 from baton.engine.factory import build
 from baton.engine.load import LoadedModel
 from baton.errors import ConfigError
@@ -154,6 +154,29 @@ class EngineRuns:
             began = time.perf_counter()
             self.steps(steps)
             return time.perf_counter() - began
+
+    def mixed(self, chunks: Sequence[int], prompt: int, *, step: bool = True, on_layer: OnLayer | None = None) -> float:
+        """Seconds of a pass over chunks of `chunks` tokens and, with `step`, a step of the running batch.
+
+        A chunk is in the middle of a prompt of `prompt` tokens; a token is sampled after the last one. With `on_layer`,
+        the pass stops after each layer. Two passes warm up.
+        """
+        handles: list[KvHandle] = []
+        work: list[PromptChunk] = []
+        try:
+            for tokens in chunks:
+                handles.append(self._engine.reserve(f"bench/chunk/{len(handles)}", prompt))
+                ids, start = self._prompt(prompt), (prompt - tokens) // 2
+                sample = [SequenceState(_GREEDY, ids[: start + tokens])] if len(handles) == len(chunks) else []
+                work.append(PromptChunk(handles[-1], ids, start, start + tokens, on_layer, sample))
+            for _ in range(WARM_STEPS):
+                self._engine.launch(work, step=step).result()
+            began = time.perf_counter()
+            self._engine.launch(work, step=step).result()
+            return time.perf_counter() - began
+        finally:
+            for handle in handles:
+                self._engine.free(handle)
 
     def steps(self, count: int) -> None:
         """Run steps, with as many in flight as the engine allows, until the tokens of the last one are known."""

@@ -83,6 +83,7 @@ class UpOptions:
     mixed_tp: int
     mixed_pp: int
     grpc: str
+    http: str
     redis: str
     redis_memory: int
     threads: int
@@ -109,6 +110,10 @@ class UpOptions:
         names = [f"{role}_{kind}" for role in self.workers for kind in ("tp", "pp")]
         return " ".join([*counts, *(f"{name}={degree}" for name in names if (degree := getattr(self, name)) > 1)])
 
+    def addresses(self) -> dict[str, str]:
+        """The addresses for clients by their flags."""
+        return {"--grpc": self.grpc, **({"--http": self.http} if self.http else {})}
+
     def degrees(self, role: str) -> tuple[int, int]:
         """Degrees of tensor and pipeline parallelism of the workers of a role."""
         return getattr(self, f"{role}_tp"), getattr(self, f"{role}_pp")
@@ -117,6 +122,7 @@ class UpOptions:
         """The flags of the service `name`, without the listeners of workers and the router's list of workers."""
         if role == "router":
             own = {"grpc": self.grpc, "ops": "127.0.0.1:0", "insecure": self.insecure}
+            own |= {"http": self.http} if self.http else {}
         else:
             tp, pp = self.degrees(role)
             own = {"worker_id": name, "threads": self.threads, "tensor_parallel": tp, "pipeline_parallel": pp}
@@ -135,7 +141,7 @@ def checked(options: UpOptions) -> UpOptions:
         if getattr(options, name) > 1:
             raise _bad(flag_of(name), f"there are no {name.partition('_')[0]} workers")
     _check_installed(options)
-    _check_grpc(options)
+    _check_addresses(options)
     if options.redis_memory < _MIN_REDIS_MEMORY:
         raise _bad("--redis-memory", f"must be at least {_MIN_REDIS_MEMORY >> 20}MiB, got {options.redis_memory} bytes")
     path, name = _find_model(options.services.get("model", ""))
@@ -178,18 +184,17 @@ def _threads(options: UpOptions) -> int:
     return options.threads or max(1, usable // ranks)
 
 
-def _check_grpc(options: UpOptions) -> None:
+def _check_addresses(options: UpOptions) -> None:
     """Raise a usage error for an address that the router would refuse only after all workers have loaded."""
-    host, _ = parse_address(options.grpc)
-    if not (options.insecure or options.secure or is_loopback(host)):
-        raise _bad(
-            "--grpc",
-            f"{options.grpc} can be reached by others: --secure DIR protects it, --insecure allows it anyway",
-        )
-    try:
-        bind(options.grpc).close()
-    except ConfigError as error:
-        raise _bad("--grpc", str(error)) from None
+    for flag, address in options.addresses().items():
+        host, _ = parse_address(address)
+        if not (options.insecure or options.secure or is_loopback(host)):
+            problem = "can be reached by others: --secure DIR protects it, --insecure allows it anyway"
+            raise _bad(flag, f"{address} {problem}")
+        try:
+            bind(address).close()
+        except ConfigError as error:
+            raise _bad(flag, str(error)) from None
 
 
 def _check_installed(options: UpOptions) -> None:
@@ -280,13 +285,14 @@ _FIELDS = {field.name: field for role in reversed(ROLES.values()) for field in f
             help="File in memory with the weights of native kernels for all workers; empty: a file without a name.",
         ),
         click_option(_FIELDS["grpc"], default=DEFAULT_GRPC),
+        click_option(_FIELDS["http"]),
         click_option(
             _FIELDS["redis"],
             default="embedded",
             help="Shared cache of prefixes: embedded (a server of this fleet), none, or the URL of a Redis: "
             "redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://.",
         ),
-        click_option(_FIELDS["insecure"], help="Let other machines reach --grpc without --secure."),
+        click_option(_FIELDS["insecure"], help="Let other machines reach --grpc and --http without --secure."),
     ],
 )
 @click.option("--prefill", type=_COUNT, default=None, help="Prefill workers.  [default: 1; with --mixed: none]")
@@ -378,8 +384,8 @@ def _sharing(options: UpOptions) -> UpOptions:
 def _secure(options: UpOptions) -> SecureFleet | None:
     if options.secure is None:
         return None
-    host, _ = parse_address(options.grpc)
-    return SecureFleet.prepare(options.secure, [host], options.workers)
+    hosts = [parse_address(address)[0] for address in options.addresses().values()]
+    return SecureFleet.prepare(options.secure, hosts, options.workers)
 
 
 @contextlib.asynccontextmanager
@@ -483,8 +489,9 @@ async def _start(
         for name in names[role]:
             listen = [f"--{listener}={listeners[name][listener]}" for listener in LISTENERS]
             children[name].restart_on_death([*command(role, name), *listen])
+    http = f" http={where['http']}" if "http" in where else ""
     return (
-        f"ready grpc={where['grpc']} ops={where['ops']} model={options.served_model_name} "
+        f"ready grpc={where['grpc']}{http} ops={where['ops']} model={options.served_model_name} "
         f"{options.describe_workers()}{secure.describe() if secure else ''}"
     )
 

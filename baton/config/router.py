@@ -23,10 +23,19 @@ class RouterConfig(Settings):
         (), help="Workers of both roles: HOST:PORT or dns:///NAME:PORT, separated by commas."
     )
     grpc: str = option("127.0.0.1:0", help="HOST:PORT for clients; port 0: any free one.", unit="address")
+    http: str = option(
+        "",
+        help="HOST:PORT for clients of OpenAI's HTTP API; port 0: any free one; empty: none.",
+        unit="address",
+    )
+    http_origins: tuple[str, ...] = option(
+        (), help="Origins whose pages may call --http from a browser, separated by commas; *: all.", hidden=True
+    )
     ops: str = option("127.0.0.1:0", help="HOST:PORT for live, ready and metrics over HTTP.", unit="address")
     processes: int = option(
         1,
-        help="Number of router processes that share --grpc; they use the port of --ops and the ports after it.",
+        help="Number of router processes that share --grpc and --http; they use the port of --ops and the ports after "
+        "it.",
         minimum=1,
     )
     model: str = option("", help="Checkpoint directory or hub name; empty: the bundled one.")
@@ -110,7 +119,7 @@ class RouterConfig(Settings):
     fleet_secret: str = option(
         "", help="Secret that separates tenants in the prefix cache; the workers need the same one.", secret=True
     )
-    insecure: bool = option(False, help="Let other machines reach --grpc without TLS and API keys.")
+    insecure: bool = option(False, help="Let other machines reach --grpc and --http without TLS and API keys.")
     log_level: str = option("info", help="Lowest level that is logged.", choices=LEVELS)
     log_format: str = option("text", help="Form of log lines; json: an object on each line.", choices=FORMATS)
 

@@ -1,9 +1,9 @@
 """The native library, or the reason why it can't be used.
 
 The library is used only if it was compiled from the sources beside it, because an older one may compute other results
-than these sources. It runs the kernels of the newest instruction set that the CPU has.
-BATON_NATIVE_ISA chooses an older one ("avx2"), for tests and if one computes wrongly; BATON_NATIVE_LIBRARY names
-another file, such as one with a sanitizer.
+than these sources. It runs the kernels of the newest instruction set that the CPU has, but not those for AVX512-BF16 on
+CPUs of Intel that have slow instructions for it. BATON_NATIVE_ISA chooses another one ("avx2"), for tests and if one
+computes wrongly; BATON_NATIVE_LIBRARY names another file, such as one with a sanitizer.
 """
 
 from __future__ import annotations

@@ -6,13 +6,10 @@ hangs, or when the load of its model stands still: the process must be replaced.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -22,6 +19,7 @@ from starlette.routing import Route
 from baton.errors import ConfigError
 from baton.process import executors
 from baton.process.executors import WORK
+from baton.process.http_server import address_of, serve_http
 from baton.process.sockets import bind
 from baton.telemetry.metrics import Exposition
 
@@ -33,22 +31,6 @@ class OpsListener:
     """A running ops listener; `address` is "host:port" as bound."""
 
     address: str
-
-
-class _Server(uvicorn.Server):
-    """A uvicorn server that does not install signal handlers."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.listening.set()
 
 
 @contextlib.asynccontextmanager
@@ -64,32 +46,9 @@ async def serve_ops(
         bound = bind(address)
     except ConfigError as error:
         raise ConfigError(f"ops: {error}") from None
-    config = uvicorn.Config(
-        _app(metrics, not_ready, not_live),
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        timeout_graceful_shutdown=_GRACE_S,
-    )
-    server = _Server(config)
-    serving = asyncio.create_task(server.serve([bound]), name=f"ops {address}")
-    try:
-        await _listening(server, serving)
-        host, port = bound.getsockname()[:2]
-        yield OpsListener(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
-    finally:
-        server.should_exit = True
-        await serving
-        bound.close()
-
-
-async def _listening(server: _Server, serving: asyncio.Task[None]) -> None:
-    waiting = asyncio.create_task(server.listening.wait())
-    await asyncio.wait([waiting, serving], return_when=asyncio.FIRST_COMPLETED)
-    waiting.cancel()
-    if serving.done():
-        await serving
+    address = address_of(bound)
+    async with serve_http(_app(metrics, not_ready, not_live), bound, grace_s=_GRACE_S):
+        yield OpsListener(address)
 
 
 def _app(metrics: Exposition, not_ready: Callable[[], str], not_live: Callable[[], str]) -> Starlette:

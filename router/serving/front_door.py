@@ -43,13 +43,13 @@ from baton.errors import (
     unexpected,
 )
 from baton.keys import MAX_KEY_LENGTH, ApiKey, digest, parse
-from baton.rpc.channel import LATE_S
 from baton.telemetry.logs import about
 from baton.telemetry.metrics import CLIENTS_STALLED, REFUSED, REQUESTS, tenant_label
+from baton.tokenizer import Tokenizer
 from baton.worker.status import WorkerIdentity, WorkerRole
 from router.dispatcher import Dispatcher
 from router.output import OutputProcessor, Update
-from router.request import ChatPrompt, TextPrompt, UncheckedRequest
+from router.request import ChatPrompt, Request, TextPrompt, UncheckedRequest
 from router.request_runner import RequestRunner
 from router.serving.validator import RequestValidator, ServedModel
 from router.workers.pool import WorkerPool
@@ -57,6 +57,9 @@ from router.workers.pool import WorkerPool
 DRAIN_LIMIT_S = 5.0
 
 _TICK_S = 1.0
+
+_LATE_S = 0.5
+"""A tick that comes so much later finds a process that was paused or busy."""
 
 HEADER = "authorization"
 _SCHEME = "bearer"
@@ -114,13 +117,15 @@ class ApiKeys:
         return Caller(found.tenant, found.max_streams, found.admin)
 
     @contextlib.contextmanager
-    def stream(self, caller: Caller) -> Iterator[None]:
-        """Count a stream of the caller's tenant until the block ends. Raises Overloaded beyond the tenant's limit.
+    def stream(self, caller: Caller, *, limited: bool = True) -> Iterator[None]:
+        """Count a stream of the caller's tenant until the block ends.
+
+        Raises Overloaded beyond the tenant's limit if `limited`.
 
         A call counts once while its message is received, and once while it is served.
         """
         tenant, limit = caller.tenant, caller.max_streams
-        if limit is not None and self._streams[tenant] >= limit:
+        if limited and limit is not None and self._streams[tenant] >= limit:
             problem = f"{self._streams[tenant]} streams of tenant {tenant} are open, {limit} are allowed"
             raise Overloaded(f"max_streams: {problem}", _RETRY_S, reason="max_streams")
         self._streams[tenant] += 1
@@ -134,11 +139,11 @@ class ApiKeys:
 
 def _key(authorization: Sequence[str]) -> str:
     if not authorization:
-        raise Unauthenticated(f"an API key is needed, as metadata {HEADER}: Bearer KEY")
+        raise Unauthenticated(f"an API key is needed, as {HEADER}: Bearer KEY")
     scheme, _, key = authorization[0].partition(" ")
     key = key.strip()
     if len(authorization) > 1 or scheme.lower() != _SCHEME or not 0 < len(key) <= MAX_KEY_LENGTH:
-        raise Unauthenticated(f"the metadata {HEADER} must be one Bearer KEY of at most {MAX_KEY_LENGTH} characters")
+        raise Unauthenticated(f"{HEADER} must be one Bearer KEY of at most {MAX_KEY_LENGTH} characters")
     return key
 
 
@@ -221,7 +226,7 @@ class StallGuard:
             due = self.now() + tick_s
             await asyncio.sleep(tick_s)
             now = self.now()
-            if now > due + LATE_S:
+            if now > due + _LATE_S:
                 # This process was paused or busy, and does not yet know which items clients took meanwhile.
                 continue
             for stream in self._overdue(now):
@@ -288,8 +293,9 @@ class FrontDoor:
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
+        self._awaited = 0
         self.running = 0
-        """Number of calls that a drain waits for."""
+        """Number of calls that are served."""
 
     def authenticate(self, authorization: Sequence[str]) -> Caller:
         """The caller with the key in the values of the header `authorization`. Raises Unauthenticated."""
@@ -298,8 +304,8 @@ class FrontDoor:
     @contextlib.asynccontextmanager
     async def generate(
         self, request: UncheckedRequest, caller: Caller, deadline: float | None
-    ) -> AsyncIterator[tuple[str, ClientStream[Update]]]:
-        """Serve a request until the block ends; yields its id and its updates, of which the last one has the usage.
+    ) -> AsyncIterator[tuple[Request, ClientStream[Update]]]:
+        """Serve a request until the block ends; yields it and its updates, of which the last one has the usage.
 
         `deadline` is in seconds on the event loop's clock; None for the router's default. A full queue refuses with
         Overloaded before the request is validated, because validation may take long. So an invalid request may be
@@ -323,7 +329,7 @@ class FrontDoor:
                 serving = asyncio.create_task(self._request_runner.run(checked, output), name=f"request {checked.id}")
                 try:
                     async with self._stalls.stream(output.queue.take, serving.done, checked.id) as stream:
-                        yield checked.id, stream
+                        yield checked, stream
                 finally:
                     serving.cancel()
                     await asyncio.gather(serving, return_exceptions=True)
@@ -344,6 +350,20 @@ class FrontDoor:
             REQUESTS.labels(tenant_label(caller.tenant), status).inc()
 
     @contextlib.asynccontextmanager
+    async def answer(self, parts: Iterator[T], caller: Caller) -> AsyncIterator[ClientStream[T]]:
+        """A stream of the parts of an answer that is complete; its requests have ended.
+
+        It counts as a stream of the tenant, beyond its limit too, and a drain waits for it.
+        """
+        with self.awaited(), self._api_keys.stream(caller, limited=False):
+            async with self._stalls.stream(_taker(parts), lambda: True) as stream:
+                yield stream
+
+    async def decode(self, token_ids: Sequence[int], caller: Caller) -> str:
+        """The text of the prompt of a request that is served, with its special tokens. Raises Overloaded."""
+        return await self._validator.detokenize(token_ids, caller.tenant, skip_special_tokens=False)
+
+    @contextlib.asynccontextmanager
     async def tokenize(
         self, prompt: TextPrompt | ChatPrompt | None, size: int, caller: Caller, *, model: str = ""
     ) -> AsyncIterator[ClientStream[Sequence[int]]]:
@@ -351,7 +371,7 @@ class FrontDoor:
         with self._admit(caller):
             self._validator.check_model(model)
             token_ids = await self._validator.tokenize(prompt, size, caller.tenant)
-            async with self._stalls.stream(_once(token_ids), lambda: True) as stream:
+            async with self._stalls.stream(_taker(iter((token_ids,))), lambda: True) as stream:
                 yield stream
 
     @contextlib.asynccontextmanager
@@ -362,7 +382,7 @@ class FrontDoor:
         with self._admit(caller):
             self._validator.check_model(model)
             text = await self._validator.detokenize(token_ids, caller.tenant, skip_special_tokens=skip_special_tokens)
-            async with self._stalls.stream(_once(text), lambda: True) as stream:
+            async with self._stalls.stream(_taker(iter((text,))), lambda: True) as stream:
                 yield stream
 
     def model(self, name: str = "") -> ModelInfo:
@@ -379,10 +399,27 @@ class FrontDoor:
             _groups(identities),
         )
 
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the served model."""
+        return self._model.tokenizer
+
     async def drain(self) -> None:
         """Refuse new requests, and wait until the running ones have ended."""
         self._draining = self._stalls.draining = True
         await self._idle.wait()
+
+    @contextlib.contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Let a drain wait until the block ends."""
+        self._awaited += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._awaited -= 1
+            if not self._awaited:
+                self._idle.set()
 
     @contextlib.contextmanager
     def count_receiving(self, caller: Caller) -> Iterator[None]:
@@ -403,15 +440,12 @@ class FrontDoor:
     @contextlib.contextmanager
     def _admit(self, caller: Caller) -> Iterator[None]:
         """Count a call as a stream while it is served; a drain waits for it."""
-        with self.count_receiving(caller):
+        with self.count_receiving(caller), self.awaited():
             self.running += 1
-            self._idle.clear()
             try:
                 yield
             finally:
                 self.running -= 1
-                if not self.running:
-                    self._idle.set()
 
 
 _REFUSALS = {Unavailable: "unavailable", InvalidRequest: "invalid_argument", NotFound: "not_found"}
@@ -432,9 +466,8 @@ def _groups(identities: Iterable[WorkerIdentity]) -> tuple[WorkerGroup, ...]:
     return tuple(WorkerGroup(role.value, count, tensor, pipeline) for (role, tensor, pipeline), count in found)
 
 
-def _once(item: T) -> Callable[[], Awaitable[T]]:
-    """A `take` function for a stream of one item."""
-    items = iter((item,))
+def _taker(items: Iterator[T]) -> Callable[[], Awaitable[T]]:
+    """A `take` function for a stream of items that are there."""
 
     async def take() -> T:
         for each in items:

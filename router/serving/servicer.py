@@ -23,12 +23,12 @@ from grpc_reflection.v1alpha import reflection
 
 from baton.errors import BatonError, InvalidRequest, PermissionDenied, Unauthenticated
 from baton.pb import inference_pb2
+from baton.request import pieces
 from baton.rpc.admin import ADMIN_SERVICE
 from baton.rpc.convert import (
     add_token,
     cache_policy_from_proto,
     finish_to_proto,
-    pieces,
     progress_to_proto,
     sampling_from_proto,
     timings_to_proto,
@@ -100,13 +100,13 @@ class InferenceServicer:
         remaining = context.time_remaining()
         deadline = None if remaining is None else asyncio.get_running_loop().time() + remaining
         request = generate_request(received)
-        async with self._door.generate(request, caller, deadline) as (request_id, updates):
+        async with self._door.generate(request, caller, deadline) as (checked, updates):
             begun = False
             async for update in updates:
                 if not begun:
                     await send_initial_metadata(context)
                     begun = True
-                await send(context, _response(request_id, update))
+                await send(context, _response(checked.id, update))
 
     async def Tokenize(
         self,
@@ -240,7 +240,16 @@ def _text(received: ReceivedMessage[Any]) -> Callable[[], bytes]:
 def _chat(received: ReceivedMessage[Any]) -> ChatPrompt:
     chat = received.message.chat
     prompted = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
-    return ChatPrompt(chat.messages, add_generation_prompt=prompted, contents=received.texts)
+    return ChatPrompt(len(chat.messages), partial(_messages, received), add_generation_prompt=prompted)
+
+
+def _messages(received: ReceivedMessage[Any]) -> list[dict[str, str]]:
+    """Role and content of each message of a chat."""
+    messages = received.message.chat.messages
+    contents = [
+        "".join(utf8_pieces(f"chat.messages[{index}].content", data)) for index, data in enumerate(received.texts)
+    ] or [message.content for message in messages]
+    return [{"role": each.role, "content": text} for each, text in zip(messages, contents, strict=True)]
 
 
 def _authorization(metadata: Sequence[tuple[str, str | bytes]]) -> list[str]:

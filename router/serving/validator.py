@@ -15,10 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from baton.errors import InvalidRequest, NotFound, preview
-from baton.request import MAX_CACHE_SALT_BYTES, SamplingParams, check_count
-from baton.rpc.channel import CONTROL_MESSAGE_BYTES
-from baton.rpc.convert import token_array_from_proto, token_ids_from_proto
-from baton.rpc.errors import utf8_pieces
+from baton.request import MAX_CACHE_SALT_BYTES, SamplingParams, check_count, checked_array, checked_ids
 from baton.tokenizer import Tokenizer
 from router.request import ChatPrompt, NoText, Prompt, Request, TextPrompt, TokenPrompt, UncheckedRequest
 from router.serving.threads import TenantThreads
@@ -41,15 +38,18 @@ _PIECE = 64 << 10
 
 T = TypeVar("T")
 
-_MIN_MESSAGE_BYTES = 4 << 20
+MAX_REQUEST_BYTES = 64 << 20
+"""Most bytes of a request, and of the log-probabilities of its prompt."""
+
+_MIN_REQUEST_BYTES = 4 << 20
 _TEXT_BYTES = 16
 _TOKEN_ID_BYTES = 5
 _OTHER_BYTES = 2 << 20
-"""Sizes for `largest_message`: bytes of text per token of the model's length, of a token id, and of the rest."""
+"""Sizes for `largest_request`: bytes of text per token of the model's length, of a token id, and of the rest."""
 
 _LOGPROB_BYTES = 11
 _TOKEN_BYTES = 16
-"""Most bytes on the wire of one alternative, and of a token without its alternatives."""
+"""Most bytes of one alternative from a worker, and of a token without its alternatives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class RequestValidator:
         tokenizer = self._tokenizer("token_ids")
 
         def decode() -> str:
-            checked = token_ids_from_proto("token_ids", token_ids, vocab_size)
+            checked = checked_ids("token_ids", token_ids, vocab_size)
             return tokenizer.decode(checked, skip_special_tokens=skip_special_tokens)
 
         return await self._work(decode, tenant, _ID_BYTES * count, inline=count <= _INLINE_TOKENS)
@@ -207,7 +207,7 @@ class RequestValidator:
             case ChatPrompt() as prompt:
                 field, prompt_ids = "chat", await self._chat(prompt, tenant, request.size)
             case TokenPrompt(ids):
-                field, convert = "token_ids", partial(token_array_from_proto, "token_ids", ids, self._model.vocab_size)
+                field, convert = "token_ids", partial(checked_array, "token_ids", ids, self._model.vocab_size)
                 prompt_ids = await self._work(convert, tenant, request.size, inline=len(ids) <= _INLINE_TOKENS)
             case None:
                 raise InvalidRequest("prompt", "one of text, token_ids and chat must be set")
@@ -233,15 +233,15 @@ class RequestValidator:
         limit = self.max_model_len()
 
         def render_and_encode() -> Sequence[int]:
-            messages = _messages(prompt)
-            contents = prompt.contents or [_utf8(message["content"]) for message in messages]
-            tokenizer.check_size("chat", sum(map(len, contents)), limit)
+            messages = prompt.read()
+            _check_roles(messages)
+            tokenizer.check_size("chat", sum(_size(message["content"]) for message in messages), limit)
             text = tokenizer.render_chat(messages, add_generation_prompt=prompt.add_generation_prompt)
             if small:
                 return tokenizer.encode(text, add_special_tokens=False)
-            return self._encode(_utf8(text), add_special_tokens=False)
+            return self._encode(utf8(text), add_special_tokens=False)
 
-        small = len(prompt.messages) <= _INLINE_MESSAGES and size <= _INLINE_BYTES
+        small = prompt.count <= _INLINE_MESSAGES and size <= _INLINE_BYTES
         return await self._work(render_and_encode, tenant, size, inline=small)
 
     def _encode(self, text: bytes, *, add_special_tokens: bool) -> Sequence[int]:
@@ -263,10 +263,10 @@ class RequestValidator:
             raise InvalidRequest(field, f"at most {limit} fit the model's length", count)
 
     def _check_messages(self, chat: ChatPrompt) -> None:
-        if not chat.messages:
+        if not chat.count:
             raise InvalidRequest("chat.messages", "must not be empty", [])
-        check_count("chat.messages", len(chat.messages), MAX_CHAT_MESSAGES, "messages")
-        self._check_fits("chat.messages", len(chat.messages))
+        check_count("chat.messages", chat.count, MAX_CHAT_MESSAGES, "messages")
+        self._check_fits("chat.messages", chat.count)
 
     def _tokenizer(self, field: str) -> Tokenizer:
         if self._model.tokenizer is None:
@@ -274,35 +274,35 @@ class RequestValidator:
         return self._model.tokenizer
 
 
-def largest_message(max_model_len: int, vocab_size: int) -> int:
-    """Size in bytes of the largest message that a client may need; parsing it holds up the event loop."""
+def largest_request(max_model_len: int, vocab_size: int) -> int:
+    """Size in bytes of the largest request that a client may need."""
     needed = max_model_len * _TEXT_BYTES + vocab_size * _TOKEN_ID_BYTES + _OTHER_BYTES
-    return min(max(needed, _MIN_MESSAGE_BYTES), CONTROL_MESSAGE_BYTES)
+    return min(max(needed, _MIN_REQUEST_BYTES), MAX_REQUEST_BYTES)
 
 
-def _utf8(text: str) -> bytes:
+def utf8(text: str) -> bytes:
     """The text in UTF-8, encoded in pieces, so that other threads run between them."""
     return b"".join(text[start : start + _PIECE].encode() for start in range(0, len(text), _PIECE))
 
 
-def _messages(chat: ChatPrompt) -> list[dict[str, str]]:
-    """The messages as chat templates expect them."""
-    for index, message in enumerate(chat.messages):
-        if not 1 <= len(message.role) <= MAX_ROLE_LENGTH:
+def _size(text: str) -> int:
+    """Bytes of the text in UTF-8."""
+    return len(text) if text.isascii() else len(utf8(text))
+
+
+def _check_roles(messages: Sequence[Mapping[str, str]]) -> None:
+    for index, message in enumerate(messages):
+        if not 1 <= len(message["role"]) <= MAX_ROLE_LENGTH:
             field = f"chat.messages[{index}].role"
-            raise InvalidRequest(field, f"must have 1 to {MAX_ROLE_LENGTH} characters", message.role)
-    contents = [
-        "".join(utf8_pieces(f"chat.messages[{index}].content", data)) for index, data in enumerate(chat.contents)
-    ] or [message.content for message in chat.messages]
-    return [{"role": each.role, "content": text} for each, text in zip(chat.messages, contents, strict=True)]
+            raise InvalidRequest(field, f"must have 1 to {MAX_ROLE_LENGTH} characters", message["role"])
 
 
 def _check_prompt_logprobs(alternatives: int, count: int) -> None:
     """Raise InvalidRequest if log-probabilities of `count` prompt tokens would take too much of the router's memory."""
     size = count * (_TOKEN_BYTES + alternatives * _LOGPROB_BYTES)
-    if size > CONTROL_MESSAGE_BYTES:
+    if size > MAX_REQUEST_BYTES:
         raise InvalidRequest(
             "prompt_logprobs",
-            f"those of {count} prompt tokens need up to {size} bytes, at most {CONTROL_MESSAGE_BYTES} are allowed",
+            f"those of {count} prompt tokens need up to {size} bytes, at most {MAX_REQUEST_BYTES} are allowed",
             alternatives,
         )

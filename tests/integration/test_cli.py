@@ -7,9 +7,11 @@ import json
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -164,9 +166,19 @@ def a_killed_decode_worker_is_replaced_in_mid_stream_and_comes_back(
     assert decode_workers(up.pid).keys() == {"decode-0", "decode-1"}
 
 
+def models_over_https(address: str, ca: Path, key: str) -> None:
+    """The HTTP API of a secure fleet wants its key too."""
+    url, context = f"https://{address}/v1/models", ssl.create_default_context(cafile=str(ca))
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(url, context=context, timeout=HANG_S)
+    asked = urllib.request.Request(url, headers={"authorization": f"Bearer {key}"})
+    with urllib.request.urlopen(asked, context=context, timeout=HANG_S) as answer:
+        assert [model["id"] for model in json.load(answer)["data"]] == ["bundled"]
+
+
 def test_a_secure_fleet_wants_its_key_and_a_killed_supervisor_leaves_nothing(tmp_path: Path) -> None:
     secrets = tmp_path / "secrets"
-    with running(tmp_path, "--processes=2", f"--secure={secrets}") as (up, target, log):
+    with running(tmp_path, "--processes=2", f"--secure={secrets}", "--http=127.0.0.1:0") as (up, target, log):
         key = (secrets / "api.key").read_text().strip()
         wants_its_key(target, secrets, key)
         assert key not in log.read_text()
@@ -176,6 +188,8 @@ def test_a_secure_fleet_wants_its_key_and_a_killed_supervisor_leaves_nothing(tmp
         # One command asks the routers by the key and the workers by the admin's certificate.
         router = next(command for command in pids.values() if "-m router" in command)
         workers = re.findall(r"--(?:prefill|decode)=(\S+)", router)
+        served = next(command for command in pids.values() if "-m router.processes" in command)
+        models_over_https(re.findall(r"--http=(\S+)", served)[0], secrets / "ca.crt", key)
         admin = [f"--{flag}={secrets / file}" for flag, file in zip(("ca", "cert", "key"), ADMIN, strict=True)]
         environ = os.environ | {"BATON_API_KEY": key}
         for command in (["ledger"], ["cache", "stats"]):

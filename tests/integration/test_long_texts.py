@@ -13,8 +13,8 @@ from typing import Any
 import grpc
 import pytest
 
+from baton import request as request_types
 from baton.pb import inference_pb2, inference_pb2_grpc
-from baton.rpc import convert
 from baton.rpc.channel import control_channel
 from router.serving import threads, tokenizer_processes, validator
 from router.serving.tokenizer_processes import TokenizerProcesses
@@ -46,7 +46,7 @@ class Processes:
         monkeypatch.setattr(validator, "LONG_TEXT", len(TEXT.encode()))
         monkeypatch.setattr(validator, "_INLINE_BYTES", 4)
         monkeypatch.setattr(validator, "_PIECE", 4)
-        monkeypatch.setattr(convert, "_PIECE", 4)
+        monkeypatch.setattr(request_types, "_PIECE", 4)
 
     def stop(self) -> None:
         os.kill(self.taken[-1].pid, signal.SIGSTOP)

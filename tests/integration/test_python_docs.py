@@ -1,4 +1,4 @@
-"""The Python in README.md and docs/python.md runs, and prints what these pages show."""
+"""The Python in README.md, docs/python.md and docs/http.md runs, and prints what these pages show."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from tests.fake_router import Router, served
 from tests.fleet import Fleet
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/python.md")
+PAGES = ("README.md", "docs/python.md", "docs/http.md")
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 
 
@@ -31,9 +31,10 @@ async def test_all_examples_run_and_print_what_is_shown(tmp_path: Path, monkeypa
     assert len(examples) == sum((ROOT / page).read_text().count("```python\n") for page in PAGES)
     secure = Router()
     async with Fleet(bundled.path(), dtype="float32") as running, served(secure, tls=tls("router")) as other:
-        app = await running.start_router([await running.prefill()], [await running.decode()])
+        app = await running.start_router([await running.prefill()], [await running.decode()], http="127.0.0.1:0")
         for page, code, shown in examples:
             code = code.replace("127.0.0.1:50050", app.address).replace("baton.example.org:50050", other.address)
+            code = code.replace("127.0.0.1:8000", app.http_address)
             output = io.StringIO()
             with contextlib.redirect_stdout(output):
                 await asyncio.to_thread(exec, compile(code, page, "exec"), {"__name__": page})

@@ -40,6 +40,7 @@ class Routers:
 
     parent: subprocess.Popen[str]
     address: str
+    http: str
     ops: list[str]
 
     def children(self) -> list[int]:
@@ -76,13 +77,13 @@ def routers(*flags: str) -> Iterator[Routers]:
     with process("tests.router_workers", f"--step-ms={STEP_MS}") as workers:
         where = listening(workers)
         places = [f"--prefill={where['prefill']}", f"--decode={where['decode']}", f"--model={bundled.path()}"]
-        with process("router", *places, "--processes=2", "--log-level=warning", *flags) as parent:
+        with process("router", *places, "--processes=2", "--log-level=warning", "--http=127.0.0.1:0", *flags) as parent:
             try:
                 found = listening(parent)
                 ops = found["ops"].split(",")
                 for each in ops:
                     ready(each)
-                yield Routers(parent, found["grpc"], ops)
+                yield Routers(parent, found["grpc"], found["http"], ops)
             finally:
                 parent.kill()
                 workers.kill()
@@ -103,6 +104,13 @@ def ask(address: str, tokens: int = 3) -> int:
     """Tokens of one answer."""
     with stream(address, tokens) as events:
         return sum(len(delta.tokens) for event in events for delta in event.choices)
+
+
+def ask_over_http(address: str) -> int:
+    """Tokens of one answer."""
+    body = json.dumps({"prompt": [300] * 4, "max_tokens": 3, "ignore_eos": True}).encode()
+    with urllib.request.urlopen(f"http://{address}/v1/completions", body, timeout=60) as answer:
+        return int(json.load(answer)["usage"]["completion_tokens"])
 
 
 def load(address: str, connections: int, requests: int) -> None:
@@ -164,6 +172,9 @@ def test_requests_are_spread_and_a_death_leaves_the_other_serving() -> None:
         served = [found.served(number) for number in range(2)]
         assert sum(served) == 16
         assert all(served)
+        assert [ask_over_http(found.http) for _ in range(16)] == [3] * 16
+        assert all(found.served(number) > served[number] for number in range(2))
+        served = [found.served(number) for number in range(2)]
         dead, lives = found.children()
         os.kill(dead, signal.SIGKILL)
         line = found.parent.stderr.readline()

@@ -26,7 +26,7 @@ from baton.rpc.channel import METADATA_BYTES, METADATA_MAX_BYTES
 from baton.telemetry.metrics import REPLAYS
 from baton.transfer.tickets import TicketSigner
 from baton.worker.status import WIRE_VERSION, WorkerRole
-from router.serving.validator import largest_message
+from router.serving.validator import largest_request
 from tests.certificates import fleet
 from tests.fleet import Fleet
 from tests.integration.router_rig import RouterRig, refused, request, router_rig, until, whole
@@ -287,7 +287,7 @@ async def test_messages_and_metadata_beyond_their_limits_are_refused_with_sizes(
     error = await refused(b.client.Generate(request("hi"), metadata=(("x", "y" * METADATA_MAX_BYTES),), timeout=60))
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert f"vs. {METADATA_MAX_BYTES}" in (error.details() or "")
-    largest = largest_message(MAX_MODEL_LEN, 300)
+    largest = largest_request(MAX_MODEL_LEN, 300)
     error = await refused(b.client.Generate(request("x" * largest), timeout=60))
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert f"vs. {largest}" in (error.details() or "")

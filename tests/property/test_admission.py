@@ -192,6 +192,21 @@ def test_replays_pass_all_first_attempts() -> None:
     assert list(worker.granted)[1:3] == ["replay0", "replay1"]
 
 
+def test_two_that_are_each_first_in_another_line_do_not_wait_for_each_other() -> None:
+    worker = Worker(4, 6)
+    worker.ask(0, "kept", 1, choices=2)
+    held = worker.engine.reserve("held", 2 * PAGE)
+    worker.ask(1, "lacks pages", 2, choices=2)
+    worker.ask(2, "lacks room for its context", 5, choices=2)
+    assert list(worker.granted) == ["kept"]
+    (kept,) = worker.attempts
+    worker.end(kept)
+    worker.engine.free(held)
+    worker.advance()
+    assert list(worker.granted) == ["kept", "lacks room for its context"]
+    finish(worker)
+
+
 @effort(120)
 @given(st.integers(0, 10**9))
 def test_nothing_that_fits_waits_and_all_end(seed: int) -> None:
@@ -216,7 +231,7 @@ def test_nothing_that_fits_waits_and_all_end(seed: int) -> None:
                 for waiting in list(worker.admission._in_turn())[:1]:
                     worker.admission.cancel(waiting.session_number, waiting.reservation.key)
             case "drop" if dice.random() < 0.2:
-                worker.admission.drop_session(dice.randint(0, 2))
+                worker.admission.clear(dice.randint(0, 2))
             case "keep" if any(attempt.choices for attempt in attempts):
                 worker.batch_pages.kept_pages = dice.choice([0, 0, 1, pages // 2])
         if not any(attempt.choices for attempt in worker.attempts):

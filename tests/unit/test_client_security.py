@@ -75,7 +75,7 @@ def test_a_key_that_can_not_be_sent_is_refused_and_not_shown(key: str) -> None:
 async def test_a_client_without_a_key_is_told_how_to_give_one() -> None:
     """The words of the router's front door."""
     router = Router()
-    router.error = Unauthenticated("an API key is needed, as metadata authorization: Bearer KEY")
+    router.error = Unauthenticated("an API key is needed, as authorization: Bearer KEY")
     async with served(router) as listener:
         with pytest.raises(Unauthenticated, match=r"Bearer KEY; give it as api_key \(--api-key-file, or "):
             await asyncio.to_thread(use, listener.address)

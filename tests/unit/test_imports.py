@@ -201,6 +201,7 @@ def test_stubs_are_used_only_at_the_edges() -> None:
     [
         (", ".join(TORCH_FREE), {"torch", "transformers", "numpy", "redis"}),
         ("baton", {"grpc", "google.protobuf", "click"}),
+        ("router.app, router.__main__, router.processes", {"pydantic"}),
         ("baton.model.config, baton.model.checkpoint, baton.model.fingerprint", {"torch", "transformers", "numpy"}),
         (
             "mixed_svc.app, baton.engine.factory",

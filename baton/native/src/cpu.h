@@ -19,7 +19,8 @@ inline constexpr int kIsas = 5;
 // The best one of this CPU that the kernel of the operating system also supports.
 Isa best_isa();
 
-// The one whose kernels run: the best, unless `baton_native_select_isa` chose an earlier one.
+// The one whose kernels run: the best, or the one before it if that is faster on this CPU, unless
+// `baton_native_select_isa` chose another one.
 Isa selected_isa();
 
 }  // namespace baton

@@ -1,6 +1,8 @@
 // Rows of float32 times a panel of 32 columns, summed in registers. Include after a `Vec`.
 #pragma once
 
+#include <climits>
+
 #include "kernels.h"
 
 namespace baton {
@@ -34,8 +36,12 @@ struct FromCaches {
   inline __attribute__((always_inline)) void fetch(const void*, int) const {}
 };
 
+// With 32 registers there is room for the weights of pairs beside all sums, and a tile has enough rows to hide that they
+// are unpacked. When weights were unpacked once for all tiles, 24 rows took a third longer than 22.
+constexpr bool kManyRegisters = Vec::kSums >= 24;
+
 // Inputs of a block of many rows, and how many rows make it worth to unpack its weights once for all of them.
-constexpr int kInputBlock = 256, kUnpackedRows = 2 * Vec::kRows;
+constexpr int kInputBlock = 256, kUnpackedRows = kManyRegisters ? INT_MAX : 2 * Vec::kRows;
 
 struct Float32Panel {
   using T = float;
@@ -134,12 +140,12 @@ inline void multiply(const float* x, int64_t x_stride, int rows, const typename 
                      int64_t inputs, float* out, int64_t out_stride, bool add, From from) {
   constexpr int kWide = kPanel / kLanes, kNarrow = kWide < 2 ? kWide : 2;
   // Pairs need registers for both halves of the weights.
-  constexpr int kSpare = (Panel::kColumn - 1) * kWide;
+  constexpr int kHalves = kManyRegisters ? 0 : Panel::kColumn - 1, kSpare = kHalves * kWide;
   if (rows * kWide + kSpare <= Vec::kSums && rows <= Vec::kRows)
     return tile_of<Panel, kWide>(rows, x, x_stride, w, w_stride, inputs, out, out_stride, add, from);
   // Tiles of like heights: one that is low leaves multipliers idle.
   const bool unpacks = Panel::kColumn == 2 && rows >= kUnpackedRows;
-  const int height = unpacks ? Vec::kRows : Vec::kRows - (Panel::kColumn - 1), tiles = (rows + height - 1) / height;
+  const int height = unpacks ? Vec::kRows : Vec::kRows - kHalves, tiles = (rows + height - 1) / height;
   // As many inputs at a time as leave weights and rows in the first cache from tile to tile.
   const int64_t block = tiles > 1 || kNarrow < kWide ? kInputBlock : inputs;
   for (int64_t k = 0; k < inputs; k += block) {

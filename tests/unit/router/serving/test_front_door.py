@@ -51,14 +51,14 @@ def door_of(request_runner: FakeRequestRunner) -> FrontDoor:
 async def test_updates_come_until_the_last_and_the_deadline_goes_with_the_request() -> None:
     request_runner = FakeRequestRunner()
     door, tokens = door_of(request_runner), []
-    async with asyncio.timeout(60), door.generate(ONE, Caller("t"), 1e9) as (request_id, updates):
+    async with asyncio.timeout(60), door.generate(ONE, Caller("t"), 1e9) as (checked, updates):
         async for update in updates:
             tokens += [token.token_id for delta in update.deltas.values() for token in delta.tokens]
             request_runner.last.set()
     assert tokens == [7, 8]
     request = request_runner.request
     assert request is not None
-    assert (request.id, request.tenant, request.deadline) == (request_id, "t", 1e9)
+    assert (request.id, request.tenant, request.deadline) == (checked.id, "t", 1e9)
 
 
 async def test_a_request_without_a_deadline_gets_that_of_the_router() -> None:
@@ -72,7 +72,7 @@ async def test_a_request_without_a_deadline_gets_that_of_the_router() -> None:
 
 async def test_an_unexpected_error_is_logged_once_with_the_request(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(BatonError, match=r"^internal error in the router \(KeyError\)$"):
-        async with asyncio.timeout(60), door_of(FakeRequestRunner()).generate(ONE, Caller(), None) as (request_id, _):
+        async with asyncio.timeout(60), door_of(FakeRequestRunner()).generate(ONE, Caller(), None) as (checked, _):
             raise KeyError
     (record,) = caplog.records
-    assert vars(record)["request_ids"] == (request_id,)
+    assert vars(record)["request_ids"] == (checked.id,)

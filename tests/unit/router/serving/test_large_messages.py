@@ -19,9 +19,9 @@ import router.serving.servicer
 import router.serving.validator
 from baton.errors import InvalidRequest
 from baton.pb import inference_pb2 as pb
-from baton.request import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from baton.request import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, checked_array, checked_ids
 from baton.rpc.channel import CONTROL_MESSAGE_BYTES
-from baton.rpc.convert import begin_field, read_fields, token_array_from_proto, token_ids_from_proto, varint
+from baton.rpc.convert import begin_field, read_fields, varint
 from baton.rpc.errors import strict, utf8_pieces
 from baton.tokenizer import Tokenizer
 from router.request import TokenPrompt
@@ -104,7 +104,7 @@ def noted(function: Any, seen: list[bool]) -> Any:
 async def test_large_fields_are_converted_off_the_event_loop(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     seen: list[bool] = []
     for module, name in (
-        (router.serving.validator, "token_array_from_proto"),
+        (router.serving.validator, "checked_array"),
         (router.serving.servicer, "sampling_from_proto"),
     ):
         monkeypatch.setattr(module, name, noted(getattr(module, name), seen))
@@ -163,11 +163,11 @@ class Pieces(Sequence[int]):
 
 def test_token_ids_are_converted_in_pieces_and_the_first_bad_one_is_named() -> None:
     ids = Pieces(100_000)
-    assert token_ids_from_proto("ids", ids, 100_000) == list(range(100_000))
-    assert token_array_from_proto("ids", ids, 100_000) == array("I", range(100_000))
+    assert checked_ids("ids", ids, 100_000) == list(range(100_000))
+    assert checked_array("ids", ids, 100_000) == array("I", range(100_000))
     assert max(ids.asked) < 5000
     with pytest.raises(InvalidRequest, match=r"^ids\[70000\]: must be in \[0, 70000\), got 70000$"):
-        token_ids_from_proto("ids", Pieces(100_000), 70_000)
+        checked_ids("ids", Pieces(100_000), 70_000)
 
 
 async def test_the_answer_of_tokenize_is_serialized_in_turns_of_the_event_loop() -> None:
@@ -196,7 +196,7 @@ def read(message: pb.GenerateRequest) -> tuple[list[int], str, bool]:
     sent = deserializer_for(pb.GenerateRequest)(message.SerializeToString())
     request = generate_request(sent)
     assert isinstance(request.prompt, TokenPrompt)
-    ids = token_array_from_proto("token_ids", request.prompt.token_ids, 2**32)
+    ids = checked_array("token_ids", request.prompt.token_ids, 2**32)
     return list(ids), request.model, not sent.message.token_ids.long_ids
 
 
@@ -232,7 +232,7 @@ def test_long_texts_are_not_checked_on_the_event_loop(kind: Any) -> None:
         assert (sent.message.model, sent.size) == ("m", message.ByteSize())
         path = "text" if message.HasField("text") else r"chat\.messages\[0\]\.content"
         with pytest.raises(InvalidRequest, match=rf"^{path}: not valid UTF-8 at byte 300000, got"):
-            prompt.read() if message.HasField("text") else router.serving.validator._messages(prompt)
+            prompt.read()
 
 
 def test_long_texts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,8 +243,7 @@ def test_long_texts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
             sizes.append(len(piece))
             yield piece
 
-    for module in (router.serving.servicer, router.serving.validator):
-        monkeypatch.setattr(module, "utf8_pieces", measured)
+    monkeypatch.setattr(router.serving.servicer, "utf8_pieces", measured)
     good, other = LONG_TEXTS[0][:-1], LONG_TEXTS[1]
     prompt, _ = received(pb.TokenizeRequest(text=good))
     assert prompt.read() == good.encode()
@@ -254,7 +253,7 @@ def test_long_texts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     for count in (len(many), 100):
         prompt, sent = received(pb.GenerateRequest(chat=pb.Chat(messages=(many * count)[:count])))
         assert len(sent.texts) == (count if count < 64 else 0)
-        assert [each["content"] for each in router.serving.validator._messages(prompt)][:2] == [good, other]
+        assert [each["content"] for each in prompt.read()][:2] == [good, other]
         assert (sum(sizes), max(sizes, default=0) <= 64 << 10) == (
             len(good) + 9 * len(other) if sent.texts else 0,
             True,
@@ -273,17 +272,21 @@ async def test_a_long_prompt_is_made_off_the_loop(tmp_path: Path, monkeypatch: p
     assert seen == [large == 1000]
 
 
-def test_the_largest_message_holds_the_longest_prompt_and_is_bounded() -> None:
+def test_the_largest_request_holds_the_longest_prompt_and_is_bounded() -> None:
     length, vocab = 262_144, 152_000
     ids = [vocab - 1] * vocab
     prompt = pb.TokenIds(ids=[vocab - 1] * length)
     stops = ["\U0001f600" * 1024] * MAX_STOP_STRINGS
     bias = dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0)
     sampling = pb.SamplingParams(allowed_token_ids=ids, stop=stops, logit_bias=bias)
-    largest = router.serving.validator.largest_message(length, vocab)
+    largest = router.serving.validator.largest_request(length, vocab)
     assert pb.GenerateRequest(token_ids=prompt, sampling=sampling).ByteSize() <= largest < 8 << 20
-    assert router.serving.validator.largest_message(64, 300) == 4 << 20
-    assert router.serving.validator.largest_message(10**9, vocab) == CONTROL_MESSAGE_BYTES
+    assert router.serving.validator.largest_request(64, 300) == 4 << 20
+    assert (
+        router.serving.validator.largest_request(10**9, vocab)
+        == router.serving.validator.MAX_REQUEST_BYTES
+        == CONTROL_MESSAGE_BYTES
+    )
 
 
 def test_ids_that_are_a_field_each_are_read_by_the_generated_class() -> None:
