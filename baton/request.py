@@ -453,17 +453,14 @@ class PrefixSource:
 class ReserveResult:
     """The answer to a reservation; `too_small` if the worker's memory can't hold the request even when empty.
 
-    If `waiting`, the worker keeps the reservation until it can grant it, and answers again.
-    `retry_after_s` is 0 if unknown. The worker has pinned the KV of the first `cached_tokens` tokens of the
-    context. If pages were missing, `reservable_tokens` is the largest context that another request could reserve now.
+    If `waiting`, the worker keeps the reservation until it can grant it, and answers again. The worker has pinned the
+    KV of the first `cached_tokens` tokens of the context.
     """
 
     granted: bool
     reason: str = ""
     too_small: bool = False
-    retry_after_s: float = 0.0
     cached_tokens: int = 0
-    reservable_tokens: int = 0
     waiting: bool = False
 
 

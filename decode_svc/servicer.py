@@ -166,9 +166,7 @@ def _reserved(key: AttemptKey, result: ReserveResult) -> decode_pb2.ReserveResul
         granted=result.granted,
         reason=result.reason,
         too_small=result.too_small,
-        retry_after_ms=round(result.retry_after_s * 1e3),
         cached_tokens=result.cached_tokens,
-        reservable_tokens=result.reservable_tokens,
         waiting=result.waiting,
     )
 

@@ -49,6 +49,9 @@ from router.workers.prefill_call import PrefillAssignment
 _MAX_PASSED = 8
 """Most waiters that are passed over at a time because no prefill worker has room for them."""
 
+_LOOK_S = 0.5
+"""Seconds between two looks for room at workers of a large fleet that a request has not asked."""
+
 _logger = logging.getLogger(__name__)
 
 
@@ -183,7 +186,7 @@ class Dispatcher:
                     return placement
                 if self._is_too_large(reservations):
                     await self._wait_for_larger_worker(waiter, reservations)
-                else:
+                elif self.queue.is_registered(waiter):
                     self._ask_next(waiter, reservations)
         finally:
             self.queue.remove(waiter)
@@ -207,14 +210,12 @@ class Dispatcher:
         """Ask the decode worker of the best pair for pages; False if no prefill worker has room."""
         request, reservations, fleet = waiter.request, self._reservations[waiter], self._pool.fleet
         limit = self.queue.prefill_limit(request.tenant, fleet)
-        pairs = self._rank(request, reservations, limit) if fleet.has_capacity(limit) else []
+        pairs = self._rank(request, reservations, limit=limit) if fleet.has_capacity(limit) else []
         if not pairs:
             return False
         self.queue.register(waiter)
         self._watching.add(reservations)
-        self._places[waiter] = place = self._assign(request, pairs[0])
-        self._tenants[place] = request.tenant
-        self.queue.begin_prefill(request.tenant)
+        self._places[waiter] = self._assign(request, pairs[0], from_queue=True)
         if request.needs_decode:
             request.lifecycle.enter(State.RESERVING, self._loop.time())
             waiter.waits = not fleet.decode[pairs[0].decode].has_room(request.context_tokens)
@@ -229,6 +230,7 @@ class Dispatcher:
         The best one is asked first, then all others, and at last those that failed the request before.
         """
         request, fleet, known = waiter.request, self._pool.fleet, reservations.known
+        before = waiter in self._places, waiter.waits, waiter.unused
         if reservations.waiting:
             # The prompt may be computed long after others, which can use the place until then.
             self._free_place(waiter)
@@ -237,27 +239,21 @@ class Dispatcher:
             view.address
             for view in fleet.decode.values()
             if view.address not in known
+            and not view.draining
             and (len(reservations.calls) < ASKED_AT_MOST or view.has_room(request.context_tokens))
         }
-        if unasked and not reservations.unanswered:
-            criteria = self._criteria(request, reservations)
-            for each in (criteria, replace(criteria, avoided_workers=frozenset())):
-                pairs = rank_pairs(
-                    fleet,
-                    each,
-                    prefill_limit=math.inf,
-                    open_breakers=self._breakers.open_breakers(),
-                    most=most + len(known),
-                )
-                if found := [pair.decode for pair in pairs if pair.decode in unasked]:
-                    for address in found[:most]:
-                        reservations.ask(address)
-                    break
+        for each in (request, replace(request, avoided_workers=frozenset())) if unasked else ():
+            if not reservations.unanswered:
+                pairs = self._rank(each, reservations, most=most + len(known))
+                for address in [pair.decode for pair in pairs if pair.decode in unasked][:most]:
+                    reservations.ask(address)
         waiter.unused = (
             reservations.left_out | {decode for _, decode in request.avoided_pairs} - reservations.calls.keys()
         )
         waiter.waits = bool(reservations.waiting) or (bool(reservations.calls) and waiter.waits)
-        self._register_waiters()
+        if before != (waiter in self._places, waiter.waits, waiter.unused):
+            # A place at a prefill worker is free, or this waiter hides others no longer.
+            self._register_waiters()
 
     def _placement(self, waiter: Waiter, reservations: Reservations) -> Placement | None:
         """The placement, if a decode worker has granted pages or none is needed. The prefill worker is selected anew.
@@ -271,15 +267,11 @@ class Dispatcher:
         for address in list(reservations.granted):
             self._free_place(waiter)
             limit = self.queue.prefill_limit(request.tenant, self._pool.fleet)
-            pairs = self._rank(request, reservations, limit, only=address, may_exceed=True)
-            if not pairs:
-                # It drains, or another request has it for itself.
-                reservations.leave_out(address)
-                continue
-            assignment = self._assign(request, pairs[0])
-            self._tenants[assignment] = request.tenant
-            self.queue.begin_prefill(request.tenant)
-            return self._placed(request, reservations, assignment, address)
+            if pairs := self._rank(request, reservations, limit=limit, only=address, may_exceed=True):
+                assignment = self._assign(request, pairs[0], from_queue=True)
+                return self._placed(request, reservations, assignment, address)
+            # It drains, or another request has it for itself.
+            reservations.leave_out(address)
         return None
 
     def _is_too_large(self, reservations: Reservations) -> bool:
@@ -321,6 +313,7 @@ class Dispatcher:
         """A placement on workers of its own; None if the request may run among others."""
         self._isolation.enter(request.request_id)
         self._watching.add(reservations)
+        reservations.wakes_always = True
         placement = None
         try:
             while suspected := suspicion():
@@ -348,6 +341,7 @@ class Dispatcher:
             reservations.ask_only("")
             return None
         finally:
+            reservations.wakes_always = False
             if placement is None:
                 self._isolation.leave(request.request_id)
             self._on_update()
@@ -409,12 +403,13 @@ class Dispatcher:
         self,
         request: PlacementRequest,
         reservations: Reservations,
-        limit: float,
         *,
+        limit: float = math.inf,
         only: str | None = None,
         may_exceed: bool = False,
+        most: int = 1,
     ) -> list[WorkerPair]:
-        """The best pair for a request, as a list; empty if there is none."""
+        """The best pairs for a request now, as `rank_pairs` has them."""
         return rank_pairs(
             self._pool.fleet,
             self._criteria(request, reservations),
@@ -422,13 +417,18 @@ class Dispatcher:
             open_breakers=self._breakers.open_breakers(),
             only=only,
             may_exceed=may_exceed,
+            most=most,
         )
 
-    def _assign(self, request: PlacementRequest, pair: WorkerPair) -> PrefillAssignment:
-        """An assignment at the prefill worker of the pair."""
+    def _assign(self, request: PlacementRequest, pair: WorkerPair, *, from_queue: bool = False) -> PrefillAssignment:
+        """An assignment at the prefill worker of the pair; one `from_queue` counts for its tenant."""
         match = self._pool.prefixes.match_prefill(request.digests)
         cached = min(match.tokens(pair.prefill), request.context_tokens)
-        return self._pool.prefill_link(pair.prefill).assign(request.context_tokens, cached)
+        assignment = self._pool.prefill_link(pair.prefill).assign(request.context_tokens, cached)
+        if from_queue:
+            self._tenants[assignment] = request.tenant
+            self.queue.begin_prefill(request.tenant)
+        return assignment
 
     def _free_place(self, waiter: Waiter) -> None:
         if (place := self._places.pop(waiter, None)) is not None:
@@ -489,7 +489,10 @@ class Reservations:
         self._incarnations: dict[str, str] = {}
         self._error: Exception | None = None
         self.changed = asyncio.Event()
-        """Set at each answer and at each change of workers."""
+        """Set at each answer, and at a change of workers if there may be one more to ask."""
+        self.wakes_always = False
+        """Whether it is set at each change of workers."""
+        self._looked_at = 0.0
         self.calls: dict[str, DecodeCall] = {}
         """Calls that have no answer yet, wait for pages, or have them."""
         self.waiting: set[str] = set()
@@ -581,7 +584,15 @@ class Reservations:
                 self.left_out.discard(address)
             if view is None or view.incarnation != self._incarnations[address]:
                 self.too_small.pop(address, None)
-        self.changed.set()
+        now = self._loop.time()
+        if len(self.calls) < ASKED_AT_MOST:
+            may_ask = not fleet.keys() <= self.known
+        else:
+            # One look at a large fleet costs a part of a millisecond, and its workers report all the time.
+            may_ask = now - self._looked_at >= _LOOK_S
+        if may_ask or self.wakes_always:
+            self._looked_at = now
+            self.changed.set()
 
     def _on_answer(self, address: str, answer: ReserveResult) -> None:
         if (timer := self._timers.pop(address, None)) is not None:

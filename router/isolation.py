@@ -28,10 +28,11 @@ from router.workers.pool import WorkerPool
 
 
 class IsolationStep(NamedTuple):
-    """What a request does next: use its pair, if there is one that is empty, or wait for a change until a time."""
+    """The next step of a request: to use the pair, if there is one that is empty, or to wait for a change."""
 
     pair: WorkerPair | None
     until: float
+    """Time of the next step if nothing changes; infinite if there is none."""
 
 
 class Isolation:

@@ -86,24 +86,20 @@ class SessionUp(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class ReserveResult(_message.Message):
-    __slots__ = ("key", "granted", "reason", "too_small", "retry_after_ms", "cached_tokens", "reservable_tokens", "waiting")
+    __slots__ = ("key", "granted", "reason", "too_small", "cached_tokens", "waiting")
     KEY_FIELD_NUMBER: _ClassVar[int]
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     TOO_SMALL_FIELD_NUMBER: _ClassVar[int]
-    RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    RESERVABLE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     key: AttemptKey
     granted: bool
     reason: str
     too_small: bool
-    retry_after_ms: int
     cached_tokens: int
-    reservable_tokens: int
     waiting: bool
-    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., granted: _Optional[bool] = ..., reason: _Optional[str] = ..., too_small: _Optional[bool] = ..., retry_after_ms: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., reservable_tokens: _Optional[int] = ..., waiting: _Optional[bool] = ...) -> None: ...
+    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., granted: _Optional[bool] = ..., reason: _Optional[str] = ..., too_small: _Optional[bool] = ..., cached_tokens: _Optional[int] = ..., waiting: _Optional[bool] = ...) -> None: ...
 
 class SequenceOutput(_message.Message):
     __slots__ = ("key", "choice_index", "output_index", "tokens", "finish_reason", "timings")

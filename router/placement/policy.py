@@ -342,19 +342,18 @@ class PlacementCosts:
         self._tokens, self._limit, self._mean_rate = criteria.tokens, prefill_limit, fleet.mean_rate
         self._at_prefill, self._at_decode = criteria.prefill_match.by_worker, criteria.decode_match.by_worker
 
-    def of_prefill(self, view: PrefillView) -> PrefillCost:
-        """The cost of the prompt at a prefill worker."""
-        rate, address, penalty = view.rate or self._mean_rate, view.address, self._penalty
-        compute_s = max(self._tokens - self._at_prefill.get(address, 0), 0) / rate
-        return PrefillCost(
-            0 if penalty is None else penalty.of_worker(address),
-            view.open_requests >= self._limit,
-            view.load_tokens / rate + compute_s * (1 + view.running),
-            view.open_requests,
-            view.assigned_total,
-            address,
-            compute_s,
-        )
+    def of_prefills(self, views: Iterable[PrefillView]) -> list[PrefillCost]:
+        """The costs of the prompt at prefill workers."""
+        tokens, cached_tokens, penalty, limit, costs = self._tokens, self._at_prefill, self._penalty, self._limit, []
+        for view in views:
+            rate, address, requests = view.rate or self._mean_rate, view.address, view.open_requests
+            compute_s = max(tokens - cached_tokens.get(address, 0), 0) / rate
+            seconds = view.load_tokens / rate + compute_s * (1 + view.running)
+            blame = 0 if penalty is None else penalty.of_worker(address)
+            costs.append(
+                PrefillCost(blame, requests >= limit, seconds, requests, view.assigned_total, address, compute_s)
+            )
+        return costs
 
     def of_pairs(self, prefills: Sequence[PrefillCost], views: Iterable[DecodeView]) -> list[PairCost]:
         """The costs of decoding at the workers, if the best one of `prefills` for each computes the prompt."""
@@ -397,7 +396,7 @@ def rank_pairs(
     alone: list[PrefillCost] = []
     pairs: dict[str, PairCost] = {}
     for group, decode_groups in fleet.compatible_groups:
-        prefills = [costs.of_prefill(view) for view in group if view.address not in fleet.isolated]
+        prefills = costs.of_prefills(view for view in group if view.address not in fleet.isolated)
         if not criteria.needs_decode or not prefills:
             alone += prefills
             continue

@@ -273,6 +273,10 @@ class PlacementQueue:
         """Record that the waiter asks decode workers now, or that it needs none and is placed at once."""
         self._registered.add(waiter)
 
+    def is_registered(self, waiter: Waiter) -> bool:
+        """Whether the waiter may ask decode workers."""
+        return waiter in self._registered
+
     def prefill_limit(self, tenant: str, fleet: FleetView) -> int:
         """Number of requests of this router at which a prefill worker gets no more requests of this tenant.
 

@@ -133,14 +133,13 @@ def test_ids_of_a_router_are_bounded(field: str, message: dict[str, Any]) -> Non
 def test_messages_are_written() -> None:
     timings = DecodeTimings(1.0, 2.0)
     down = SessionDown(
-        reserved=[(KEY, ReserveResult(False, "full", too_small=True, retry_after_s=0.25))],
+        reserved=[(KEY, ReserveResult(False, "full", too_small=True))],
         outputs=[(KEY, Output(1, 7, (TokenInfo(5, -0.5, ((5, -0.5),)),), FinishReason.STOP, timings))],
         failures=[(KEY, Failure(kind, "why")) for kind in FailureKind],
     )
     message = down_to_proto(down)
     (reserved,), (output,) = message.reserved, message.outputs
     assert (reserved.key, reserved.granted, reserved.reason, reserved.too_small) == (KEY_MESSAGE, False, "full", True)
-    assert reserved.retry_after_ms == 250
     assert not message.HasField("heartbeat")
     assert list(down_to_proto(SessionDown(live=[KEY])).heartbeat.live) == [KEY_MESSAGE]
     assert down_to_proto(SessionDown(live=[])).HasField("heartbeat")

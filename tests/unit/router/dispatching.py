@@ -130,6 +130,7 @@ class FakePool:
         self.namespaces = frozenset[Any]()
         self.serving = True
         self.isolated: frozenset[str] = frozenset()
+        self.incarnations: dict[str, str] = {}
         self._worker = ""
 
     @property
@@ -146,6 +147,7 @@ class FakePool:
                 free_tokens=0 if answer.waiting else 10**6,
                 free_slots=1,
                 open_requests=self.running[name],
+                incarnation=self.incarnations.get(name, ""),
             )
             for name, answer in self.by_name.items()
         ]

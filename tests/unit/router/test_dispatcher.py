@@ -9,7 +9,7 @@ import pytest
 from baton.errors import InvalidRequest, Overloaded, Unavailable
 from baton.lifecycle import State
 from baton.request import ReserveResult
-from router.placement.policy import FleetView
+from router.placement.policy import ASKED_AT_MOST, FleetView
 from tests.unit.router.dispatching import (
     FULL,
     GRANTED,
@@ -55,6 +55,23 @@ async def test_the_best_worker_is_asked_first_then_all_others_and_the_first_gran
     other = await place(d, "other")
     assert pool.order[3:] in (["other d"], ["other e"], ["other f"])
     await other.end()
+
+
+async def test_of_many_workers_some_are_asked_and_others_when_they_show_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.dispatcher._LOOK_S", 0.0)
+    pool = FakePool(**{f"d{number}": FULL for number in range(40)})
+    held = await ask(dispatcher(pool), "r")
+    assert len(pool.order) == ASKED_AT_MOST
+    pool.notify()
+    await settle()
+    unasked = sorted(pool.by_name.keys() - {attempt.worker for attempt in pool.waiting})
+    assert len(unasked) == 40 - ASKED_AT_MOST
+    pool.answer(**{unasked[-1]: GRANTED})
+    await held.until_placed()
+    assert held.place.decode_address == unasked[-1]
+    assert len(pool.order) == ASKED_AT_MOST + 1
+    await held.end()
+    assert pool.running.total() == 0
 
 
 async def test_small_contexts_go_on_behind_a_large_one_that_waits_and_larger_ones_do_not_ask() -> None:
@@ -260,9 +277,9 @@ async def test_without_a_worker_wait_new_requests_are_refused_at_once() -> None:
 async def test_a_decode_worker_that_does_not_answer_is_left_out_and_another_one_is_asked() -> None:
     class Silent(FakePool):
         async def reserve(self, attempt: FakeAttempt, **asked: Any) -> ReserveResult:
-            return GRANTED if attempt.worker == "e" else await asyncio.get_running_loop().create_future()
+            return GRANTED if attempt.worker != "d" else await asyncio.get_running_loop().create_future()
 
-    d = dispatcher(pool := Silent(d=GRANTED, e=GRANTED), reserve_timeout_s=0.02)
+    d = dispatcher(pool := Silent(d=GRANTED, e=GRANTED, f=GRANTED), reserve_timeout_s=0.02)
     held = await place(d, "r")
     assert (pool.order, pool.running["d"]) == (["r d", "r e"], 0)
     await held.end()
@@ -309,6 +326,17 @@ async def test_a_replay_that_only_a_lost_worker_could_hold_waits_for_one_like_it
     with pytest.raises(Unavailable, match=r"that could hold the request, after a wait of 0\.02 s: .* 9 pages"):
         await asyncio.wait_for(other.task, 60)
     assert pool.assignments == 0
+
+
+async def test_a_larger_worker_that_comes_to_the_address_of_a_smaller_one_is_asked() -> None:
+    d = dispatcher(pool := FakePool(d=TOO_LARGE), worker_wait_s=60)
+    held = await ask(d, "r", again=True)
+    pool.notify()
+    assert pool.order == ["r d"]
+    pool.incarnations["d"] = "larger"
+    pool.answer(d=GRANTED)
+    await held.finish()
+    assert pool.order == ["r d", "r d"]
 
 
 async def test_the_lifecycle_of_a_request_follows_its_placement() -> None:

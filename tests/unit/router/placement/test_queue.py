@@ -136,9 +136,10 @@ def test_a_waiter_hides_none_that_can_use_a_worker_that_it_cannot_use() -> None:
 def test_who_is_registered_depends_on_the_context_and_the_first_of_a_tenant_that_comes_first_always_is() -> None:
     queue = queue_of(*(waiter(name, tokens=int(name)) for name in ("50", "60", "40", "45", "30", "70", "29")))
     assert registered(queue) == ["50", "40", "30", "29"]
-    queue.push(waiter("replay", tokens=99, again=True), FLEET, 0.0)
+    for name in ("replay 1", "replay 0"):
+        queue.push(waiter(name, tokens=99, again=True), FLEET, 0.0)
     queue.push(waiter("no decode", tokens=99, needs_decode=False), FLEET, 0.0)
-    assert registered(queue) == ["replay", "no decode"]
+    assert registered(queue) == ["replay 0", "replay 1", "no decode"]
     queue.push(waiter("other", tokens=99, tenant="b"), FLEET, 0.0)
     assert registered(queue) == []
     # With fewer requests at prefill workers, the other tenant is first.
