@@ -3,11 +3,15 @@
 1. `place` puts the request into the queue (`placement/queue.py`), which has the order of tenants and limits.
 2. `_register` is called in the order of the queue, while prefill workers have room. It asks the decode worker of the
    best pair (`placement/policy.py`) for pages. A place at the prefill worker is kept until the answer.
-3. If that decode worker has no room, the reservation waits there, and `_ask_next` asks all others too.
-4. The first worker that grants pages wins. `_placement` selects the prefill worker anew, by what is known then, and the
-   result is a `Placement`. The other reservations are cancelled, and the next request is registered.
+3. If that decode worker has no room, the reservation waits there, and `_ask_next` asks others too: ASKED_AT_MOST at
+   most, and as many each second.
+4. The first worker that grants pages wins. `_find_placement` selects the prefill worker anew, by what is known then.
+   The other reservations are cancelled, and the next request is registered.
 
-Nothing is asked twice: a worker answers again when it has room. Changes of workers only bring new workers to ask.
+A worker answers again when it has room, so a status of a worker wakes nobody. Once a second, and when decode workers
+join, requests that wait ask workers which they have not asked, and those that refused. All of this runs in `_work`, in
+slices of time, because a large fleet and a long queue take longer than a stream may be held up.
+
 Requests also wait in the queue while a role has no workers, each for at most `worker_wait_s` seconds; then it fails
 with Unavailable. A request that is suspected of killing workers waits outside the queue for workers of its own
 (`isolation.py`).
@@ -19,8 +23,8 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 
 from baton.config.router import RouterConfig
@@ -49,8 +53,11 @@ from router.workers.prefill_call import PrefillAssignment
 _MAX_PASSED = 8
 """Most waiters that are passed over at a time because no prefill worker has room for them."""
 
-_LOOK_S = 0.5
-"""Seconds between two looks for room at workers of a large fleet that a request has not asked."""
+_TICK_S = 1.0
+"""Seconds between two times at which requests that wait ask more workers."""
+
+_SLICE_S = 0.002
+"""Seconds of work after which the event loop gets its turn."""
 
 _logger = logging.getLogger(__name__)
 
@@ -101,19 +108,22 @@ class Dispatcher:
         self.queue = PlacementQueue(
             capacity=config.queue_capacity, prefill_limit=config.prefill_limit, max_wait_s=config.queue_wait_s
         )
-        self._reservations: dict[Waiter, Reservations] = {}
-        """Those of each waiter in the queue."""
-        self._places: dict[Waiter, PrefillAssignment] = {}
-        """Places at prefill workers that are kept for waiters until decode workers have answered."""
+        self._waiting: dict[Reservations, Waiter | None] = {}
+        """Those of attempts without a placement; None instead of a waiter if the attempt is not in the queue."""
+        self._by_waiter: dict[Waiter, Reservations] = {}
+        self._changed: dict[Reservations, None] = {}
+        """Those with news that `_work` has not handled yet."""
         self._tenants: dict[PrefillAssignment, str] = {}
         """Tenant of each assignment at a prefill worker that came from the queue."""
-        self._watching: set[Reservations] = set()
-        """Reservations of attempts for which a change of workers matters."""
+        self._usable: frozenset[str] = frozenset()
+        """Addresses of the decode workers that take new requests."""
+        self._scheduled = False
+        self._timer: asyncio.TimerHandle | None = None
         self._no_workers_since = math.inf
-        self._overdue_timer: asyncio.TimerHandle | None = None
         self._breakers = Breakers(self._loop.time)
         self._isolation = Isolation(pool, wait_s=config.isolation_wait_s, worker_wait_s=config.worker_wait_s)
         pool.subscribe(self._on_update)
+        self._on_update()
 
     def check_admission(self, tenant: str, *, needs_decode: bool) -> None:
         """Raise Overloaded if the queue is full for the tenant.
@@ -128,11 +138,9 @@ class Dispatcher:
             raise Unavailable(self._pool.describe_missing())
 
     def close(self) -> None:
-        """Fail all requests in the queue with Unavailable."""
-        for reservations in self._reservations.values():
+        """Fail all requests that wait with Unavailable."""
+        for reservations in self._waiting:
             reservations.fail(Unavailable("the router is stopping"))
-        if self._overdue_timer is not None:
-            self._overdue_timer.cancel()
 
     @contextlib.asynccontextmanager
     async def place(
@@ -144,132 +152,157 @@ class Dispatcher:
         its own. Raises Overloaded at once if the queue is full or the deadline can't be met, Unavailable if no worker
         that can serve the request came in time, and InvalidRequest if no decode worker can ever hold it.
         """
-        with Reservations(self._pool, request, deliver, self._config.reserve_timeout_s) as reservations:
-            try:
-                placement = await self._isolate(request, reservations, suspicion) if suspicion() else None
-                if placement is None:
-                    placement = await self._wait_in_queue(request, reservations)
-            finally:
-                self._watching.discard(reservations)
-        PLACEMENTS.labels(
-            "in_place" if placement.in_place else "transfer" if placement.decode is not None else "prefill_only"
-        ).inc()
+        reservations = Reservations(self._pool, request, deliver, self._config.reserve_timeout_s, self._on_change)
         try:
+            self._waiting[reservations] = None
+            self._start_timer()
+            try:
+                placement = await self._isolate(reservations, suspicion) if suspicion() else None
+                placement = placement or await self._wait_in_queue(reservations)
+            finally:
+                del self._waiting[reservations]
+                self._changed.pop(reservations, None)
+                reservations.ask_only("")
+            PLACEMENTS.labels(
+                "in_place" if placement.in_place else "transfer" if placement.decode is not None else "prefill_only"
+            ).inc()
             yield placement
         finally:
-            placement.breakers.end()
-            self.release(placement.prefill)
-            if placement.decode is not None:
-                placement.decode.close()
-            if placement.isolation is not None:
-                placement.isolation.release()
-            self._on_update()
+            # Even if the task was cancelled before it saw its placement.
+            if (held := reservations.placement) is not None:
+                held.breakers.end()
+                self._free(held.prefill)
+                if held.decode is not None:
+                    held.decode.close()
+                if held.isolation is not None:
+                    held.isolation.release()
+                self._on_update()
 
     def release(self, assignment: PrefillAssignment) -> None:
         """Release the assignment, since the prompt is computed; idempotent."""
-        if self._free(assignment):
-            self._register_waiters()
+        self._free(assignment)
+        self._schedule()
 
-    async def _wait_in_queue(self, request: PlacementRequest, reservations: Reservations) -> Placement:
-        """Wait in the queue until the request is registered and a decode worker has granted pages."""
+    async def _wait_in_queue(self, reservations: Reservations) -> Placement:
+        """Wait in the queue until `_work` has made a placement."""
+        request = reservations.request
         if not request.is_retry:
             self._check_workers(needs_decode=request.needs_decode)
         waiter = Waiter(request, self._loop.time())
         self.queue.push(waiter, self._pool.fleet, self._loop.time())
-        self._reservations[waiter] = reservations
+        self._waiting[reservations], self._by_waiter[waiter] = waiter, reservations
         try:
-            self._register_waiters()
-            while True:
+            self._schedule()
+            while reservations.placement is None:
                 await reservations.wait_for_change()
-                if (placement := self._placement(waiter, reservations)) is not None:
-                    self.queue.pop(waiter, self._loop.time())
-                    return placement
-                if self._is_too_large(reservations):
+                if reservations.placement is None and self._is_too_large(reservations):
                     await self._wait_for_larger_worker(waiter, reservations)
-                elif self.queue.is_registered(waiter):
-                    self._ask_next(waiter, reservations)
+            return reservations.placement
         finally:
             self.queue.remove(waiter)
-            del self._reservations[waiter]
-            self._free_place(waiter)
-            self._register_waiters()
+            del self._by_waiter[waiter]
+            self._free_place(reservations)
+            self._schedule()
 
-    def _register_waiters(self) -> None:
-        """Register waiters in the order of the queue while prefill workers have room."""
-        passed: set[Waiter] = set()
-        while len(passed) <= _MAX_PASSED:
-            waiter = self.queue.next_to_register(self._pool.fleet, self._loop.time(), passed)
-            if waiter is None:
-                break
-            if not self._register(waiter):
-                # Waiters behind it may still find a prefill worker that it can't use.
+    def _on_change(self, reservations: Reservations) -> None:
+        self._changed[reservations] = None
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._work)
+
+    def _work(self) -> None:
+        """Handle all news of reservations, and register waiters in the order of the queue while there is room."""
+        self._scheduled = False
+        until, passed = self._loop.time() + _SLICE_S, set[Waiter]()
+        while True:
+            handle = self._handle
+            if (reservations := next(iter(self._changed), None)) is not None:
+                del self._changed[reservations]
+            elif (waiter := self.queue.next_to_register(self._pool.fleet, self._loop.time(), passed)) is not None:
+                reservations, handle = self._by_waiter[waiter], self._register
+                # If it finds no prefill worker, waiters behind it may still find one that it can't use.
                 passed.add(waiter)
-        self._fail_overdue()
+            else:
+                return
+            try:
+                handle(reservations)
+            except Exception as error:
+                # It must end this attempt, and not the work for all others.
+                reservations.fail(error)
+            if len(passed - self.queue.registered) > _MAX_PASSED:
+                return
+            if self._loop.time() > until:
+                self._schedule()
+                return
 
-    def _register(self, waiter: Waiter) -> bool:
-        """Ask the decode worker of the best pair for pages; False if no prefill worker has room."""
-        request, reservations, fleet = waiter.request, self._reservations[waiter], self._pool.fleet
+    def _register(self, reservations: Reservations) -> None:
+        """Ask the decode worker of the best pair for pages, if a prefill worker has room."""
+        request, waiter, fleet = reservations.request, self._waiting[reservations], self._pool.fleet
         limit = self.queue.prefill_limit(request.tenant, fleet)
-        pairs = self._rank(request, reservations, limit=limit) if fleet.has_capacity(limit) else []
-        if not pairs:
-            return False
+        pair = self._best(reservations, limit) if fleet.has_capacity(limit) else None
+        if pair is None or waiter is None:
+            return
         self.queue.register(waiter)
-        self._watching.add(reservations)
-        self._places[waiter] = self._assign(request, pairs[0], from_queue=True)
+        reservations.place = self._assign(request, pair, queued=True)
         if request.needs_decode:
             request.lifecycle.enter(State.RESERVING, self._loop.time())
-            waiter.waits = not fleet.decode[pairs[0].decode].has_room(request.context_tokens)
-            reservations.ask(pairs[0].decode)
+            waiter.waits = not fleet.decode[pair.decode].has_room(request.context_tokens)
+            reservations.ask(pair.decode)
         else:
+            self._on_change(reservations)
+
+    def _handle(self, reservations: Reservations) -> None:
+        """Handle an answer to a registered waiter, or another change: place it, or ask more workers."""
+        waiter = self._waiting[reservations]
+        if waiter not in self.queue.registered or self._is_too_large(reservations):
             reservations.changed.set()
-        return True
+        elif (placement := self._find_placement(reservations)) is not None:
+            self.queue.pop(waiter, self._loop.time())
+            reservations.placement = placement
+            reservations.changed.set()
+        else:
+            self._ask_next(waiter, reservations)
 
     def _ask_next(self, waiter: Waiter, reservations: Reservations) -> None:
         """Ask more decode workers, if all that were asked have answered that the reservation must wait there.
 
-        The best one is asked first, then all others, and at last those that failed the request before.
+        The best one is asked first, then others, and at last those that failed the request before. Workers with open
+        breakers are asked only if no other one is there.
         """
-        request, fleet, known = waiter.request, self._pool.fleet, reservations.known
-        before = waiter in self._places, waiter.waits, waiter.unused
+        request, known, calls = reservations.request, reservations.known, reservations.calls
         if reservations.waiting:
             # The prompt may be computed long after others, which can use the place until then.
-            self._free_place(waiter)
-        most = max(ASKED_AT_MOST - len(reservations.calls), 1) if reservations.calls else 1
-        unasked = {
-            view.address
-            for view in fleet.decode.values()
-            if view.address not in known
-            and not view.draining
-            and (len(reservations.calls) < ASKED_AT_MOST or view.has_room(request.context_tokens))
-        }
-        for each in (request, replace(request, avoided_workers=frozenset())) if unasked else ():
-            if not reservations.unanswered:
-                pairs = self._rank(each, reservations, most=most + len(known))
-                for address in [pair.decode for pair in pairs if pair.decode in unasked][:most]:
-                    reservations.ask(address)
-        waiter.unused = (
-            reservations.left_out | {decode for _, decode in request.avoided_pairs} - reservations.calls.keys()
-        )
-        waiter.waits = bool(reservations.waiting) or (bool(reservations.calls) and waiter.waits)
-        if before != (waiter in self._places, waiter.waits, waiter.unused):
-            # A place at a prefill worker is free, or this waiter hides others no longer.
-            self._register_waiters()
+            self._free_place(reservations)
+        most = reservations.asks_left if calls else min(reservations.asks_left, 1)
+        if most and not reservations.unanswered and self._usable - known:
+            excluded = known | self._breakers.open_breakers().workers if calls else known
+            criteria = self._criteria(reservations, excluded)
+            open_breakers = self._breakers.open_breakers()
+            for pair in rank_pairs(
+                self._pool.fleet, criteria, prefill_limit=math.inf, open_breakers=open_breakers, most=most
+            ):
+                reservations.ask(pair.decode)
+        waiter.unused = reservations.left_out | {decode for _, decode in request.avoided_pairs} - calls.keys()
+        waiter.waits = bool(reservations.waiting) or (bool(calls) and waiter.waits)
 
-    def _placement(self, waiter: Waiter, reservations: Reservations) -> Placement | None:
+    def _find_placement(self, reservations: Reservations) -> Placement | None:
         """The placement, if a decode worker has granted pages or none is needed. The prefill worker is selected anew.
 
         If all prefill workers are full, the best one gets more than the limit: pages must not be idle.
         """
-        request = waiter.request
-        if not request.needs_decode:
-            place = self._places.pop(waiter, None)
-            return None if place is None else self._placed(request, reservations, place)
+        request = reservations.request
+        if not request.needs_decode and (place := reservations.place) is not None:
+            reservations.place = None
+            return self._placed(reservations, place)
         for address in list(reservations.granted):
-            self._free_place(waiter)
+            self._free_place(reservations)
             limit = self.queue.prefill_limit(request.tenant, self._pool.fleet)
-            if pairs := self._rank(request, reservations, limit=limit, only=address, may_exceed=True):
-                assignment = self._assign(request, pairs[0], from_queue=True)
-                return self._placed(request, reservations, assignment, address)
+            pair = self._best(reservations, limit, only=address) or self._best(reservations, math.inf, only=address)
+            if pair is not None:
+                return self._placed(reservations, self._assign(request, pair, queued=True), address)
             # It drains, or another request has it for itself.
             reservations.leave_out(address)
         return None
@@ -293,8 +326,8 @@ class Dispatcher:
         if not request.is_retry:
             raise InvalidRequest("max_tokens", problem)
         self.queue.remove(waiter)
-        self._free_place(waiter)
-        self._register_waiters()
+        self._free_place(reservations)
+        self._schedule()
         request.lifecycle.enter(State.QUEUED, self._loop.time())
         try:
             async with asyncio.timeout(self._config.worker_wait_s):
@@ -305,21 +338,17 @@ class Dispatcher:
             message = f"no decode worker is left that could hold the request, {waited}: {problem}"
             raise Unavailable(message) from None
         self.queue.push(waiter, self._pool.fleet, self._loop.time())
-        self._register_waiters()
+        self._schedule()
 
-    async def _isolate(
-        self, request: PlacementRequest, reservations: Reservations, suspicion: Callable[[], Suspicion]
-    ) -> Placement | None:
+    async def _isolate(self, reservations: Reservations, suspicion: Callable[[], Suspicion]) -> Placement | None:
         """A placement on workers of its own; None if the request may run among others."""
+        request = reservations.request
         self._isolation.enter(request.request_id)
-        self._watching.add(reservations)
-        reservations.wakes_always = True
-        placement = None
         try:
             while suspected := suspicion():
                 step = self._isolation.next_step(
                     request.request_id,
-                    self._criteria(request, reservations),
+                    self._criteria(reservations, reservations.too_small.keys()),
                     self._breakers.open_breakers(),
                     suspected,
                     reservations.calls,
@@ -332,40 +361,40 @@ class Dispatcher:
                         reservations.ask_only(step.pair.decode)
                     if not request.needs_decode or step.pair.decode in reservations.granted:
                         assignment = self._assign(request, step.pair)
-                        placement = self._placed(request, reservations, assignment, step.pair.decode)
                         grant = self._isolation.grant(request.request_id, step.pair, suspected)
-                        return replace(placement, isolation=grant)
+                        return self._placed(reservations, assignment, step.pair.decode, grant)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(None if math.isinf(step.until) else step.until):
                         await reservations.wait_for_change()
             reservations.ask_only("")
             return None
         finally:
-            reservations.wakes_always = False
-            if placement is None:
+            if reservations.placement is None:
                 self._isolation.leave(request.request_id)
             self._on_update()
 
     def _placed(
         self,
-        request: PlacementRequest,
         reservations: Reservations,
         assignment: PrefillAssignment,
         address: str = "",
+        isolation: IsolationGrant | None = None,
     ) -> Placement:
         """The placement on workers that have given the attempt all that it needs."""
-        prefill = assignment.link.address
+        prefill, request = assignment.link.address, reservations.request
         # The prompt goes there at once, so the worker will soon hold its blocks.
         expect = self._pool.prefixes.expect
         expect(prefill, request.digests, assignment.cached_tokens, writes=request.cache.writes)
+        breakers = self._breakers.begin_attempt(prefill, address or None)
         if not address:
-            return Placement(assignment, self._breakers.begin_attempt(prefill, None))
+            reservations.placement = Placement(assignment, breakers, isolation=isolation)
+            return reservations.placement
         call, answer = reservations.take(address)
         in_place, link = address == prefill, self._pool.decode_link(address)
         status = link.status if link is not None else None
-        return Placement(
+        reservations.placement = Placement(
             prefill=assignment,
-            breakers=self._breakers.begin_attempt(prefill, address),
+            breakers=breakers,
             decode=call,
             decode_address=address,
             decode_incarnation=status.identity.incarnation if status else "",
@@ -373,7 +402,9 @@ class Dispatcher:
             pinned_tokens=answer.cached_tokens,
             peer=self._peer(assignment, link) if link is not None and answer.cached_tokens and not in_place else None,
             in_place=in_place,
+            isolation=isolation,
         )
+        return reservations.placement
 
     def _peer(self, assignment: PrefillAssignment, decode: WorkerLink) -> Peer | None:
         """The decode worker as a source of KV; None if its block namespace differs, or if it refuses our KV tickets."""
@@ -382,9 +413,9 @@ class Dispatcher:
             return None
         return Peer(status.identity.shards_at(decode.address), status.identity.incarnation)
 
-    def _criteria(self, request: PlacementRequest, reservations: Reservations) -> SelectionCriteria:
+    def _criteria(self, reservations: Reservations, excluded: Iterable[str]) -> SelectionCriteria:
         """The needs of a request, for the fleet and the known prefixes as they are now."""
-        fleet, prefixes = self._pool.fleet, self._pool.prefixes
+        request, fleet, prefixes = reservations.request, self._pool.fleet, self._pool.prefixes
         views = (
             (each, fleet.prefill.get(each.address) or fleet.decode.get(each.address))
             for each in request.avoided_workers
@@ -394,105 +425,118 @@ class Dispatcher:
             request.needs_decode,
             avoided_workers=frozenset(each.address for each, view in views if view is not None and each.applies(view)),
             avoided_pairs=request.avoided_pairs,
-            too_small_workers=frozenset(reservations.too_small),
+            excluded_decodes=frozenset(excluded),
             prefill_match=prefixes.match_prefill(request.digests),
             decode_match=prefixes.match_decode(request.digests),
         )
 
-    def _rank(
-        self,
-        request: PlacementRequest,
-        reservations: Reservations,
-        *,
-        limit: float = math.inf,
-        only: str | None = None,
-        may_exceed: bool = False,
-        most: int = 1,
-    ) -> list[WorkerPair]:
-        """The best pairs for a request now, as `rank_pairs` has them."""
-        return rank_pairs(
+    def _best(self, reservations: Reservations, limit: float, *, only: str | None = None) -> WorkerPair | None:
+        """The best pair for a request, or with the decode worker `only`; None if there is none."""
+        excluded = reservations.known if only is None else ()
+        pairs = rank_pairs(
             self._pool.fleet,
-            self._criteria(request, reservations),
+            self._criteria(reservations, excluded),
             prefill_limit=limit,
             open_breakers=self._breakers.open_breakers(),
             only=only,
-            may_exceed=may_exceed,
-            most=most,
         )
+        return pairs[0] if pairs else None
 
-    def _assign(self, request: PlacementRequest, pair: WorkerPair, *, from_queue: bool = False) -> PrefillAssignment:
-        """An assignment at the prefill worker of the pair; one `from_queue` counts for its tenant."""
+    def _assign(self, request: PlacementRequest, pair: WorkerPair, *, queued: bool = False) -> PrefillAssignment:
+        """An assignment at the prefill worker of the pair, which counts for the tenant if it comes from the queue."""
         match = self._pool.prefixes.match_prefill(request.digests)
         cached = min(match.tokens(pair.prefill), request.context_tokens)
         assignment = self._pool.prefill_link(pair.prefill).assign(request.context_tokens, cached)
-        if from_queue:
+        if queued:
             self._tenants[assignment] = request.tenant
             self.queue.begin_prefill(request.tenant)
         return assignment
 
-    def _free_place(self, waiter: Waiter) -> None:
-        if (place := self._places.pop(waiter, None)) is not None:
+    def _free_place(self, reservations: Reservations) -> None:
+        if (place := reservations.place) is not None:
+            reservations.place = None
             self._free(place)
 
-    def _free(self, assignment: PrefillAssignment) -> bool:
-        if not assignment.release():
-            return False
-        if (tenant := self._tenants.pop(assignment, None)) is not None:
+    def _free(self, assignment: PrefillAssignment) -> None:
+        if assignment.release() and (tenant := self._tenants.pop(assignment, None)) is not None:
             self.queue.end_prefill(tenant)
-        return True
 
     def _on_update(self) -> None:
         """Handle a change of workers, or the end of a placement."""
-        self._breakers.retain(self._pool.fleet)
+        fleet = self._pool.fleet
+        self._breakers.retain(fleet)
         workers, pairs = self._breakers.count_open()
         BREAKERS_OPEN.labels("worker").set(workers)
         BREAKERS_OPEN.labels("pair").set(pairs)
-        for reservations in self._watching:
-            reservations.on_update()
-        self._register_waiters()
+        before, self._usable = self._usable, compatible_decode_addresses(fleet) - fleet.isolated
+        if joined := self._usable - before:
+            self._ask_more(joined)
+        for reservations, waiter in self._waiting.items():
+            if waiter is None and self._isolation.is_first(reservations.request.request_id):
+                reservations.changed.set()
+        self._schedule()
 
-    def _fail_overdue(self) -> None:
-        """Fail waiters that have waited `worker_wait_s` seconds while no workers can serve them."""
-        fleet, now, wait_s = self._pool.fleet, self._loop.time(), self._config.worker_wait_s
-        if self._overdue_timer is not None:
-            self._overdue_timer.cancel()
-            self._overdue_timer = None
-        if not len(self.queue) or can_serve(fleet, needs_decode=True):
+    def _start_timer(self) -> None:
+        if self._timer is None:
+            self._timer = self._loop.call_later(_TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        """Let all that wait go on, and fail those for which there were no workers for `worker_wait_s` seconds."""
+        self._timer = None
+        if not self._waiting:
             self._no_workers_since = math.inf
             return
-        self._no_workers_since, next_at = min(self._no_workers_since, now), math.inf
-        for waiter in self.queue:
-            until = max(self._no_workers_since, waiter.queued_at) + wait_s
-            if until > now:
-                next_at = min(next_at, until)
-            elif not can_serve(fleet, needs_decode=waiter.request.needs_decode):
-                self._reservations[waiter].fail(Unavailable(self._pool.describe_missing(wait_s)))
-        if math.isfinite(next_at):
-            self._overdue_timer = self._loop.call_at(next_at, self._fail_overdue)
+        self._start_timer()
+        self._ask_more(self._usable)
+        fleet, now, wait_s = self._pool.fleet, self._loop.time(), self._config.worker_wait_s
+        if can_serve(fleet, needs_decode=True):
+            self._no_workers_since = math.inf
+            return
+        self._no_workers_since = min(self._no_workers_since, now)
+        for waiter, reservations in self._by_waiter.items():
+            if max(self._no_workers_since, waiter.queued_at) + wait_s <= now and not can_serve(
+                fleet, needs_decode=waiter.request.needs_decode
+            ):
+                reservations.fail(Unavailable(self._pool.describe_missing(wait_s)))
+
+    def _ask_more(self, addresses: frozenset[str]) -> None:
+        """Let all that wait, but not those that have not asked yet, ask the workers at `addresses` again."""
+        for reservations, waiter in self._waiting.items():
+            if waiter is None or waiter in self.queue.registered or reservations.too_small:
+                reservations.forget_refusals(addresses)
+                self._on_change(reservations)
 
 
 class Reservations:
-    """The reservations of one attempt at decode workers, by address; the first one that is granted is used.
+    """What one attempt has reserved so far: a place at a prefill worker, and pages at decode workers, by address.
 
-    A worker is asked once. It answers `granted` or a refusal, at once or after the answer `waiting`. A worker without
-    an answer after `timeout_s` seconds counts as one that refuses. The end of the block cancels all reservations but
-    one that was taken.
+    A decode worker answers `granted` or a refusal, at once or after the answer `waiting`. A worker without an answer
+    after `timeout_s` seconds counts as one that refuses. `on_change` is called at each answer.
     """
 
-    def __init__(self, pool: WorkerPool, request: PlacementRequest, deliver: Deliver, timeout_s: float) -> None:
+    def __init__(
+        self,
+        pool: WorkerPool,
+        request: PlacementRequest,
+        deliver: Deliver,
+        timeout_s: float,
+        on_change: Callable[[Reservations], None],
+    ) -> None:
+        self.request = request
         self._pool = pool
-        self._request = request
         self._deliver = deliver
         self._timeout_s = timeout_s
+        self._on_change = on_change
         self._loop = asyncio.get_running_loop()
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._incarnations: dict[str, str] = {}
         self._error: Exception | None = None
         self.changed = asyncio.Event()
-        """Set at each answer, and at a change of workers if there may be one more to ask."""
-        self.wakes_always = False
-        """Whether it is set at each change of workers."""
-        self._looked_at = 0.0
+        """Set when the task of the attempt must go on."""
+        self.place: PrefillAssignment | None = None
+        """The place that is kept until decode workers have answered."""
+        self.placement: Placement | None = None
+        """The workers of the attempt, once it has all that it needs."""
         self.calls: dict[str, DecodeCall] = {}
         """Calls that have no answer yet, wait for pages, or have them."""
         self.waiting: set[str] = set()
@@ -502,16 +546,12 @@ class Reservations:
         """The reason of each worker that can never hold the request."""
         self.left_out: set[str] = set()
         """Workers that have refused for another reason, or have not answered."""
-
-    def __enter__(self) -> Reservations:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.ask_only("")
+        self.asks_left = ASKED_AT_MOST
+        """Number of workers that may be asked before the next call of `forget_refusals`."""
 
     @property
     def known(self) -> set[str]:
-        """Addresses of workers that are not asked again."""
+        """Addresses of workers that are not asked for now."""
         return {*self.calls, *self.left_out, *self.too_small}
 
     @property
@@ -520,7 +560,7 @@ class Reservations:
         return bool(self._timers)
 
     async def wait_for_change(self) -> None:
-        """Wait for an answer or a change of workers. Raises the error of `fail`."""
+        """Wait until `changed` is set. Raises the error of `fail`."""
         await self.changed.wait()
         self.changed.clear()
         if self._error is not None:
@@ -533,7 +573,7 @@ class Reservations:
 
     def ask(self, address: str) -> None:
         """Ask a worker for pages, if it has a session."""
-        request, link = self._request, self._pool.decode_link(address)
+        request, link = self.request, self._pool.decode_link(address)
         if link is None or link.session is None or not link.session.open:
             return
         view = self._pool.fleet.decode[address]
@@ -542,6 +582,7 @@ class Reservations:
             link.subtract_free(request.context_tokens, len(request.choices))
         call = link.session.begin_call(request.request_id, request.attempt_number, self._deliver)
         self.calls[address] = call
+        self.asks_left -= 1
         self._incarnations[address] = view.incarnation
         self._timers[address] = self._loop.call_later(self._timeout_s, self._on_silence, address)
         left = request.deadline - self._loop.time()
@@ -564,7 +605,11 @@ class Reservations:
             self.ask(address)
 
     def take(self, address: str) -> tuple[DecodeCall, ReserveResult]:
-        """The call and the answer of a worker that has granted pages; the caller must close the call."""
+        """The call and the answer of a worker that has granted pages; the caller must close the call.
+
+        All other reservations are cancelled.
+        """
+        self.ask_only(address)
         call, answer = self.calls.pop(address), self.granted.pop(address)
         call.keep()
         return call, answer
@@ -574,25 +619,18 @@ class Reservations:
         self._end(address)
         self.left_out.add(address)
 
-    def on_update(self) -> None:
-        """Handle a change of workers: another worker may have come to an address."""
+    def forget_refusals(self, addresses: frozenset[str]) -> None:
+        """Allow more questions, also to workers at `addresses` that have refused.
+
+        A worker that is too small is asked again only if it is another one now.
+        """
+        self.asks_left = ASKED_AT_MOST
+        self.left_out -= addresses
         fleet = self._pool.fleet.decode
-        for address in [*self.too_small, *self.left_out]:
+        for address in [*self.too_small]:
             view = fleet.get(address)
-            # Where all have refused, they are asked again at the next status.
-            if view is None or view.incarnation != self._incarnations[address] or not self.calls:
-                self.left_out.discard(address)
             if view is None or view.incarnation != self._incarnations[address]:
-                self.too_small.pop(address, None)
-        now = self._loop.time()
-        if len(self.calls) < ASKED_AT_MOST:
-            may_ask = not fleet.keys() <= self.known
-        else:
-            # One look at a large fleet costs a part of a millisecond, and its workers report all the time.
-            may_ask = now - self._looked_at >= _LOOK_S
-        if may_ask or self.wakes_always:
-            self._looked_at = now
-            self.changed.set()
+                del self.too_small[address]
 
     def _on_answer(self, address: str, answer: ReserveResult) -> None:
         if (timer := self._timers.pop(address, None)) is not None:
@@ -609,13 +647,13 @@ class Reservations:
             self.too_small[address] = f"decode worker {link.name if link else address}: {answer.reason}"
         else:
             self.leave_out(address)
-        self.changed.set()
+        self._on_change(self)
 
     def _on_silence(self, address: str) -> None:
-        name = f"{self._request.request_id}/{self._request.attempt_number}"
+        name = f"{self.request.request_id}/{self.request.attempt_number}"
         words = "reservation %s: decode worker at %s has not answered in %g s"
         _logger.warning(words, name, address, self._timeout_s, extra=about(name))
-        self._on_answer(address, ReserveResult(False, "no answer", False))
+        self._on_answer(address, ReserveResult(False, "no answer"))
 
     def _end(self, address: str) -> None:
         """End the reservation at a worker."""

@@ -59,7 +59,7 @@ class Isolation:
 
     def leave(self, request_id: str) -> None:
         """Count one attempt fewer. The next request is first when no attempt of the first one is left."""
-        was_first = self._is_first(request_id)
+        was_first = self.is_first(request_id)
         self._attempts[request_id] -= 1
         if self._attempts[request_id]:
             if was_first and self._own:
@@ -86,7 +86,7 @@ class Isolation:
         None if the request may run among others: no workers became empty in time, or no present worker can hold it.
         Raises Unavailable if there were no workers for `worker_wait_s` seconds.
         """
-        fleet, first = self._pool.fleet, self._is_first(request_id)
+        fleet, first = self._pool.fleet, self.is_first(request_id)
         if not can_serve(fleet, needs_decode=criteria.needs_decode):
             until = self._no_workers_since.setdefault(request_id, now) + self._worker_wait_s
             if now >= until:
@@ -115,7 +115,7 @@ class Isolation:
         self._pool.isolate(self._own)
         return IsolationGrant(partial(self.leave, request_id), isolates_decode=suspicion is Suspicion.PAIR)
 
-    def _is_first(self, request_id: str) -> bool:
+    def is_first(self, request_id: str) -> bool:
         return next(iter(self._attempts), None) == request_id
 
     def _addresses(self, pair: WorkerPair, suspicion: Suspicion) -> frozenset[str]:

@@ -24,15 +24,14 @@ def rank(
     decodes: Sequence[DecodeView],
     criteria: SelectionCriteria,
     *,
-    prefill_limit: int,
+    prefill_limit: float,
     mean_rate: float,
     open_breakers: OpenBreakers = NO_OPEN_BREAKERS,
     isolated: frozenset[str] = frozenset(),
-    may_exceed: bool = False,
 ) -> list[WorkerPair]:
     penalty = AvoidancePenalty(criteria, open_breakers)
     prefills = [prefill for prefill in prefills if prefill.address not in isolated]
-    decodes = [decode for decode in decodes if decode.address not in isolated | criteria.too_small_workers]
+    decodes = [decode for decode in decodes if decode.address not in isolated | criteria.excluded_decodes]
 
     def full(prefill: PrefillView) -> bool:
         return prefill.open_requests >= prefill_limit
@@ -51,7 +50,7 @@ def rank(
     if not criteria.needs_decode:
         usable = [prefill for prefill in prefills if not prefill.draining]
         usable.sort(key=lambda prefill: (penalty.of_worker(prefill.address), *prefill_order(prefill)))
-        return [WorkerPair(prefill.address) for prefill in usable[:1] if may_exceed or not full(prefill)]
+        return [WorkerPair(prefill.address) for prefill in usable[:1] if not full(prefill)]
 
     def seconds(prefill: PrefillView, decode: DecodeView) -> float:
         slot_s = 0.0 if decode.free_slots > 0 else SLOT_STEPS * decode.step_seconds / max(decode.slots, 1)
@@ -101,7 +100,7 @@ def rank(
             )
         )
     least = min((each[0] for each in best), default=None)
-    best = sorted(each for each in best if each[0] == least and (may_exceed or not each[1]))
+    best = sorted(each for each in best if each[0] == least and not each[1])
     return [WorkerPair(each[5], each[3]) for each in best]
 
 

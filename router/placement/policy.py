@@ -32,7 +32,7 @@ from baton.rates import UNKNOWN_PREFILL_RATE
 from router.placement.prefix_directory import NO_MATCH, PrefixMatch
 
 ASKED_AT_MOST = 32
-"""Most decode workers that a request asks for a reservation before one of them shows room."""
+"""Most decode workers that a request asks for a reservation in a second."""
 
 RECENT_FRACTION = 1 / 10
 """Weight of a recently computed token in the load, where a waiting token has weight 1."""
@@ -238,8 +238,8 @@ class SelectionCriteria:
     """The needs of a request that a selection must meet; workers are given by address.
 
     `tokens` is the number of tokens to prefill. `prefill_match` and `decode_match` tell which workers hold leading
-    tokens. `avoided_workers` and `avoided_pairs` (prefill, decode) failed the request before. `too_small_workers` are
-    decode workers that can't hold it even when empty.
+    tokens. `avoided_workers` and `avoided_pairs` (prefill, decode) failed the request before. `excluded_decodes` are
+    decode workers that it can't use, or must not be asked again.
     """
 
     tokens: int
@@ -248,7 +248,7 @@ class SelectionCriteria:
     avoided_pairs: frozenset[tuple[str, str]] = frozenset()
     prefill_match: PrefixMatch = NO_MATCH
     decode_match: PrefixMatch = NO_MATCH
-    too_small_workers: frozenset[str] = frozenset()
+    excluded_decodes: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,15 +383,14 @@ def rank_pairs(
     open_breakers: OpenBreakers = NO_OPEN_BREAKERS,
     only: str | None = None,
     most: int = 1,
-    may_exceed: bool = False,
 ) -> list[WorkerPair]:
     """The best pairs for a request, best first, each with another decode worker; `most` at most.
 
     Only pairs with the least penalty are used, and of these the ones whose prefill worker has fewer than
-    `prefill_limit` requests of this router: a request waits rather than use a pair with a higher penalty. If
-    `may_exceed`, the others follow. If the address `only` is given, it is that of the only decode worker to look at.
+    `prefill_limit` requests of this router: a request waits rather than use a pair with a higher penalty. If the
+    address `only` is given, it is that of the only decode worker to look at.
     """
-    penalty, excluded = AvoidancePenalty(criteria, open_breakers), fleet.isolated | criteria.too_small_workers
+    penalty, excluded = AvoidancePenalty(criteria, open_breakers), fleet.isolated | criteria.excluded_decodes
     costs = PlacementCosts(fleet, criteria, penalty, prefill_limit)
     alone: list[PrefillCost] = []
     pairs: dict[str, PairCost] = {}
@@ -413,9 +412,9 @@ def rank_pairs(
             if cost < known:
                 pairs[cost.decode] = cost
     if not criteria.needs_decode:
-        return [WorkerPair(cost.address) for cost in heapq.nsmallest(1, alone) if may_exceed or not cost.full]
+        return [WorkerPair(cost.address) for cost in heapq.nsmallest(1, alone) if not cost.full]
     least = min((cost.penalty for cost in pairs.values()), default=None)
-    usable = [cost for cost in pairs.values() if cost.penalty == least and (may_exceed or not cost.full)]
+    usable = [cost for cost in pairs.values() if cost.penalty == least and not cost.full]
     return [WorkerPair(cost.prefill, cost.decode) for cost in heapq.nsmallest(most, usable)]
 
 
@@ -430,7 +429,11 @@ def least_loaded_pair(
 
     Without `isolates_decode`, only the prefill worker must be empty. None if there is no pair.
     """
-    penalty, none, too_small = AvoidancePenalty(criteria, open_breakers), frozenset[str](), criteria.too_small_workers
+    penalty, none, excluded_decodes = (
+        AvoidancePenalty(criteria, open_breakers),
+        frozenset[str](),
+        criteria.excluded_decodes,
+    )
 
     def requests(address: str) -> int:
         """Requests of this router at a worker; a mixed one has two views."""
@@ -447,7 +450,7 @@ def least_loaded_pair(
     pairs: list[tuple[tuple[int, int], int, int, str, str]] = []
     for group, decode_groups in fleet.compatible_groups:
         for prefill in least_busy(group, none):
-            for decode in least_busy(chain(*decode_groups), too_small) if criteria.needs_decode else [""]:
+            for decode in least_busy(chain(*decode_groups), excluded_decodes) if criteria.needs_decode else [""]:
                 own = {prefill, decode} if isolates_decode else {prefill}
                 pairs.append(
                     (penalty.of_pair(prefill, decode), sum(map(requests, own)), requests(decode), prefill, decode)

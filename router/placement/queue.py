@@ -9,7 +9,7 @@ holds at most capacity × (1 + 1/2 + 1/3 + ...) first attempts.
 
 A reservation for which a decode worker lacks room waits at that worker. So waiters need not ask again, and few of them
 are registered: a waiter is *hidden* while a registered one *waits* that would be granted no later. That is one with no
-larger context, which has asked every worker that the other could ask. The first waiter of the queue is registered in
+larger context, which can use every worker. The first waiter of the queue is registered in
 any case, and so are all replays. So a flood of large contexts registers one of them, small contexts behind it go on,
 and while these pass, the first one is in line at the workers.
 """
@@ -17,6 +17,7 @@ and while these pass, the first one is in line at the workers.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Container, Hashable, Iterator
 from dataclasses import dataclass, field
@@ -148,20 +149,9 @@ class Waiter:
     unused: Collection[str] = ()
     """Addresses of decode workers that it can't use, though others can."""
 
-    def hides(self, other: Waiter, decodes: Container[str]) -> bool:
-        """Whether no decode worker would grant the other one before this one; `decodes` has their addresses."""
-        mine, theirs = self.request, other.request
-        return (
-            self.waits
-            and mine.context_tokens <= theirs.context_tokens
-            # A worker with room for the context may lack room for several choices.
-            and (len(mine.choices) == 1 or len(theirs.choices) > 1)
-            and all(address in other.unused for address in self.unused if address in decodes)
-        )
-
 
 _MAX_SCANNED = 256
-"""Most waiters that one search looks at, besides the first one of each tenant."""
+"""Most waiters that one search looks at, besides the first one of each tenant and those that are registered."""
 
 _SPAN_S = 3.0
 """Seconds in which the weight of a departure in the measured pace falls to 1/e."""
@@ -189,7 +179,8 @@ class PlacementQueue:
         self._prefill_limit = prefill_limit
         self._max_wait_s = max_wait_s
         self._queue: FairQueue[Waiter] = FairQueue()
-        self._registered: set[Waiter] = set()
+        self.registered: set[Waiter] = set()
+        """Waiters that have asked decode workers, or need none."""
         self._at_prefill: Counter[str] = Counter()
         """Number of requests at prefill workers, by tenant."""
         self._busy_s, self._departures = DecayingSum(_SPAN_S), DecayingSum(_SPAN_S)
@@ -207,7 +198,7 @@ class PlacementQueue:
     @property
     def waits_for_decode(self) -> bool:
         """Whether decode workers lack room for a waiter, so that the queue does not wait for prefill workers."""
-        return any(waiter.waits for waiter in self._registered)
+        return any(waiter.waits for waiter in self.registered)
 
     # Joining.
 
@@ -254,28 +245,37 @@ class PlacementQueue:
     def next_to_register(self, fleet: FleetView, now: float, passed: Container[Waiter]) -> Waiter | None:
         """The next waiter that may ask decode workers; None if there is none. Waiters in `passed` are left out.
 
-        One call sorts the tenants, and looks at one waiter for each and `_MAX_SCANNED` more, at most.
+        One call sorts the tenants, and looks at one waiter for each and `_MAX_SCANNED` more, at most, besides those
+        that are registered.
         """
-        waiting = [each for each in self._registered if each.waits]
-        order = self._queue.round_robin(self._at_prefill.__getitem__)
+        order: Iterator[Waiter] = self._queue.round_robin(self._at_prefill.__getitem__)
         if not can_serve(fleet, needs_decode=True):
             # Waiters that need decode workers must not keep others from prefill workers.
             order = (each for each in order if not each.request.needs_decode)
-        for place, waiter in enumerate(itertools.islice(order, len(self._queue.tenants) + _MAX_SCANNED)):
-            if waiter in self._registered or waiter in passed or waiter.request.deadline <= now:
+        first = next(order, None)
+        # One that waits hides others if it can use all workers. A worker with room for the context may lack room for
+        # several choices.
+        hiding = [
+            each for each in self.registered if each.waits and not any(map(fleet.decode.__contains__, each.unused))
+        ]
+        least = min((each.request.context_tokens for each in hiding), default=math.inf)
+        single = (each.request.context_tokens for each in hiding if len(each.request.choices) == 1)
+        least_single = min(single, default=math.inf)
+        rest = (each for each in order if each not in self.registered and each not in passed)
+        candidates = itertools.islice(rest, len(self._queue.tenants) + _MAX_SCANNED)
+        for waiter in itertools.chain(() if first is None else (first,), candidates):
+            request = waiter.request
+            hidden_from = least if len(request.choices) > 1 else least_single
+            must_not_hide = waiter is first or request.is_retry or not request.needs_decode
+            if waiter in self.registered or waiter in passed or request.deadline <= now:
                 continue
-            must_not_hide = place == 0 or waiter.request.is_retry or not waiter.request.needs_decode
-            if must_not_hide or not any(each.hides(waiter, fleet.decode) for each in waiting):
+            if must_not_hide or request.context_tokens < hidden_from:
                 return waiter
         return None
 
     def register(self, waiter: Waiter) -> None:
         """Record that the waiter asks decode workers now, or that it needs none and is placed at once."""
-        self._registered.add(waiter)
-
-    def is_registered(self, waiter: Waiter) -> bool:
-        """Whether the waiter may ask decode workers."""
-        return waiter in self._registered
+        self.registered.add(waiter)
 
     def prefill_limit(self, tenant: str, fleet: FleetView) -> int:
         """Number of requests of this router at which a prefill worker gets no more requests of this tenant.
@@ -301,12 +301,12 @@ class PlacementQueue:
 
     def remove(self, waiter: Waiter) -> bool:
         """Remove a waiter that gives up; False if it was not in the queue."""
-        self._registered.discard(waiter)
+        self.registered.discard(waiter)
         return self._queue.remove(waiter)
 
     def pop(self, waiter: Waiter, now: float) -> None:
         """Remove a waiter that is placed, and put its tenant behind the others. Departures make the pace."""
-        self._registered.discard(waiter)
+        self.registered.discard(waiter)
         self._queue.pop(waiter)
         # Only intervals within a busy period tell the pace; an idle queue has none.
         if self._last_departure is not None:

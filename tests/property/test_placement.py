@@ -1,5 +1,6 @@
 """Placement equals the plain one that looks at every pair, on fleets of any size."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -102,24 +103,22 @@ def test_the_best_of_all_pairs_are_selected(seed: int, most: int) -> None:
     criteria, open_breakers, isolated = criteria_of(draw, max(most, 1))
     fleet = FleetView(*workers)
     fleet.isolated = isolated
-    for may_exceed in (False, True):
+    for limit in (LIMIT, math.inf):
         plain = placement_oracle.rank(
             *workers,
             criteria,
-            prefill_limit=LIMIT,
+            prefill_limit=limit,
             mean_rate=fleet.mean_rate,
             open_breakers=open_breakers,
             isolated=isolated,
-            may_exceed=may_exceed,
         )
         for ranked in (1, 100):
             found = rank_pairs(
                 fleet,
                 criteria,
-                prefill_limit=LIMIT,
+                prefill_limit=limit,
                 open_breakers=open_breakers,
                 most=ranked,
-                may_exceed=may_exceed,
             )
             assert found == plain[:ranked]
     pairs = placement_oracle.pairs(*workers, SelectionCriteria(1), frozenset())
@@ -127,7 +126,7 @@ def test_the_best_of_all_pairs_are_selected(seed: int, most: int) -> None:
     assert can_serve(fleet, needs_decode=True) is bool(pairs)
     assert compatible_decode_addresses(fleet) == {decode.address for _, follow in pairs for decode in follow}
     pair = least_loaded_pair(fleet, criteria, open_breakers)
-    pairs = placement_oracle.pairs(*workers, criteria, criteria.too_small_workers)
+    pairs = placement_oracle.pairs(*workers, criteria, criteria.excluded_decodes)
     if most <= ASKED_AT_MOST // 2:
         assert (pair is not None) is bool(pairs)
     if pair is not None:

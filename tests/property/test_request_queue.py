@@ -24,6 +24,13 @@ SIZES = st.sampled_from([1, 2, 3, 3, 3, 5])
 FLEET = FleetView([PrefillView("p", KV)], [DecodeView("d", KV)])
 
 
+def hides(waits: Waiter, other: Waiter) -> bool:
+    """Whether no decode worker would grant the other one before this one, which waits at all of them."""
+    mine, theirs = waits.request, other.request
+    fits_no_earlier = mine.context_tokens <= theirs.context_tokens
+    return waits.waits and fits_no_earlier and (len(mine.choices) == 1 or len(theirs.choices) > 1)
+
+
 class QueueMachine(RuleBasedStateMachine):
     """The queue beside lists of what waits in it."""
 
@@ -91,7 +98,7 @@ class QueueMachine(RuleBasedStateMachine):
             for each in rest:
                 if each.request.deadline > self.now:
                     assert not each.request.is_retry
-                    assert any(other.hides(each, FLEET.decode) for other in self.registered)
+                    assert any(hides(other, each) for other in self.registered)
             if any(self.queues.values()):
                 head = next(iter(self.queue._queue.heads()))
                 assert head in self.registered or head.request.deadline <= self.now
@@ -100,7 +107,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert found.request.deadline > self.now
         same = [each for each in rest if each.request.tenant == found.request.tenant]
         for before in same[: same.index(found)]:
-            hidden = any(other.hides(before, FLEET.decode) for other in self.registered)
+            hidden = any(hides(other, before) for other in self.registered)
             assert hidden or before.request.deadline <= self.now, "not in the order of its tenant"
         self.queue.register(found)
         found.waits = waits

@@ -1,6 +1,7 @@
 """From the queue to a place, with workers that answer as the test says; no network."""
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from baton.errors import InvalidRequest, Overloaded, Unavailable
 from baton.lifecycle import State
 from baton.request import ReserveResult
+from router.dispatcher import Dispatcher
 from router.placement.policy import ASKED_AT_MOST, FleetView
 from tests.unit.router.dispatching import (
     FULL,
@@ -57,21 +59,81 @@ async def test_the_best_worker_is_asked_first_then_all_others_and_the_first_gran
     await other.end()
 
 
-async def test_of_many_workers_some_are_asked_and_others_when_they_show_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.dispatcher._LOOK_S", 0.0)
-    pool = FakePool(**{f"d{number}": FULL for number in range(40)})
-    held = await ask(dispatcher(pool), "r")
+async def test_of_many_workers_some_are_asked_and_more_each_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.dispatcher._TICK_S", 600.0)
+    pool = FakePool(**{f"d{number}": FULL for number in range(2 * ASKED_AT_MOST + 2)})
+    held = await ask(d := dispatcher(pool), "r")
     assert len(pool.order) == ASKED_AT_MOST
     pool.notify()
     await settle()
+    assert len(pool.order) == ASKED_AT_MOST
     unasked = sorted(pool.by_name.keys() - {attempt.worker for attempt in pool.waiting})
-    assert len(unasked) == 40 - ASKED_AT_MOST
     pool.answer(**{unasked[-1]: GRANTED})
+    d._tick()
     await held.until_placed()
     assert held.place.decode_address == unasked[-1]
-    assert len(pool.order) == ASKED_AT_MOST + 1
+    assert len(pool.order) <= 2 * ASKED_AT_MOST
     await held.end()
     assert pool.running.total() == 0
+
+
+async def test_a_worker_that_refused_once_is_asked_again_while_the_request_waits_elsewhere() -> None:
+    d = dispatcher(pool := FakePool(d=FULL, e=FULL))
+    held = await ask(d, "r")
+    pool.answer(d=REFUSED)
+    await settle()
+    pool.by_name["d"] = GRANTED
+    await held.until_placed()
+    assert held.place.decode_address == "d"
+    await held.end()
+    assert pool.running.total() == 0
+
+
+async def test_a_status_wakes_no_request_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    d = dispatcher(pool := FakePool(d=FULL, e=FULL), queue_capacity=1000)
+    monkeypatch.setattr("router.dispatcher._TICK_S", 600.0)
+    replays = [Held(d, f"r{number}", again=True) for number in range(100)]
+    while pool.asked < 200:
+        await settle()
+    await settle()
+    woken = 0
+
+    def count(_: object) -> int:
+        nonlocal woken
+        woken += 1
+        return 0
+
+    for reservations in d._waiting:
+        reservations.changed.set = count  # type: ignore[method-assign]
+    for _ in range(20):
+        pool.notify()
+        await asyncio.sleep(0)
+    assert (woken, pool.asked) == (0, 200)
+    for replay in replays:
+        await replay.cancel()
+
+
+async def test_many_requests_in_a_large_fleet_hold_up_the_event_loop_for_a_slice_of_time_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = FakePool(tuple(f"p{number}" for number in range(100)), **{f"d{number}": FULL for number in range(100)})
+    fleet = pool.fleet
+    monkeypatch.setattr(FakePool, "fleet", fleet)
+    d, work, turns = dispatcher(pool, queue_capacity=1000), Dispatcher._work, []
+
+    def measure(self: Dispatcher) -> None:
+        began = time.thread_time()
+        work(self)
+        turns.append(time.thread_time() - began)
+
+    monkeypatch.setattr(Dispatcher, "_work", measure)
+    replays = [Held(d, f"r{number}", again=True, tenant=f"t{number % 50}") for number in range(60)]
+    while pool.asked < 60 * ASKED_AT_MOST:
+        await settle()
+    # Two placements on 100 + 100 workers may take longer than a slice, and the machine may be slow.
+    assert sum(turns) > 5 * sorted(turns)[-2]
+    for replay in replays:
+        await replay.cancel()
 
 
 async def test_small_contexts_go_on_behind_a_large_one_that_waits_and_larger_ones_do_not_ask() -> None:

@@ -181,14 +181,3 @@ def test_a_mixed_worker_is_empty_if_it_neither_prefills_nor_decodes_for_this_rou
         WorkerPair("p", "m"),
         True,
     )
-
-
-def test_a_full_prefill_worker_is_used_only_if_it_may_be_and_there_is_no_other() -> None:
-    full, slower = replace(P, open_requests=4, rate=1000), replace(P, address="slower", rate=1)
-    for views, may_exceed, found in (
-        ([full], False, []),
-        ([full], True, [WorkerPair("p", "d")]),
-        ([full, slower], True, [WorkerPair("slower", "d")]),
-    ):
-        fleet = FleetView(views, [D])
-        assert rank_pairs(fleet, SelectionCriteria(1), prefill_limit=4, may_exceed=may_exceed, only="d") == found

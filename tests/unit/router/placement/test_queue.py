@@ -109,6 +109,12 @@ def test_the_queue_waits_for_decode_while_a_registered_waiter_does() -> None:
     assert (len(queue), queue.waits_for_decode) == (1, False)
 
 
+def hides(first: Waiter, other: Waiter) -> bool:
+    queue = queue_of(first, other)
+    queue.register(first)
+    return next_of(queue) is None
+
+
 def test_a_waiter_hides_those_that_would_be_granted_no_earlier() -> None:
     for this, other, hidden in (
         ({"tokens": 8}, {"tokens": 8}, True),
@@ -118,19 +124,27 @@ def test_a_waiter_hides_those_that_would_be_granted_no_earlier() -> None:
         ({"choices": 1}, {"choices": 2}, True),
     ):
         first, behind = waiter("first", **this), waiter("behind", **other)
-        assert not first.hides(behind, FLEET.decode), "it has room, as far as is known"
+        assert not hides(first, behind), "it has room, as far as is known"
         first.waits = True
-        assert first.hides(behind, FLEET.decode) is hidden
+        assert hides(first, behind) is hidden
 
 
 def test_a_waiter_hides_none_that_can_use_a_worker_that_it_cannot_use() -> None:
     first, behind = waiter("first"), waiter("behind")
     first.waits, first.unused = True, {"e", "gone"}
-    assert not first.hides(behind, FLEET.decode)
-    behind.unused = {"e"}
-    assert first.hides(behind, FLEET.decode)
-    first.unused, behind.unused = {"gone"}, ()
-    assert first.hides(behind, FLEET.decode)
+    assert not hides(first, behind)
+    first.unused = {"gone"}
+    assert hides(first, behind)
+
+
+def test_any_number_of_registered_waiters_keeps_none_behind_them_from_being_found() -> None:
+    queue = queue_of(*many(1000, tenant="a"), waiter("small", tokens=1, tenant="a"), capacity=2000)
+    for each in list(queue)[:1000]:
+        queue.register(each)
+        each.waits = True
+    found = next_of(queue)
+    assert found is not None
+    assert found.request.request_id == "small"
 
 
 def test_who_is_registered_depends_on_the_context_and_the_first_of_a_tenant_that_comes_first_always_is() -> None:
