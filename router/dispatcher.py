@@ -56,7 +56,7 @@ _MAX_PASSED = 8
 _TICK_S = 1.0
 """Seconds between two times at which requests that wait ask more workers."""
 
-_SLICE_S = 0.002
+_SLICE_S = 0.001
 """Seconds of work after which the event loop gets its turn."""
 
 _logger = logging.getLogger(__name__)
