@@ -136,25 +136,20 @@ class MixedPasses:
         self, chunks: Sequence[PromptChunk], results: Sequence[ChunkResult | Exception], seconds: float, running: int
     ) -> int:
         """As in PromptSource."""
-        near, far = 0, 0
-        for chunk in chunks:
-            if chunk.start >= FAR_TOKENS:
-                far += chunk.end - chunk.start
-            else:
-                near += chunk.end - chunk.start
-        token_s = self._budget.record(near, far, running, seconds) if seconds else TokenSeconds(0.0, 0.0)
+        tokens = sum(chunk.end - chunk.start for chunk in chunks)
+        far = sum(chunk.end - chunk.start for chunk in chunks if chunk.start >= FAR_TOKENS)
+        token_s = self._budget.record(tokens - far, far, running, seconds) if seconds else TokenSeconds(0.0, 0.0)
         rows, ended = list[_Row](), 0
         for chunk, result in zip(chunks, results, strict=True):
-            prompt, tokens = self._in_flight.pop(id(chunk)), range(chunk.start, chunk.end)
-            is_far = chunk.start >= FAR_TOKENS
-            own_s = len(tokens) * (token_s.far if is_far else token_s.near)
-            rows.append(_Row(prompt, tokens, result, own_s))
+            prompt, count, is_far = self._in_flight.pop(id(chunk)), chunk.end - chunk.start, chunk.start >= FAR_TOKENS
+            own_s = count * (token_s.far if is_far else token_s.near)
+            rows.append(_Row(prompt, range(chunk.start, chunk.end), result, own_s))
             if isinstance(result, Exception):
                 prompt.stopped = True
             else:
                 ended += chunk.end == prompt.total and _goes_on_here(prompt.job)
                 if is_far and own_s:
-                    prompt.own_rate.add(len(tokens), own_s)
+                    prompt.own_rate.add(count, own_s)
         if rows:
             self.on_pass(rows, seconds)
         return ended
