@@ -297,10 +297,9 @@ class Admission:
                 progress.answers.append((waiting, ReserveResult(False, self._reason(waiting, now), waiting=True)))
         return progress
 
-    @property
-    def prompt_pages(self) -> int:
-        """Number of free or cached pages that PROMPTS may take: those that are not set aside or kept for the batch."""
-        return self._line.room(PROMPTS, self._free())
+    def may_take_for_prompt(self, pages: int, new_pages: int) -> bool:
+        """Whether a prompt for another decode worker may take its `pages` now; `new_pages` of them are not shared."""
+        return new_pages <= self._free() and self._may_take(PROMPTS, pages)
 
     def wake_at(self, now: float) -> float:
         """Time at which the caller must call `advance` even if nothing happens; infinite if it need not."""

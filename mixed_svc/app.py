@@ -74,6 +74,8 @@ class MixedApp:
                 await self.decode.wait_finished()
                 await self.prefill.wait_finished()
                 await self.servicer.wait_sent()
+                # The last prompts in place may have left blocks to write back.
+                await self.decode.wait_finished()
             _log.info("drained")
         except TimeoutError:
             self._refuse()
@@ -139,7 +141,7 @@ async def run(config: MixedConfig, *, engine: Engine | None = None) -> AsyncIter
             watchdog,
             status.notify,
             partial(PackedChunks, passes, decode.decode_loop, config.chunk_size),
-            SharedEngine(transfers, config.start_timeout_s, lambda: decode.admission.prompt_pages, write_back),
+            SharedEngine(transfers, config.start_timeout_s, decode.admission.may_take_for_prompt, write_back),
         )
         servicer = PrefillServicer(prefill, spec)
         addresses = await stack.enter_async_context(

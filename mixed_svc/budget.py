@@ -8,24 +8,25 @@ so old passes count less. While prompts wait, no step is alone; so every MEASURE
 nothing is known of batches of this size. Since one wrong time must not make a pass long, the number of prompt tokens
 grows from pass to pass by at most a factor.
 
+Tokens of a prompt that is far take longer than others, by a factor that grows with the prompt. So each such prompt has
+a rate of its own, and the rate of all others is measured without them.
+
 The target of a pass is the time between two tokens of a sequence. If none is set, it is DEFAULT_MULTIPLE times a step
-alone, and more if that leaves less than ROW_TOKENS prompt tokens for each sequence of the batch. That many keep
-waiting prompts in most of each pass, so that new requests begin as fast as old ones end. If a target is set, at least
-one prompt token for each sequence is computed, so that prompts never stop.
+alone. At least one prompt token for each sequence is computed, so that prompts never stop.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from baton.rates import UNKNOWN_PREFILL_RATE, DecayingAverage, DecayingRate
 
-DEFAULT_MULTIPLE = 3.0
-"""Default target of a pass, in times of a step alone."""
-ROW_TOKENS = 8
-"""Smallest number of prompt tokens for each sequence of the batch, if no target is set."""
+DEFAULT_MULTIPLE = 3.5
+"""Default target of a pass, in times of a step alone. Smaller ones cost much of the rate, and larger ones add little
+to it (`bench/results/passes.json`)."""
 MEASURE_EVERY = 64
 """Number of passes with prompts after which one pass has none, to measure a step alone."""
 ALONE_S = 0.25
@@ -58,11 +59,23 @@ class Part(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Prompt tokens that a pass may have: those that take `seconds` at `rate` tokens/s, but at least `least`."""
+    """Prompt tokens that a pass may have: those that take `seconds`, but at least `least` and at most `most` tokens.
+
+    `rate` is that of prompts that are not far, in tokens/s.
+    """
 
     seconds: float
     rate: float
     least: int
+    most: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSeconds:
+    """Seconds that a prompt token took in a pass: one of a prompt that was not far, and one of a prompt that was."""
+
+    near: float
+    far: float
 
 
 class PassBudget:
@@ -88,24 +101,21 @@ class PassBudget:
         if not alone or self._since_alone >= MEASURE_EVERY:
             return None
         rate = self._mixed_rate.value or self._prompt_rate.value or UNKNOWN_PREFILL_RATE
-        seconds = self._target_s - alone if self._target_s else (DEFAULT_MULTIPLE - 1) * alone
-        least = running if self._target_s else ROW_TOKENS * running
-        return Budget(min(seconds, self._most_tokens / rate), rate, least)
+        seconds = (self._target_s or DEFAULT_MULTIPLE * alone) - alone
+        return Budget(seconds, rate, running, max(self._most_tokens, running))
 
-    def record(self, tokens: int, running: int, seconds: float) -> float:
-        """Record a pass; returns the seconds of it that its `tokens` prompt tokens took."""
+    def record(self, near: int, far: int, running: int, seconds: float) -> TokenSeconds:
+        """Record a pass with a step of `running` sequences, and so many tokens of prompts that are near and far."""
         if not running:
-            self._prompt_rate.add(tokens, seconds)
-            return seconds
-        if not tokens:
+            return _split(near, far, seconds, self._prompt_rate)
+        if not (tokens := near + far):
             self._alone.setdefault(_size_class(running), DecayingAverage(_WEIGHT)).add(seconds)
             self._since_alone = 0
-            return 0.0
+            return TokenSeconds(0.0, 0.0)
         self._since_alone += 1
         self._most_tokens = max(_GROWTH * tokens, _SHRINKAGE * self._most_tokens, ALONE_TOKENS)
         own = max(seconds - self.step_alone(running), _LEAST_SHARE * seconds * tokens / (tokens + running))
-        self._mixed_rate.add(tokens, own)
-        return own
+        return _split(near, far, own, self._mixed_rate)
 
 
 def next_rows(parts: Iterable[Part], budget: Budget) -> list[tuple[int, int]]:
@@ -114,16 +124,32 @@ def next_rows(parts: Iterable[Part], budget: Budget) -> list[tuple[int, int]]:
     A prompt that is far has its own rate, because attention to the past is most of its time; while that is unknown, it
     gets the least number of tokens. A prompt gets at most `most` tokens.
     """
-    rows, seconds, least = list[tuple[int, int]](), budget.seconds, budget.least
+    rows, seconds, least, most = list[tuple[int, int]](), budget.seconds, budget.least, budget.most
     for index, part in enumerate(parts):
         rate = part.rate if part.is_far else budget.rate
-        count = min(part.total - part.position, part.most, max(int(seconds * rate), least))
-        if count <= 0:
+        count = int(min(part.total - part.position, part.most, max(seconds * rate, least), most))
+        if count > 0:
+            rows.append((index, part.position + count))
+            seconds -= count / (rate or budget.rate)
+            least, most = least - count, most - count
+        elif not part.is_far:
             break
-        rows.append((index, part.position + count))
-        seconds -= count / (rate or budget.rate)
-        least -= count
     return rows
+
+
+def _split(near: int, far: int, seconds: float, near_rate: DecayingRate) -> TokenSeconds:
+    """Divide the seconds of a pass between its prompt tokens, and add those of the near ones to their rate.
+
+    Near tokens take the time that their rate says, and the far ones take the rest. A far token takes no less than a
+    near one.
+    """
+    tokens, rate = near + far, near_rate.value
+    near_s = seconds * near / tokens if tokens else 0.0
+    if near and far and rate:
+        near_s = min(near_s, near / rate)
+    if near:
+        near_rate.add(near, near_s)
+    return TokenSeconds(near_s / near if near else 0.0, (seconds - near_s) / far if far else 0.0)
 
 
 def _size_class(running: int) -> int:

@@ -28,7 +28,7 @@ from baton.rates import DecayingRate
 from baton.telemetry import metrics
 from baton.worker.health import Watchdog
 from decode_svc.loop import DecodeLoop
-from mixed_svc.budget import PassBudget, next_rows
+from mixed_svc.budget import PassBudget, TokenSeconds, next_rows
 from prefill_svc.job import PrefillJob
 from prefill_svc.scheduler import CHUNK_S, FAR_TOKENS, PrefillScheduler, ScheduledJob
 
@@ -47,7 +47,7 @@ class _Prompt:
     position   number of tokens that are computed, or are in a pass in flight
     most       largest number of tokens in one pass
     stopped    whether no more chunks are cut: all are, or the prompt has failed
-    own_rate   rate of its tokens in passes in which it was far
+    own_rate   rate of its tokens from FAR_TOKENS on
     begun      whether its first pass has begun
     told_at    time at which its job was told of progress, on the monotonic clock; None before the first pass
     outcome    the result of its last chunk, or its error
@@ -79,11 +79,12 @@ class _Prompt:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A chunk that was read: its prompt, its tokens, and its result."""
+    """A chunk that was read: its prompt, its tokens, its result, and the seconds that its tokens took in the pass."""
 
     prompt: _Prompt
     tokens: range
     result: ChunkResult | Exception
+    own_s: float = 0.0
 
 
 class MixedPasses:
@@ -136,17 +137,19 @@ class MixedPasses:
     ) -> int:
         """As in PromptSource."""
         tokens = sum(chunk.end - chunk.start for chunk in chunks)
-        own_s = self._budget.record(tokens, running, seconds) if seconds else 0.0
+        far = sum(chunk.end - chunk.start for chunk in chunks if chunk.start >= FAR_TOKENS)
+        token_s = self._budget.record(tokens - far, far, running, seconds) if seconds else TokenSeconds(0.0, 0.0)
         rows, ended = list[_Row](), 0
         for chunk, result in zip(chunks, results, strict=True):
-            prompt = self._in_flight.pop(id(chunk))
-            rows.append(_Row(prompt, range(chunk.start, chunk.end), result))
+            prompt, count, is_far = self._in_flight.pop(id(chunk)), chunk.end - chunk.start, chunk.start >= FAR_TOKENS
+            own_s = count * (token_s.far if is_far else token_s.near)
+            rows.append(_Row(prompt, range(chunk.start, chunk.end), result, own_s))
             if isinstance(result, Exception):
                 prompt.stopped = True
             else:
                 ended += chunk.end == prompt.total and _goes_on_here(prompt.job)
-                if prompt.is_far and own_s:
-                    prompt.own_rate.add(tokens, own_s)
+                if is_far and own_s:
+                    prompt.own_rate.add(count, own_s)
         if rows:
             self.on_pass(rows, seconds)
         return ended
@@ -248,10 +251,11 @@ class PackedChunks:
     def _on_pass(self, rows: Sequence[_Row], seconds: float) -> None:
         """Count what a pass has computed, and tell the jobs; called on the asyncio loop."""
         counted = [row for row in rows if row.prompt.job.scheduled in self._jobs]
-        tokens = sum(len(row.tokens) for row in rows)
+        own_s = sum(row.own_s for row in rows)
         for row in counted:
-            job, share_s = row.prompt.job, seconds * len(row.tokens) / max(tokens, 1)
-            self._scheduler.charge(job.scheduled, share_s)
+            job = row.prompt.job
+            if own_s:
+                self._scheduler.charge(job.scheduled, seconds * row.own_s / own_s)
             if isinstance(row.result, Exception):
                 row.prompt.outcome = row.prompt.outcome or row.result
             elif row.prompt.outcome is None:

@@ -86,14 +86,15 @@ class SharedEngine:
 
     transfers   the prompts that are computed in pages of decode's reservations
     start_s     longest wait for the start of a reservation, in seconds
-    free_pages  returns the number of free or cached pages that prompts without a reservation may take now
+    may_take    returns whether a prompt without a reservation may take its pages now, given the number of all of them
+                and of those that it would not share
     write_back  queues a copy of published blocks to the cache: their owner, all digests of the prompt, and the number
                 of leading blocks that need no copy
     """
 
     transfers: InPlaceTransfers
     start_s: float
-    free_pages: Callable[[], int]
+    may_take: Callable[[int, int], bool]
     write_back: Callable[[str, Sequence[bytes], int], object]
 
 
@@ -155,7 +156,9 @@ class PrefillWorker:
         now = time.monotonic()
         scheduled = self._scheduler.admit(len(request.prompt_ids) + len(request.output_ids), request.tenant)
         try:
-            if request.transfer_id and not request.in_place:
+            if request.in_place and self._shared is not None:
+                self._shared.transfers.announce(request.transfer_id)
+            elif request.transfer_id:
                 self._exports.announce(request.transfer_id)
         except BatonError:
             self._scheduler.remove(scheduled)
@@ -451,13 +454,19 @@ class PrefillWorker:
             self._check_offer(job, offer)
             job.handle = offer.handle
         else:
-            while self._prefix.evict(job):  # noqa: ASYNC110 nothing is awaited
+            # Nothing is evicted for a prompt that is refused.
+            while self._may_take_pages(job, shared) and self._prefix.evict(job):  # noqa: ASYNC110 nothing is awaited
                 await asyncio.sleep(0)
-            tokens = len(job.token_ids)
-            needed = self._engine.spec.pages_for(tokens - self._engine.match_prefix(job.readable_digests))
-            if needed > shared.free_pages() or not self._try_allocate(job):
-                raise Overloaded(f"the pages for {tokens} tokens are not free, or kept for requests that decode here")
+            if not self._may_take_pages(job, shared) or not self._try_allocate(job):
+                raise Overloaded(
+                    f"the pages for {len(job.token_ids)} tokens are not free, or kept for requests that decode here"
+                )
         self._record_allocation(job)
+
+    def _may_take_pages(self, job: PrefillJob, shared: SharedEngine) -> bool:
+        """Whether a job without a reservation may take its pages now."""
+        tokens, pages_for = len(job.token_ids), self._engine.spec.pages_for
+        return shared.may_take(pages_for(tokens), pages_for(tokens - self._engine.match_prefix(job.readable_digests)))
 
     def _check_offer(self, job: PrefillJob, offer: Offer) -> None:
         """Raise IncompleteTransfer if a reservation is not for the job's tokens."""

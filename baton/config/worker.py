@@ -255,7 +255,7 @@ class MixedConfig(PrefillConfig, DecodeConfig):
     drain_s: float = option(30.0, help="Seconds that running requests get to finish in a drain.", minimum=0)
     itl_target_ms: float = option(
         0.0,
-        help="Time between two tokens of a sequence, in milliseconds, that prompts may cause; 0: a multiple of the "
-        "time without prompts.",
+        help="Time between two tokens of a sequence, in milliseconds, that prompts may cause; 0: 3.5 times the time "
+        "without prompts.",
         minimum=0,
     )

@@ -1,7 +1,7 @@
 """Hand-over of KV between the two services of a mixed worker: nothing is copied, because they share the pages.
 
     decode    receive(offer) ───────── waits ─────────────▶ handoff           the pages are decode's all the time
-    prefill        take ──▶ offer ── computes into the pages ── commit
+    prefill   announce ── take ──▶ offer ── computes into the pages ── commit
 
 Either side may come first. The pages belong to decode's attempt from its reservation on; prefill never frees them.
 `end` ends a transfer from either side: the other side gets an error. Ids of ended transfers are remembered, so that a
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.engine.contract import KvHandle
-from baton.errors import TransferError
+from baton.errors import InvalidRequest, TransferError
 from baton.request import Handoff
 
 _MAX_REMEMBERED = 10_000
@@ -45,7 +45,7 @@ class Computed:
 @dataclass(slots=True)
 class _Transfer:
     offer: Offer | None = None
-    taken: bool = False
+    announced: bool = False
     on_ended: Callable[[TransferError], object] | None = None
     taker: asyncio.Future[Offer] | None = None
     receiver: asyncio.Future[Computed] | None = None
@@ -74,15 +74,23 @@ class InPlaceTransfers:
         finally:
             self.end(transfer_id, "ended with its reservation")
 
+    def announce(self, transfer_id: str) -> None:
+        """Announce the one job that will take the offer.
+
+        Raises TransferError if the transfer has ended, and InvalidRequest if a job was announced before.
+        """
+        transfer = self._open(transfer_id)
+        if transfer.announced:
+            raise InvalidRequest("transfer_id", "was announced already", transfer_id)
+        transfer.announced = True
+
     async def take(self, transfer_id: str, on_ended: Callable[[TransferError], object]) -> Offer:
-        """Wait for the offer. Raises TransferError if the transfer has ended.
+        """Wait for the offer; for the job that was announced. Raises TransferError if the transfer has ended.
 
         `on_ended` is called if the transfer ends before its `commit`; the pages are still there at that moment.
         """
         transfer = self._open(transfer_id)
-        if transfer.taken:
-            raise TransferError(f"transfer {transfer_id} was taken before")
-        transfer.taken, transfer.on_ended = True, on_ended
+        transfer.on_ended = on_ended
         if transfer.offer is not None:
             return transfer.offer
         transfer.taker = asyncio.get_running_loop().create_future()

@@ -25,6 +25,7 @@ from baton.worker.status import WorkerRole
 from decode_svc.app import run as run_decode
 from mixed_svc.app import load_report, run
 from prefill_svc.app import run as run_prefill
+from prefill_svc.prefix import PrefixLoader
 from tests.checkpoints import lively_prompt, load_reference, prompt_ids
 from tests.decode_rig import WAIT_S, key
 from tests.decoding import digests
@@ -243,9 +244,9 @@ async def start(worker: Worker, name: str) -> None:
     await worker.session.say(start=decode_pb2.Start(key=key(name), source=source))
 
 
-async def until_free(engine: FakeEngine) -> None:
+async def until_free(engine: FakeEngine, but: int = 0) -> None:
     async with asyncio.timeout(WAIT_S):
-        while engine.stats().used:  # noqa: ASYNC110 pages return on several threads
+        while engine.stats().used != but:  # noqa: ASYNC110 pages return on several threads
             await asyncio.sleep(0.01)
 
 
@@ -337,6 +338,64 @@ async def test_a_prompt_for_another_worker_gets_its_pages_at_once_or_is_refused(
         await worker.prefill.Abandon(
             prefill_pb2.AbandonRequest(transfer_id="u/0/t", incarnation=app.status.identity.incarnation)
         )
+
+
+async def test_a_prompt_for_another_worker_leaves_what_is_set_aside_and_evicts_nothing_in_vain() -> None:
+    """Half of the free pages are set aside for a reservation that waits; pages with cached blocks are free too."""
+    engine = FakeEngine(page_size=4, pages=400, slots=4, block_size=4)
+    cached = [(3 * index + 5) % 1000 for index in range(160)]
+    async with mixed(engine) as (app, workers):
+        worker = await workers.connect(app)
+        assert (await worker.session.reserve("held", 800, 4)).granted
+        await workers.complete(worker, worker, cached, dataclasses.replace(GREEDY, max_tokens=1))
+        await until_free(engine, but=201)
+        assert (await worker.session.reserve("first", 1200, 4)).waiting
+        kept = engine.stats().cached
+        assert kept == 40
+        # Of 199 pages, 100 are set aside. The second prompt needs 120, and would share 40 of them.
+        for name, prompt in (("large", range(700)), ("shares", [*cached, *range(320)])):
+            with pytest.raises(grpc.aio.AioRpcError, match="are not free, or kept"):
+                await asyncio.wait_for(read(worker.prefill.Prefill(prefill_request(name, prompt))), WAIT_S)
+            assert engine.stats().cached == kept
+
+
+async def test_a_second_call_for_a_prompt_in_place_is_refused_and_ends_nothing() -> None:
+    async with mixing() as (engine, _, worker, _, second):
+        request = prefill_request(second.name, PROMPT, in_place=True)
+        with pytest.raises(grpc.aio.AioRpcError, match="was announced already"):
+            await asyncio.wait_for(read(worker.prefill.Prefill(request)), WAIT_S)
+        engine.gate.set()
+        assert (await second.answer()).tokens == [expected_tokens(PROMPT, 200)]
+
+
+async def test_a_drain_waits_for_the_blocks_of_a_prompt_whose_attempt_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache, copy = MemoryPrefixCache(), asyncio.Event()
+    monkeypatch.setattr(mixed_svc.app, "open_worker_cache", lambda *_, **__: cache)
+    find = PrefixLoader.unsaved_digests
+
+    async def slowly(self: PrefixLoader, job: Any) -> Sequence[bytes]:
+        await copy.wait()
+        return await find(self, job)
+
+    select = cache.select_writes
+
+    async def select_slowly(*args: Any) -> Any:
+        await asyncio.sleep(0.2)
+        return await select(*args)
+
+    monkeypatch.setattr(PrefixLoader, "unsaved_digests", slowly)
+    monkeypatch.setattr(cache, "select_writes", select_slowly)
+    async with mixed() as (app, workers):
+        worker = await workers.connect(app)
+        await workers.complete(worker, worker, PROMPT, dataclasses.replace(GREEDY, max_tokens=1))
+        draining = asyncio.create_task(app.drain())
+        await asyncio.sleep(0.1)
+        assert app.decode.idle
+        copy.set()
+        await asyncio.wait_for(draining, WAIT_S)
+        assert len(cache.blocks) == len(PROMPT) // 16
 
 
 async def test_pinned_tokens_of_another_prompt_are_not_used() -> None:

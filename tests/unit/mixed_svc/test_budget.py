@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from mixed_svc.budget import ALONE_S, MEASURE_EVERY, ROW_TOKENS, Budget, PassBudget, next_rows
+from baton.rates import DecayingRate
+from mixed_svc.budget import ALONE_S, DEFAULT_MULTIPLE, MEASURE_EVERY, Budget, PassBudget, next_rows
 
 
 @dataclass
@@ -15,8 +16,12 @@ class Prompt:
     total: int
     position: int = 0
     most: int = 1 << 30
-    rate: float = 0.0
     far_from: int = 1 << 30
+    own_rate: DecayingRate = field(default_factory=DecayingRate)
+
+    @property
+    def rate(self) -> float:
+        return self.own_rate.value
 
     @property
     def is_far(self) -> bool:
@@ -28,7 +33,8 @@ class Machine:
     """A worker with prompts that always wait; times are in seconds."""
 
     budget: PassBudget
-    prompt: Prompt = field(default_factory=lambda: Prompt(10**9))
+    prompts: list[Prompt] = field(default_factory=lambda: [Prompt(10**9)])
+    """In their order; those that have ended are removed."""
     step_s: float = 0.030
     sequence_s: float = 0.002
     token_s: float = 0.0025
@@ -42,16 +48,23 @@ class Machine:
 
     def run(self, passes: int, running: int) -> list[tuple[int, float]]:
         for _ in range(passes):
-            budget, tokens = self.budget.next(running), 0
-            if budget is not None:
-                ((_, end),) = next_rows([self.prompt], budget)
-                tokens = end - self.prompt.position
-            own_s = tokens * (self.token_s + self.far_token_s * self.prompt.position)
+            budget = self.budget.next(running)
+            rows = [] if budget is None else next_rows(self.prompts, budget)
+            own_s, tokens, far = 0.0, 0, list[tuple[Prompt, int]]()
+            for index, end in rows:
+                prompt = self.prompts[index]
+                count = end - prompt.position
+                own_s += count * (self.token_s + self.far_token_s * prompt.position)
+                tokens += count
+                if prompt.is_far:
+                    far.append((prompt, count))
+                prompt.position = end
             seconds = (self.alone(running) + own_s) * (1 + self.noise * self.draw.uniform(-1, 1))
-            counted = self.budget.record(tokens, running, seconds)
-            if tokens and self.prompt.is_far:
-                self.prompt.rate = tokens / counted
-            self.prompt.position += tokens
+            far_tokens = sum(count for _, count in far)
+            token_s = self.budget.record(tokens - far_tokens, far_tokens, running, seconds)
+            for prompt, count in far:
+                prompt.own_rate.add(count, count * token_s.far)
+            self.prompts = [prompt for prompt in self.prompts if prompt.position < prompt.total]
             self.passes.append((tokens, seconds))
         return self.passes[-passes:]
 
@@ -75,14 +88,14 @@ def test_passes_meet_a_target_and_use_it(running: int, noise: float) -> None:
     assert sum(seconds for _, seconds in passes) >= 0.85 * len(passes) * target
 
 
-def test_without_a_target_each_sequence_lets_prompts_have_some_rows() -> None:
-    machine = Machine(PassBudget())
-    for running, least in ((1, 0), (8, ROW_TOKENS * 8), (32, ROW_TOKENS * 32)):
-        machine.run(20, running)
-        passes = machine.run(MEASURE_EVERY * 4, running)
-        assert min(tokens for tokens, _ in passes if tokens) >= least
-        alone = machine.alone(running)
-        assert all(seconds <= max(3.2 * alone, alone + 1.01 * least * machine.token_s) for _, seconds in passes)
+@pytest.mark.parametrize("running", [1, 8, 32, 64])
+@pytest.mark.parametrize("token_s", [0.0001, 0.0025])
+def test_without_a_target_a_pass_takes_a_multiple_of_a_step_alone(running: int, token_s: float) -> None:
+    machine = Machine(PassBudget(), token_s=token_s)
+    machine.run(50, running)
+    passes = [seconds for tokens, seconds in machine.run(MEASURE_EVERY * 4, running) if tokens]
+    target = DEFAULT_MULTIPLE * machine.alone(running)
+    assert all(0.9 * target <= seconds <= 1.02 * target for seconds in passes)
 
 
 def test_steps_are_measured_alone_at_first_and_from_time_to_time() -> None:
@@ -101,8 +114,8 @@ def test_steps_are_measured_alone_at_first_and_from_time_to_time() -> None:
 def test_one_slow_step_alone_does_not_make_the_next_pass_long() -> None:
     """It makes prompts look fast."""
     machine = Machine(PassBudget())
-    machine.budget.record(0, 8, 5 * machine.alone(8))
-    machine.budget.record(40, 8, machine.alone(8) + 40 * machine.token_s)
+    machine.budget.record(0, 0, 8, 5 * machine.alone(8))
+    machine.budget.record(40, 0, 8, machine.alone(8) + 40 * machine.token_s)
     ((_, seconds),) = machine.run(1, 8)
     assert seconds <= machine.alone(8) + 81 * machine.token_s
 
@@ -124,14 +137,44 @@ def test_a_machine_that_becomes_slower_or_faster_is_followed() -> None:
 @pytest.mark.parametrize("cached", [0, 60_000])
 def test_a_prompt_whose_tokens_become_slower_meets_the_target(cached: int) -> None:
     """Attention to the past: at 65,536 tokens a token takes 5 times as long. The start may be a cached prefix."""
-    machine = Machine(PassBudget(0.150), prompt=Prompt(10**9, far_from=32_000), far_token_s=0.010 / 65_536)
+    machine = Machine(PassBudget(0.150), prompts=[Prompt(10**9, far_from=32_000)], far_token_s=0.010 / 65_536)
     machine.run(20, 8)
-    machine.prompt.position = cached
+    (prompt,) = machine.prompts
+    prompt.position = cached
     passes = []
-    while machine.prompt.position < 65_536:
+    while prompt.position < 65_536:
         passes += machine.run(1, 8)
     assert p99(passes) <= 1.3 * 0.150
     assert sum(seconds for _, seconds in passes) >= 0.8 * 0.150 * len(passes)
+
+
+@pytest.mark.parametrize("target", [0.0, 0.150])
+@pytest.mark.parametrize("length", [10, 30, 100])
+def test_short_prompts_beside_one_that_is_far_meet_the_target_and_share_the_pass(target: float, length: int) -> None:
+    """Each short prompt is first in the order, and comes when the last one has ended, or a pass later."""
+    far = Prompt(10**9, position=60_000, far_from=32_000)
+    machine = Machine(PassBudget(target), far_token_s=0.010 / 65_536)
+    machine.run(50, 8)
+    machine.prompts = [far]
+    passes = []
+    for number in range(1000):
+        if len(machine.prompts) == 1 and number % 3:
+            machine.prompts.insert(0, Prompt(length))
+        passes += machine.run(1, 8)
+    wanted = target or DEFAULT_MULTIPLE * machine.alone(8)
+    assert p99(passes) <= 1.15 * wanted
+    assert sum(seconds for _, seconds in passes) >= 0.85 * wanted * len(passes)
+    assert far.position > 62_000 or length == 100
+
+
+def test_a_budget_that_grew_fast_with_near_tokens_does_not_hold_far_ones_back() -> None:
+    far = Prompt(10**9, position=60_000, far_from=32_000)
+    machine = Machine(PassBudget(), token_s=0.0001, far_token_s=0.0004 / 60_000)
+    machine.run(50, 8)
+    machine.prompts = [far]
+    machine.run(30, 8)
+    target = DEFAULT_MULTIPLE * machine.alone(8)
+    assert all(seconds >= 0.85 * target for tokens, seconds in machine.run(20, 8) if tokens)
 
 
 def test_passes_without_a_step_take_a_bounded_time() -> None:

@@ -17,6 +17,7 @@ from baton.request import SamplingParams, SequenceState
 from baton.worker.health import Watchdog
 from decode_svc.loop import DecodeLoop, StepReport
 from decode_svc.scheduler import DecodeSequence
+from mixed_svc import passes
 from mixed_svc.budget import PassBudget
 from mixed_svc.passes import MixedPasses, PackedChunks
 from prefill_svc.job import PrefillJob, PrefillRequest
@@ -61,12 +62,14 @@ class Bench:
         self.chunks = PackedChunks(self.passes, self.loop, chunk_size, self.scheduler, self.jobs)
         self.begun: list[str] = []
 
-    def prompt(self, name: str, ids: Sequence[int], tenant: bytes = b"", **more: Any) -> "asyncio.Task[ChunkResult]":
-        """Begin to compute a prompt; the task has the result of its last chunk."""
+    def prompt(
+        self, name: str, ids: Sequence[int], tenant: bytes = b"", *, computed: int = 0, **more: Any
+    ) -> "asyncio.Task[ChunkResult]":
+        """Begin to compute a prompt after its first `computed` tokens; the task has the result of its last chunk."""
         request = PrefillRequest(name, 0, name, ids, (), (0,), GREEDY, tenant, **more)
         scheduled = self.scheduler.admit(len(ids), tenant)
         job = self.jobs[scheduled] = PrefillJob.create(request, scheduled, time.monotonic())
-        job.handle = self.engine.reserve(name, len(ids) + 50)
+        job.handle, job.computed_tokens = self.engine.reserve(name, len(ids) + 50), computed
         return asyncio.create_task(self._compute(job))
 
     async def _compute(self, job: PrefillJob) -> ChunkResult:
@@ -167,6 +170,28 @@ async def test_a_shorter_prompt_is_first_in_the_next_pass_and_a_tenant_that_had_
     assert [owner for owner, *_ in bench.engine.passes[-1][0]] == ["longer", "short", "long"]
 
 
+async def test_tenants_pay_for_seconds_not_for_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token of a prompt that is far takes longer; here one of the other prompt takes a millisecond."""
+    monkeypatch.setattr(passes, "FAR_TOKENS", 100)
+    charged: dict[bytes, float] = {}
+    monkeypatch.setattr(PrefillScheduler, "charge", lambda _, job, seconds: charged.update({job.tenant: seconds}))
+    bench = Bench()
+    bench.passes._budget.record(100, 0, 0, 0.1)
+    near = bench.prompt("near", range(30), b"near")
+    far = bench.prompt("far", range(130), b"far", computed=100)
+    await started()
+    chunks = bench.passes.next_chunks(0)
+    assert [chunk.start for chunk in chunks] == [0, 100]
+    results = [ChunkResult() for _ in chunks]
+    bench.passes.record(chunks, results, 0.1, 0)
+    await started()
+    assert charged == {b"near": pytest.approx(0.008), b"far": pytest.approx(0.092)}
+    for each in (near, far):
+        each.cancel()
+    await started()
+    await bench.run()
+
+
 async def test_a_prompt_that_is_aborted_fails_alone_before_its_next_chunk() -> None:
     bench = Bench()
     bench.sequence([5, 7])
@@ -263,7 +288,7 @@ async def test_short_passes_are_followed_only_for_exports() -> None:
     await bench.run()
     assert sorted(bench.engine.followed) == [False, True]
     await asyncio.gather(*prompts)
-    bench.passes._budget.record(8, 1, 100.0)
+    bench.passes._budget.record(8, 0, 1, 100.0)
     slow = bench.prompt("slow", range(8))
     await started()
     await bench.run()

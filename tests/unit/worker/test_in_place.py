@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from baton.errors import TransferError
+from baton.errors import InvalidRequest, TransferError
 from baton.request import Handoff
 from baton.worker import in_place
 from baton.worker.in_place import Computed, InPlaceTransfers, Offer
@@ -36,6 +36,8 @@ async def test_either_side_may_come_first(offer_first: bool) -> None:
     for late in (transfers.receive("t", OFFER), transfers.take("t", ended.append)):
         with pytest.raises(TransferError, match="t was handed over"):
             await late
+    with pytest.raises(TransferError, match="t was handed over"):
+        transfers.announce("t")
 
 
 async def test_the_end_of_a_reservation_ends_the_prefill_that_took_its_pages_at_once() -> None:
@@ -79,8 +81,9 @@ async def test_ids_are_used_once_and_ends_are_remembered_in_bounded_memory(monke
     await turns()
     with pytest.raises(TransferError, match="a was offered before"):
         await transfers.receive("a", OFFER)
-    with pytest.raises(TransferError, match="b was taken before"):
-        await transfers.take("b", print)
+    transfers.announce("b")
+    with pytest.raises(InvalidRequest, match="was announced already"):
+        transfers.announce("b")
     assert not any(task.done() for task in first), "the second one ends nothing"
     transfers.end("a", "is over")
     transfers.end("b", "is over")
