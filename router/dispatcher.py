@@ -394,6 +394,7 @@ class Dispatcher:
             request.needs_decode,
             avoided_workers=frozenset(each.address for each, view in views if view is not None and each.applies(view)),
             avoided_pairs=request.avoided_pairs,
+            in_place_only=request.in_place_only,
             too_small_workers=frozenset(reservations.too_small),
             prefill_match=prefixes.match_prefill(request.digests),
             decode_match=prefixes.match_decode(request.digests),
