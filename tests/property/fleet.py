@@ -200,7 +200,7 @@ class Worker:
             case "Prefill":
                 self._take(Job(call, prefill_pb2.PrefillRequest.FromString(request)))
             case "Abandon":
-                self._free_export(prefill_pb2.AbandonRequest.FromString(request).transfer_id)
+                self._free_export(request.transfer_id)
                 call.say(prefill_pb2.AbandonResponse())
             case "Session":
                 self._beat(call, lambda: decode_pb2.SessionDown(heartbeat=decode_pb2.Heartbeat(live=self._live(call))))
