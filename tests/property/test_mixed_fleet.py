@@ -84,7 +84,7 @@ def test_full_mixed_workers_never_wait_for_each_other(fleet: str, pages: int, pl
 
 @pytest.mark.parametrize("fleet", FLEETS)
 @pytest.mark.parametrize("seed", [0])
-def test_no_request_is_blamed_in_a_storm_on_mixed_workers(fleet: str, seed: int, placement: str) -> None:
+def test_no_request_is_blamed_in_a_storm_on_mixed_workers(fleet: str, seed: int) -> None:
     random.seed(seed)
 
     async def work() -> None:
