@@ -89,7 +89,9 @@ def test_no_request_is_blamed_in_a_storm_on_mixed_workers(fleet: str, seed: int)
 
     async def work() -> None:
         async with storm.running():
-            kills = asyncio.create_task(storm.kills(random.Random(seed), 40, (0.5, 3.0)))
+            # A death of each worker every 14 s on average.
+            every_s = 4 / len(storm.fleet.workers), 24 / len(storm.fleet.workers)
+            kills = asyncio.create_task(storm.kills(random.Random(seed), 40, every_s))
             await asyncio.gather(*(storm.stream(max_tokens=40, n=1 + number % 2) for number in range(32)))
             kills.cancel()
             await asyncio.sleep(storm.back_s)
@@ -100,7 +102,7 @@ def test_no_request_is_blamed_in_a_storm_on_mixed_workers(fleet: str, seed: int)
             worker.pages = 16
         run(storm, work())
         assert [stream.error for stream in storm.streams if not stream.right] == []
-        assert storm.deaths >= 5
+        assert storm.deaths >= 3
 
 
 @pytest.mark.parametrize("where", ["prefill", "decode"])
