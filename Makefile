@@ -49,6 +49,7 @@ parity: $(INSTALLED) $(NATIVE) ## tensor and pipeline parallel workers: the engi
 chaos: $(INSTALLED) $(NATIVE) ## every fault in every state on real processes, storms, damage, floods, MINUTES=30 SEED=1; writes bench/results/
 	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),30) --seed $(or $(SEED),1)
 	$(BIN)/python -m tests.chaos --ranks --seed $(or $(SEED),1)
+	$(BIN)/python -m tests.chaos --mixed --seed $(or $(SEED),1)
 
 soak: $(INSTALLED) $(NATIVE) ## overload, cancels and deaths, MINUTES=60 SEED=1; writes bench/results/
 	$(BIN)/python -m tests.chaos.soak --minutes $(or $(MINUTES),60) --seed $(or $(SEED),1)

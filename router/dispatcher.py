@@ -426,6 +426,7 @@ class Dispatcher:
             avoided_workers=frozenset(each.address for each, view in views if view is not None and each.applies(view)),
             avoided_pairs=request.avoided_pairs,
             excluded_decodes=frozenset(excluded),
+            in_place_only=request.in_place_only,
             prefill_match=prefixes.match_prefill(request.digests),
             decode_match=prefixes.match_decode(request.digests),
         )

@@ -405,12 +405,14 @@ class Attempt:
             max_new_tokens=left,
             choices=self._choices,
             is_retry=self._number > 0,
-            needs_decode=left > 1,
+            # A reservation waits for pages, which a mixed worker did not have for a prompt without one.
+            needs_decode=left > 1 or bool(history.in_place_only),
             digests=digests,
             salt=request.salt,
             cache=request.cache,
             avoided_workers=history.avoided_workers,
             avoided_pairs=history.avoided_pairs,
+            in_place_only=history.in_place_only,
         )
 
     async def _message(self) -> PrefillMessage:
@@ -626,7 +628,11 @@ class Attempt:
     def _record_blame(self, placement: Placement, event: FailureEvent) -> str:
         """Let the next attempts avoid the worker or pair at fault. Returns its address, or both addresses."""
         breakers, history, decode = placement.breakers, self._history, placement.decode_address
-        prefill = placement.prefill.link.address
+        prefill, fleet = placement.prefill.link.address, self._deps.pool.fleet
+        if event.cause is Cause.REFUSED and event.blame is Blame.PREFILL and prefill in fleet.decode:
+            # It may still compute the prompt in the pages of a reservation there.
+            history.in_place_only |= fleet.prefill.keys() & fleet.decode.keys()
+            return prefill
         if event.blame is Blame.PAIR and decode is not None:
             key, name = breakers.pair, f"{prefill} {decode}"
             history.avoided_pairs |= {(prefill, decode)}

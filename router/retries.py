@@ -80,6 +80,8 @@ class RetryHistory:
     refusals: int = 0
     avoided_workers: frozenset[AvoidedWorker] = frozenset()
     avoided_pairs: frozenset[tuple[str, str]] = frozenset()
+    in_place_only: frozenset[str] = frozenset()
+    """The mixed workers, after one of them had no pages for a prompt without a reservation there."""
     losses: list[WorkerLoss] = field(default_factory=list)
     """Losses of which the request is a suspect."""
     losses_at_decode: list[WorkerLoss] = field(default_factory=list)

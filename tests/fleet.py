@@ -5,7 +5,8 @@
         decode = await fleet.decode(page_size=256)
         client = await fleet.router([prefill], [decode])
 
-Several routers may share workers. Leaving the block stops everything, and fails if a worker still holds a page.
+A mixed worker needs neither: `await fleet.router(mixed=[await fleet.mixed()])`. Several routers may share workers.
+Leaving the block stops everything, and fails if a worker still holds a page.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from typing import Any
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import decode_svc.app
+import mixed_svc.app
 import prefill_svc.app
 import router.app
 from baton import AsyncClient
 from baton.config.router import RouterConfig
-from baton.config.worker import DecodeConfig, PrefillConfig
+from baton.config.worker import DecodeConfig, MixedConfig, PrefillConfig
 from baton.engine.contract import Engine
 from baton.rpc.channel import control_channel
 from baton.rpc.tls import Tls
@@ -71,16 +73,25 @@ class Fleet:
         config = DecodeConfig(model=self._checkpoint, **{**self._settings, **settings})
         return await self._start(decode_svc.app.run(config, engine=engine))
 
-    async def router(self, prefill: Sequence[Any], decode: Sequence[Any], **settings: Any) -> AsyncClient:
+    async def mixed(self, *, engine: Engine | None = None, **settings: Any) -> Any:
+        config = MixedConfig(model=self._checkpoint, **{"fleet_secret": SECRET, **self._settings, **settings})
+        return await self._start(mixed_svc.app.run(config, engine=engine))
+
+    async def router(
+        self, prefill: Sequence[Any] = (), decode: Sequence[Any] = (), mixed: Sequence[Any] = (), **settings: Any
+    ) -> AsyncClient:
         """Start a router over these workers; returns a client once it is ready."""
-        app = await self.start_router(prefill, decode, **settings)
+        app = await self.start_router(prefill, decode, mixed, **settings)
         await serving(app.address)
         return await self.client(app)
 
-    async def start_router(self, prefill: Sequence[Any], decode: Sequence[Any], **settings: Any) -> Any:
+    async def start_router(
+        self, prefill: Sequence[Any] = (), decode: Sequence[Any] = (), mixed: Sequence[Any] = (), **settings: Any
+    ) -> Any:
         config = RouterConfig(
             prefill=tuple(worker.addresses.control for worker in prefill),
             decode=tuple(worker.addresses.control for worker in decode),
+            mixed=tuple(worker.addresses.control for worker in mixed),
             **{"model": self._checkpoint, "served_model_name": "m", **settings},
         )
         return await self._stack.enter_async_context(router.app.run(config))

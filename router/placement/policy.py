@@ -239,13 +239,15 @@ class SelectionCriteria:
 
     `tokens` is the number of tokens to prefill. `prefill_match` and `decode_match` tell which workers hold leading
     tokens. `avoided_workers` and `avoided_pairs` (prefill, decode) failed the request before. `excluded_decodes` are
-    decode workers that it can't use, or must not be asked again.
+    decode workers that it can't use, or must not be asked again. `in_place_only` are mixed workers that should not
+    prefill for another worker.
     """
 
     tokens: int
     needs_decode: bool = True
     avoided_workers: frozenset[str] = frozenset()
     avoided_pairs: frozenset[tuple[str, str]] = frozenset()
+    in_place_only: frozenset[str] = frozenset()
     prefill_match: PrefixMatch = NO_MATCH
     decode_match: PrefixMatch = NO_MATCH
     excluded_decodes: frozenset[str] = frozenset()
@@ -275,8 +277,9 @@ class AvoidancePenalty:
     def __init__(self, criteria: SelectionCriteria, open_breakers: OpenBreakers) -> None:
         self._workers = (criteria.avoided_workers, open_breakers.workers)
         self._pairs = (criteria.avoided_pairs, open_breakers.pairs)
-        self.pairs = sum(map(len, self._pairs))
-        """Number of pairs with a penalty, counted once for each reason."""
+        self._in_place_only = criteria.in_place_only
+        self.pairs = sum(map(len, (*self._pairs, self._in_place_only)))
+        """Number of prefill workers, at most, whose pair with a decode worker has a penalty."""
 
     def __bool__(self) -> bool:
         return bool(self.pairs) or any(self._workers)
@@ -288,7 +291,8 @@ class AvoidancePenalty:
     def of_pair(self, prefill: str, decode: str) -> tuple[int, int]:
         """The sum of the penalties of two workers, or of one that does both, and the penalty of their pair."""
         workers = self.of_worker(prefill) + (self.of_worker(decode) if decode != prefill else 0)
-        return workers, sum((prefill, decode) in each for each in self._pairs)
+        in_place_only = prefill != decode and prefill in self._in_place_only
+        return workers, sum((prefill, decode) in each for each in self._pairs) + in_place_only
 
 
 def can_serve(fleet: FleetView, *, needs_decode: bool) -> bool:

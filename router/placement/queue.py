@@ -130,6 +130,7 @@ class PlacementRequest:
     avoided_workers: frozenset[AvoidedWorker] = frozenset()
     """Workers that failed the request in earlier attempts."""
     avoided_pairs: frozenset[tuple[str, str]] = frozenset()
+    in_place_only: frozenset[str] = frozenset()
     """Addresses of (prefill, decode) pairs that failed it."""
 
     @property

@@ -2,11 +2,12 @@
 
     python -m tests.chaos --minutes 30 --seed 1
     python -m tests.chaos --ranks
+    python -m tests.chaos --mixed
     python -m tests.chaos --case decode/kill/decoding --case redis/stop/prefilling --keep-logs /tmp/logs
 
-All cases but those of workers with several ranks run once, storms, damage and floods more often (cases.py has the
-order), then cases at random until the minutes are used up. Exits with 1 if anything was hung, wrong, leaked, lost,
-orphaned or not healthy again, or if a flood of one tenant delayed another beyond the bar.
+All cases but those of workers with several ranks or of both roles run once, storms, damage and floods more often
+(cases.py has the order), then cases at random until the minutes are used up. Exits with 1 if anything was hung, wrong,
+leaked, lost, orphaned or not healthy again, or if a flood of one tenant delayed another beyond the bar.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import time
 from pathlib import Path
 
 from tests.chaos import flood, report
+from tests.chaos import mixed as of_mixed
 from tests.chaos import ranks as of_ranks
 from tests.chaos.cases import RANK_FAULTS, RANKS, Case, parse, plan
 from tests.chaos.fleet import Fleet, Shape
@@ -27,34 +29,47 @@ from tests.chaos.scene import Row
 SHAPE = Shape()
 
 
-async def run(arguments: argparse.Namespace, directory: Path) -> list[Row]:
-    """Run cases one after the other; a fleet that a case leaves sick is replaced."""
+async def run(arguments: argparse.Namespace, directory: Path) -> list[tuple[Shape, Row]]:
+    """Run cases one after the other, each on a fleet of its shape; a fleet that a case leaves sick is replaced."""
     rng = random.Random(arguments.seed)
     end = time.monotonic() + 60 * arguments.minutes
-    todo = [parse(name) for name in arguments.case] or (rng.sample(RANKS, len(RANKS)) if arguments.ranks else plan(rng))
-    again, rows = list(todo), []
+    todo = planned(arguments, rng)
+    again: list[tuple[Shape, Case]] = list(todo)
+    rows: list[tuple[Shape, Row]] = []
     while todo:
         fresh = directory / f"fleet-{len(rows)}"
         fresh.mkdir()
-        shape = shape_of(todo[0])
+        shape = todo[0][0]
         mix = of_ranks.RealMix(rng) if shape.real else None
         async with Fleet.running(shape, fresh) as fleet:
-            while todo and shape_of(todo[0]) is shape:
-                case = todo.pop(0)
-                rows.append(await attempt(fleet, case, rng, mix))
+            while todo and todo[0][0] is shape:
+                _, case = todo.pop(0)
+                row = await attempt(fleet, case, rng, mix)
+                rows.append((shape, row))
                 if not todo and time.monotonic() < end and not arguments.case:
                     todo = rng.sample(again, len(again))
                 if time.monotonic() > end and len(rows) >= len(again):
                     todo = []
-                if rows[-1].problems:
+                if row.problems:
                     break
     return rows
+
+
+def planned(arguments: argparse.Namespace, rng: random.Random) -> list[tuple[Shape, Case]]:
+    """Cases with their fleets, in order."""
+    asked = [parse(name) for name in arguments.case]
+    if arguments.mixed:
+        return [(shape, case) for case in asked for shape in of_mixed.shapes_of(case)] or of_mixed.plan(rng)
+    asked = asked or (rng.sample(RANKS, len(RANKS)) if arguments.ranks else plan(rng))
+    return [(shape_of(case), case) for case in asked]
 
 
 def shape_of(case: Case) -> Shape:
     """The fleet that a case needs."""
     if case.fault in RANK_FAULTS:
         return of_ranks.SHAPE
+    if case.target == "mixed":
+        return of_mixed.TWO
     return flood.SHAPE if case.fault == "flood" else SHAPE
 
 
@@ -87,6 +102,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--case", action="append", default=[], help="TARGET/FAULT/STATE; may be repeated")
     parser.add_argument("--ranks", action="store_true", help="the cases of workers with several ranks, each once")
+    parser.add_argument("--mixed", action="store_true", help="cases of fleets with workers of both roles")
     parser.add_argument("--keep-logs", type=Path, help="directory for the processes' logs")
     arguments = parser.parse_args()
     began = time.monotonic()
@@ -94,11 +110,14 @@ def main() -> int:
         directory = arguments.keep_logs or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
         rows = asyncio.run(run(arguments, directory))
-    text = report.table(rows, shape_of(rows[0].case), seed=arguments.seed, seconds=time.monotonic() - began)
+    if not arguments.mixed:
+        rows = [(shape_of(rows[0][1].case), row) for _, row in rows]
+    text = report.page(rows, seed=arguments.seed, seconds=time.monotonic() - began)
     print(text)
     if not arguments.case:
-        report.write("chaos-ranks" if arguments.ranks else "chaos", text)
-    return int(any(row.problems for row in rows))
+        kind = "chaos-ranks" if arguments.ranks else "chaos-mixed" if arguments.mixed else "chaos"
+        report.write(kind, text)
+    return int(any(row.problems for _, row in rows))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,9 @@ TARGETS = ("router", "prefill", "decode", "redis")
 FAULTS = ("kill", "stop", "hang", "cut", "pair", "slow", "reset", "restart", "names")
 STATES = ("waiting", "prefilling", "transferring", "decoding")
 
+BOTH = "both"
+"""State of a worker of both roles: it prefills and decodes, so its passes have prompts and steps."""
+
 RANK_FAULTS = ("rank-kill", "rank-stop", "leader-kill", "leader-stop")
 """Of workers with several ranks: rank 1 or the leader, which is rank 0, is killed or stands still."""
 
@@ -47,6 +50,13 @@ DECODE_STATES = {
     "decoding": ("decoding",),
 }
 PREFILL_STATES = {"waiting": ("preparing",), "prefilling": ("prefilling",), "transferring": ("held",), "decoding": ()}
+WORKING = ("prefilling", "decoding")
+MIXED_STATES = {
+    "waiting": ("preparing", "reserved", "slot_wait"),
+    "prefilling": ("prefilling",),
+    "transferring": ("held",),
+    "decoding": ("decoding",),
+}
 ROUTER_STATES = {
     "waiting": ("queued", "reserving"),
     "prefilling": ("prefilling",),
@@ -76,23 +86,24 @@ class Case:
         """
         if self.fault == "names":
             return self.target == "redis"
-        return self.fault not in ("pair", "reset", "hang") or self.target in ("prefill", "decode")
+        return self.fault not in ("pair", "reset", "hang") or self.target in ("prefill", "decode", "mixed")
 
 
 MATRIX = [Case(target, fault, state) for target in TARGETS for fault in FAULTS for state in STATES]
 RANKS = [Case(target, fault, state) for target in ("prefill", "decode") for fault in RANK_FAULTS for state in STATES]
+MIXED = [Case("mixed", fault, state) for fault in FAULTS if fault != "names" for state in (*STATES, BOTH)]
 STORM = Case("workers", "storm", "mixed")
 DAMAGE = Case("redis", "damage", "mixed")
 FLOODS = [
     Case("tenant", "flood", kind) for kind in ("choices", "prompts", "tokenize", "detokenize", "unread", "cancels")
 ]
-CASES = [*(case for case in MATRIX if case.applicable), STORM, DAMAGE, *FLOODS, *RANKS]
+CASES = [*(case for case in MATRIX if case.applicable), STORM, DAMAGE, *FLOODS, *RANKS, *MIXED]
 
 CELLS_BETWEEN_STORMS = 20
 
 
 def plan(rng: random.Random) -> list[Case]:
-    """All cases but those of RANKS, those that are not in the old matrix early and more than once."""
+    """All cases but those of RANKS and MIXED, those that are not in the old matrix early and more than once."""
     cells = [case for case in MATRIX if case.applicable]
     first = [case for case in cells if case.fault == "reset"]
     rest = [case for case in cells if case.fault != "reset"]
@@ -134,7 +145,7 @@ async def inject(fleet: Fleet, case: Case, name: str, other: str, ranks: Sequenc
         case "names":
             await hang_names(fleet, fleet.prefill)
         case "pair":
-            prefill, decode = (name, other) if case.target == "prefill" else (other, name)
+            prefill, decode = (other, name) if case.target == "decode" else (name, other)
             await fleet.mode("cut", f"kv-{prefill}", peer=decode)
         case "cut" | "slow":
             for link, peer in fleet.links_of(name):

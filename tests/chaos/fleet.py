@@ -4,8 +4,9 @@
                                              ▲ kv-p0
                                              └──────── d0 d1
 
-Each arrow is a link of the proxy (tests/chaos/proxy.py). The harness itself asks the processes directly, so that it
-sees them through every cut. All processes end with this one.
+Workers of both roles, m0 m1, stand on both sides: their links are those of p0 and of d0. Each arrow is a link of the
+proxy (tests/chaos/proxy.py). The harness itself asks the processes directly, so that it sees them through every cut.
+All processes end with this one.
 """
 
 from __future__ import annotations
@@ -54,10 +55,12 @@ class Shape:
 
     prefill: int = 2
     decode: int = 2
+    mixed: int = 0
     routers: int = 2
     slots: int = 8
     prefill_pages: int = 640
     decode_pages: int = 384
+    mixed_pages: int = 512
     step_time: float = 0.012
     chunk_time: float = 0.02
     chunk_size: int = 32
@@ -79,7 +82,7 @@ class Shape:
 
     def ranks(self, name: str) -> int:
         """Number of ranks of a worker."""
-        return math.prod(self.prefill_ranks if name.startswith("p") else self.decode_ranks)
+        return math.prod({"p": self.prefill_ranks, "d": self.decode_ranks}.get(name[0], (1,)))
 
 
 class Process:
@@ -161,8 +164,11 @@ class Fleet:
         self.keys: dict[str, str] = {}
         """API keys by tenant; "" is the harness itself, as an admin."""
         self.routers = [f"r{i}" for i in range(shape.routers)]
-        self.prefill = [f"p{i}" for i in range(shape.prefill)]
-        self.decode = [f"d{i}" for i in range(shape.decode)]
+        self.mixed = [f"m{i}" for i in range(shape.mixed)]
+        self.prefill = [*(f"p{i}" for i in range(shape.prefill)), *self.mixed]
+        """Workers that prefill, those of both roles last."""
+        self.decode = [*(f"d{i}" for i in range(shape.decode)), *self.mixed]
+        """Workers that decode, those of both roles last."""
         self.mark = uuid.uuid4().hex
         self._directory = directory
         self._taken: set[int] = set()
@@ -174,7 +180,7 @@ class Fleet:
 
     @property
     def workers(self) -> list[str]:
-        return [*self.prefill, *self.decode]
+        return [*self.prefill, *(name for name in self.decode if name not in self.mixed)]
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -208,28 +214,30 @@ class Fleet:
                 for tenant, limit in self.shape.tenants.items()
             }
             self.keys[""] = keys.add(self._key_file, tenant="harness", admin=True)
-        for name in self.prefill:
-            await self._start_prefill(name)
-        for name in self.decode:
-            flags = ["--slots", str(self.shape.slots)]
-            flags += [] if self.shape.real else ["--step-time", str(self.shape.step_time)]
-            self._start_worker(name, "decode", self.shape.decode_pages, flags)
+        for name in self.workers:
+            await self._start_worker(name)
         for name in self.routers:
             await self._start_router(name)
         await self.tell_pids()
         for name in [*self.workers, *self.routers]:
             await self.serving(name)
 
-    async def _start_prefill(self, name: str) -> None:
-        redis = await self._link(f"redis-{name}", (name, "redis"), self.control["redis"])
-        kv = self._port()
-        shared = await self._link(f"kv-{name}", ("*", name), kv, peers=self.decode)
-        flags = [] if self.shape.real else ["--chunk-time", str(self.shape.chunk_time)]
-        flags += ["--chunk-size", str(self.shape.chunk_size), "--redis", f"redis://localhost:{redis}/0"]
-        flags += ["--kv", f"127.0.0.1:{kv}", "--kv-advertise", f"127.0.0.1:{shared}"]
-        self._start_worker(name, "prefill", self.shape.prefill_pages, flags)
-
-    def _start_worker(self, name: str, role: str, pages: int, flags: Sequence[str]) -> None:
+    async def _start_worker(self, name: str) -> None:
+        role = {"p": "prefill", "d": "decode", "m": "mixed"}[name[0]]
+        pages = getattr(self.shape, f"{role}_pages")
+        flags: list[str] = []
+        if name in self.prefill:
+            redis = await self._link(f"redis-{name}", (name, "redis"), self.control["redis"])
+            kv = self._port()
+            # A worker takes what it has itself without a connection.
+            peers = [each for each in self.decode if each != name]
+            shared = await self._link(f"kv-{name}", ("*", name), kv, peers=peers)
+            flags += [] if self.shape.real else ["--chunk-time", str(self.shape.chunk_time)]
+            flags += ["--chunk-size", str(self.shape.chunk_size), "--redis", f"redis://localhost:{redis}/0"]
+            flags += ["--kv", f"127.0.0.1:{kv}", "--kv-advertise", f"127.0.0.1:{shared}"]
+        if name in self.decode:
+            flags += ["--slots", str(self.shape.slots)]
+            flags += [] if self.shape.real else ["--step-time", str(self.shape.step_time)]
         self.control[name], self.ops[name] = self._port(), self._port()
         if self.shape.real:
             tensor, pipeline = self.shape.prefill_ranks if role == "prefill" else self.shape.decode_ranks
@@ -253,8 +261,9 @@ class Fleet:
         await self._link(f"c-{name}", (None, name), self.control[name])
         command = [sys.executable, "-m", "router", "--grpc", f"127.0.0.1:{self.control[name]}"]
         command += ["--ops", f"127.0.0.1:{self.ops[name]}", "--queue-capacity", str(self.shape.queue_capacity)]
-        command += ["--prefill", ",".join(targets[each] for each in self.prefill)]
-        command += ["--decode", ",".join(targets[each] for each in self.decode)]
+        for role in ("prefill", "decode", "mixed"):
+            if found := [target for worker, target in targets.items() if worker[0] == role[0]]:
+                command += [f"--{role}", ",".join(found)]
         command += ["--drain-s", str(self.shape.drain_s)]
         command += ["--api-keys", str(self._key_file)] if self.keys else []
         self._add(name, command)
@@ -286,7 +295,7 @@ class Fleet:
             raise RuntimeError(f"proxy: {request}: {answer['error']}")
 
     async def tell_pids(self) -> None:
-        """Tell the proxy which process is which; after every start of a decode worker."""
+        """Tell the proxy which process is which; after every start of a worker that decodes."""
         await self._ask(op="pids", pids={name: self.processes[name].pid for name in self.decode})
 
     async def mode(self, mode: str, link: str, *, peer: str | None = None, rate: float = 0) -> None:

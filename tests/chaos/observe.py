@@ -19,6 +19,7 @@ from tests.chaos.fleet import Fleet
 
 ATTEMPTS_FAILED = "baton_attempts_failed_total"
 SERVED = {"p": "baton_prefill_tokens_total", "d": "baton_decode_tokens_total"}
+SERVED["m"] = SERVED["d"]
 """Counter that rises when a worker does its work, by the first letter of its name."""
 
 

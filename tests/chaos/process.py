@@ -16,7 +16,7 @@ import threading
 import time
 from typing import Any
 
-from baton.config.worker import DecodeConfig, PrefillConfig
+from baton.config.worker import DecodeConfig, MixedConfig, PrefillConfig
 from baton.engine.fake import FakeEngine
 from baton.process.service import Running
 from baton.process.service import main as serve
@@ -30,7 +30,7 @@ TOKEN_BYTES = LAYERS * 2 * HEADS * HEAD_DIM * 4
 
 def main() -> int:
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("role", choices=("prefill", "decode"))
+    parser.add_argument("role", choices=("prefill", "decode", "mixed"))
     parser.add_argument("--step-time", type=float, default=0.0)
     parser.add_argument("--chunk-time", type=float, default=0.0)
     parser.add_argument("--pages", type=int, default=512)
@@ -79,10 +79,18 @@ def main() -> int:
         configure(config.log_level, own.role, config.worker_id)
         return run(config, engine=engine)
 
+    def mixed(config: MixedConfig) -> Running:
+        from mixed_svc.app import run
+
+        configure(config.log_level, own.role, config.worker_id)
+        return run(config, engine=engine)
+
     sys.argv[1:] = rest
     if own.role == "prefill":
         return serve(own.role, "tests.chaos.process", PrefillConfig, prefill)
     sys.argv += ["--slots", str(own.slots)]
+    if own.role == "mixed":
+        return serve(own.role, "tests.chaos.process", MixedConfig, mixed)
     return serve(own.role, "tests.chaos.process", DecodeConfig, decode)
 
 

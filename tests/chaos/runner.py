@@ -121,8 +121,9 @@ def _runs(process: psutil.Process) -> bool:
 
 async def _reach(fleet: Fleet, case: Case, load: Load, rng: random.Random) -> tuple[str, str, int]:
     """Send what brings requests into the state, until the target has some: the target, its peer, how many."""
-    names = {"router": fleet.routers, "prefill": fleet.prefill, "decode": fleet.decode, "redis": ["redis"]}[case.target]
-    others = fleet.decode if case.target == "prefill" else fleet.prefill
+    names = {"router": fleet.routers, "redis": ["redis"]}.get(case.target)
+    names = names or [name for name in fleet.workers if name[0] == case.target[0]]
+    others = fleet.prefill if case.target == "decode" else fleet.decode
     end = time.monotonic() + STATE_BOUND_S
     last = 0.0
     while True:
@@ -132,27 +133,32 @@ async def _reach(fleet: Fleet, case: Case, load: Load, rng: random.Random) -> tu
         found = {name: await _in_state(fleet, case, name) for name in names}
         best = max(found, key=lambda name: found[name])
         if found[best] or time.monotonic() > end:
-            return best, rng.choice(others), found[best]
+            return best, rng.choice([each for each in others if each != best] or [best]), found[best]
         await asyncio.sleep(0.01)
 
 
 def _provoke(case: Case, load: Load, rng: random.Random, routers: list[str]) -> None:
-    count, prompt, tokens = {
-        "waiting": (24, 64, 60),
-        "prefilling": (4, 400, 30),
-        "transferring": (4, 900, 40),
-        "decoding": (4, 40, 150),
+    asked = {
+        "waiting": [(24, 64, 60)],
+        "prefilling": [(4, 400, 30)],
+        "transferring": [(4, 900, 40)],
+        "decoding": [(4, 40, 150)],
+        cases.BOTH: [(4, 40, 150), (4, 400, 30)],
     }[case.state]
-    if case.fault == "reset":
-        # Streams that are there at every break.
-        tokens = RESET_TOKENS
-    for _ in range(count):
-        load.send(load.mix.plain(prompt, tokens), rng.choice(routers))
+    for count, prompt, tokens in asked:
+        for _ in range(count):
+            # Streams that are there at every break.
+            spec = load.mix.plain(prompt, RESET_TOKENS if case.fault == "reset" else tokens)
+            load.send(spec, rng.choice(routers))
 
 
 async def _in_state(fleet: Fleet, case: Case, name: str) -> int:
     """Number of attempts in the state that touch a process, by its own ledger where it knows the state."""
-    states = {"d": cases.DECODE_STATES, "p": cases.PREFILL_STATES}.get(name[0], {}).get(case.state, ())
+    if case.state == cases.BOTH:
+        book = await ledger(fleet, name)
+        return min(sum(entry.state == state for entry in book.entries) for state in cases.WORKING) if book else 0
+    known = {"d": cases.DECODE_STATES, "p": cases.PREFILL_STATES, "m": cases.MIXED_STATES}
+    states = known.get(name[0], {}).get(case.state, ())
     books = [name]
     if not states:
         books = [name] if name in fleet.routers else fleet.routers

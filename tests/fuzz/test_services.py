@@ -3,6 +3,7 @@
 Each call ends, in time, with a status that blames the caller; the worker is healthy afterwards and holds nothing.
 """
 
+import asyncio
 import contextlib
 import random
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 import grpc
 from google.protobuf.message import Message
 
+from baton.engine.fake import FakeEngine, expected_tokens
 from baton.pb import decode_pb2, inference_pb2, kv_pb2, prefill_pb2
 from baton.rpc.channel import control_channel
 from baton.rpc.convert import sampling_to_proto
@@ -22,6 +24,7 @@ from tests.fuzz.mutation import arbitrary, mutated
 from tests.fuzz.storm import (
     ALLOWED,
     LEDGER,
+    WAIT_S,
     WATCH,
     Method,
     call,
@@ -34,6 +37,7 @@ from tests.fuzz.storm import (
     storm,
 )
 from tests.integration.router_rig import request, router_rig
+from tests.mixed_rig import mixed
 from tests.prefill import GREEDY, serving
 
 PREFILL = (
@@ -127,14 +131,54 @@ async def test_sessions_of_nonsense_leave_nothing() -> None:
         await r.until_free()
 
 
-def _session(rng: random.Random, names: Sequence[str], named: bytes) -> list[bytes]:
+async def test_a_mixed_worker_blames_the_caller() -> None:
+    """Sessions and prompts are about the same few transfers, some of them in place."""
+    engine = FakeEngine(page_size=4, pages=64, slots=4)
+    async with mixed(engine, lease_s=0.5, start_timeout_s=0.5) as (app, workers):
+        control, kv, incarnation = app.addresses.control, app.addresses.kv, app.status.identity.incarnation
+        names = ["r0", "r1", "r2", kv, incarnation, "t0", "t1"]
+        prompt = list(range(40))
+        worker = await workers.connect(app)
+        await workers.complete(worker, worker, prompt, GREEDY)
+        named = b"".join(digests(engine, prompt))
+        prefill = Method("/baton.v1.Prefill/Prefill", True, prefill_pb2.PrefillRequest())
+        abandon = Method("/baton.v1.Prefill/Abandon", False, prefill_pb2.AbandonRequest(transfer_id="t0"))
+
+        async def send(rng: random.Random) -> None:
+            async with control_channel(control) as channel:
+                if rng.random() < 0.5:
+                    messages = _session(rng, names, named, incarnation)
+                    ended = await chatter(channel, "/baton.v1.Decode/Session", messages, rng)
+                else:
+                    prefill.sound.CopyFrom(PREFILL[0].sound)
+                    prefill.sound.transfer_id = rng.choice(names[5:])
+                    prefill.sound.in_place = rng.random() < 0.7
+                    method = rng.choice((prefill, prefill, prefill, abandon))
+                    ended = await call(channel, method, method.request(rng, names))
+            assert ended.code in ALLOWED, ended
+
+        await storm("mixed: sessions and prompts", 200, send)
+        await calls("mixed: Watch, Ledger", 40, control, [WATCH, LEDGER])
+        await calls("mixed: FetchKv", 60, kv, kv_methods(incarnation), names)
+        await hang_ups("sockets of a mixed worker", 60, [control, kv, app.addresses.ops])
+        assert await healthy(control)
+        assert await healthy(kv)
+        async with asyncio.timeout(WAIT_S):
+            while engine.stats().used or not (app.prefill.idle and app.decode.idle):  # noqa: ASYNC110 pages return on several threads
+                await asyncio.sleep(0.01)
+        assert (await app.decode.ledger()).entries == ()
+        answer = await workers.complete(worker, worker, [*prompt, 3], GREEDY)
+        assert answer.tokens == [expected_tokens([*prompt, 3], GREEDY.max_tokens or 0, params=GREEDY)]
+
+
+def _session(rng: random.Random, names: Sequence[str], named: bytes, incarnation: str = "inc-1") -> list[bytes]:
     """Commands about few attempts, so that they meet; most are sound in themselves."""
     sent: list[Message] = []
     if rng.random() >= 0.1:
         hello = decode_pb2.Hello(router_id=rng.choice(("", "router")), wire_version=WIRE_VERSION)
         sent.append(decode_pb2.SessionUp(hello=hello))
     for _ in range(rng.randrange(1, 25)):
-        sent.append(_command(rng, names, named, sent))
+        sent.append(_command(rng, names, named, sent, incarnation))
     data = [message.SerializeToString() for message in sent]
     if rng.random() < 0.2:
         at = rng.randrange(len(data) or 1)
@@ -142,14 +186,16 @@ def _session(rng: random.Random, names: Sequence[str], named: bytes) -> list[byt
     return data
 
 
-def _command(rng: random.Random, names: Sequence[str], named: bytes, sent: Sequence[Message]) -> Message:
+def _command(
+    rng: random.Random, names: Sequence[str], named: bytes, sent: Sequence[Message], incarnation: str
+) -> Message:
     attempt = key(rng.choice(names[:3]), rng.choice((0, 0, 0, 1)))
     up = decode_pb2.SessionUp()
     match rng.randrange(8):
         case 0 | 1 | 2:
             up.reserve.CopyFrom(_reserve(rng, attempt, named))
         case 3 | 4:
-            up.start.CopyFrom(_start(rng, attempt, names[3]))
+            up.start.CopyFrom(_start(rng, attempt, names[3], incarnation))
         case 5:
             up.cancel.CopyFrom(decode_pb2.Cancel(key=attempt))
             if rng.random() < 0.5:
@@ -187,7 +233,7 @@ def _reserve(rng: random.Random, attempt: decode_pb2.AttemptKey, named: bytes) -
     return reserve
 
 
-def _start(rng: random.Random, attempt: decode_pb2.AttemptKey, address: str) -> decode_pb2.Start:
+def _start(rng: random.Random, attempt: decode_pb2.AttemptKey, address: str, incarnation: str) -> decode_pb2.Start:
     shards = [
         kv_pb2.Shard(
             kv_address=rng.choice(("", "127.0.0.1:1", "nonsense", ":0", address)),
@@ -199,7 +245,9 @@ def _start(rng: random.Random, attempt: decode_pb2.AttemptKey, address: str) -> 
     return decode_pb2.Start(
         key=attempt,
         source=kv_pb2.RemoteExport(
-            transfer_id=rng.choice(("", "t0", "t1")), incarnation=rng.choice(("", "inc-1", "another")), shards=shards
+            transfer_id=rng.choice(("", "t0", "t1")),
+            incarnation=rng.choice(("", incarnation, "another")),
+            shards=shards,
         ),
         deadline_ms=rng.choice((0, 1, 2000, 2**63)),
         prefix_transfer_id=rng.choice(("", "p0", "p1", "t0")),

@@ -2,6 +2,9 @@
 
 The workers are honest or not as a test says: they die, come back, fall silent, refuse, fail, forget, repeat themselves,
 and say things late or in another order. Their tokens are those of the fake engine.
+
+A mixed worker computes prompts of its own reservations in their pages. For the prompt of another worker it has pages at
+once, until they were fetched or LEASE_S has passed, or it refuses.
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ from baton.pb import decode_pb2, inference_pb2, prefill_pb2
 from baton.rpc.convert import sampling_from_proto
 from baton.worker.status import WorkerIdentity, WorkerLoad, WorkerRole, WorkerStatus, status_to_proto
 
-KV = KvFormat((KvPart("k", "float32", (2, 4)),), layers=2, block_size=16)
+PAGE_TOKENS = 16
+KV = KvFormat((KvPart("k", "float32", (2, 4)),), layers=2, block_size=PAGE_TOKENS)
 BEAT_S = 1.0
+LEASE_S = 5.0
 _END = object()
 
 
@@ -86,6 +91,12 @@ class Job:
     request: prefill_pb2.PrefillRequest
     computed: bool = False
 
+    @property
+    def pages(self) -> int:
+        """Pages that it needs of its own."""
+        context = len(self.request.prompt_token_ids) + len(self.request.output_token_ids)
+        return 0 if self.request.in_place else -(-context // PAGE_TOKENS)
+
 
 @dataclass(eq=False)
 class Held:
@@ -93,6 +104,7 @@ class Held:
 
     key: decode_pb2.AttemptKey
     session: Call
+    pages: int = 0
     start: decode_pb2.Start | None = None
     said: dict[int, int] = field(default_factory=dict)
     cancelled: set[int] = field(default_factory=set)
@@ -110,12 +122,30 @@ class Worker:
     silent: bool = False
     draining: bool = False
     full: bool = False
+    pages: int = 64
     calls: list[Call] = field(default_factory=list)
     watches: list[Call] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
     held: dict[tuple[str, int], Held] = field(default_factory=dict)
     waiting: dict[tuple[str, int], Held] = field(default_factory=dict)
-    """Reservations that wait until it is not full."""
+    """Reservations that wait until it is not full, and has the pages."""
+    refused: int = 0
+    """Number of prompts of other workers that it had no pages for; `prompts` are those that it took."""
+    prompts: int = 0
+    in_place: int = 0
+    exports: dict[str, int] = field(default_factory=dict)
+    """Pages of computed prompts of other workers, by transfer id, at a mixed worker."""
+
+    @property
+    def mixed(self) -> bool:
+        return self.role is WorkerRole.MIXED
+
+    @property
+    def free_pages(self) -> int:
+        used = sum(held.pages for held in self.held.values())
+        if self.mixed:
+            used += sum(self.exports.values()) + sum(job.pages for job in self.jobs if not job.computed)
+        return self.pages - used
 
     @property
     def status(self) -> WorkerStatus:
@@ -132,11 +162,15 @@ class Worker:
             shards=(replace(KV.whole, kv_address=":7001"),),
         )
         requests_without_token = sum(not held.said for held in self.held.values())
-        requests_without_token += sum(not job.computed for job in self.jobs)
+        # A prompt in place counts as an attempt.
+        requests_without_token += sum(not job.computed and not job.request.in_place for job in self.jobs)
         load = WorkerLoad(
-            pages_total=64,
-            page_size=16,
+            pages_total=self.pages,
+            pages_used=self.pages - self.free_pages,
+            page_size=PAGE_TOKENS,
             slots_total=8,
+            slots_used=min(len(self.held), 8) if self.mixed else 0,
+            pending_tokens=sum(len(job.request.prompt_token_ids) for job in self.jobs) if self.mixed else 0,
             tokens_per_second=1000,
             requests_without_token=requests_without_token,
         )
@@ -164,14 +198,43 @@ class Worker:
                 call.on_over.append(lambda: self.watches.remove(call))
                 self._beat(call, lambda: status_to_proto(self.status))
             case "Prefill":
-                self.jobs.append(Job(call, prefill_pb2.PrefillRequest.FromString(request)))
-                self.changed()
-                self._beat(call, prefill_pb2.PrefillEvent)
+                self._take(Job(call, prefill_pb2.PrefillRequest.FromString(request)))
             case "Abandon":
+                self._free_export(request.transfer_id)
                 call.say(prefill_pb2.AbandonResponse())
             case "Session":
                 self._beat(call, lambda: decode_pb2.SessionDown(heartbeat=decode_pb2.Heartbeat(live=self._live(call))))
         return call
+
+    def _take(self, job: Job) -> None:
+        if self.mixed and not job.request.in_place and (self.full or job.pages > self.free_pages):
+            self.refused += 1
+            job.call.fail(grpc.StatusCode.RESOURCE_EXHAUSTED, "the pages are not free")
+            return
+        if job.request.in_place and not self._reserved(job):
+            job.call.fail(grpc.StatusCode.ABORTED, "the transfer ended with its reservation")
+            return
+        self.prompts += 1
+        self.in_place += job.request.in_place
+        self.jobs.append(job)
+        self.changed()
+        self._beat(job.call, prefill_pb2.PrefillEvent)
+
+    def _free_export(self, transfer_id: str) -> None:
+        if self.exports.pop(transfer_id, 0):
+            self.grant()
+            self.changed()
+
+    def _end_in_place(self) -> None:
+        """End the prompts in place whose reservations have ended, and grant what waited for the pages."""
+        for job in list(self.jobs) if not self.silent else ():
+            if job.request.in_place and not job.computed and not self._reserved(job):
+                job.call.fail(grpc.StatusCode.ABORTED, "the transfer ended with its reservation")
+        if self.mixed:
+            self.grant()
+
+    def _reserved(self, job: Job) -> bool:
+        return (job.request.request_id, job.request.attempt) in self.held
 
     def _beat(self, call: Call, message: Callable[[], Any]) -> None:
         if not call.over:
@@ -190,6 +253,7 @@ class Worker:
         self.held = {key: held for key, held in self.held.items() if held.session is not call}
         self.waiting = {key: held for key, held in self.waiting.items() if held.session is not call}
         if call not in self.watches:
+            self._end_in_place()
             self.changed()
 
     def _heard(self, call: Call, up: decode_pb2.SessionUp) -> None:
@@ -200,7 +264,9 @@ class Worker:
                     refusal = decode_pb2.ReserveResult(key=key, reason="drains")
                     call.say(decode_pb2.SessionDown(reserved=[refusal]))
                     return
-                self.waiting[key.request_id, key.attempt] = Held(key, call)
+                tokens = up.reserve.context_tokens + up.reserve.max_new_tokens
+                pages = -(-tokens // PAGE_TOKENS) * up.reserve.choices if self.mixed else 0
+                self.waiting[key.request_id, key.attempt] = Held(key, call, pages)
                 self.grant()
                 if (key.request_id, key.attempt) in self.waiting:
                     call.say(decode_pb2.SessionDown(reserved=[decode_pb2.ReserveResult(key=key, waiting=True)]))
@@ -215,6 +281,7 @@ class Worker:
                         held.cancelled.add(up.cancel.choice_index)
                     else:
                         del self.held[name]
+                        self._end_in_place()
                         self.changed()
             case "heartbeat":
                 live = {(key.request_id, key.attempt) for key in up.heartbeat.live}
@@ -222,17 +289,21 @@ class Worker:
                     del self.held[name]
                 for name in [name for name, held in self.waiting.items() if held.session is call and name not in live]:
                     del self.waiting[name]
+                self._end_in_place()
 
     def grant(self) -> None:
-        """Grant the reservations that wait, unless it is full."""
+        """Grant the reservations that wait, as long as there are pages, unless it is full."""
         while self.up and not self.silent and not self.full and self.waiting:
             name = next(iter(self.waiting))
+            if self.mixed and self.waiting[name].pages > self.free_pages:
+                return
             held = self.held[name] = self.waiting.pop(name)
             held.session.say(decode_pb2.SessionDown(reserved=[decode_pb2.ReserveResult(key=held.key, granted=True)]))
             self.changed()
 
     def die(self) -> None:
         self.up = False
+        self.exports.clear()
         for call in list(self.calls):
             call.fail(grpc.StatusCode.UNAVAILABLE)
 
@@ -245,8 +316,11 @@ class Worker:
     def compute(self, job: Job) -> None:
         """Prefill is done, and its KV can be fetched; nothing is said of it yet."""
         job.computed = True
-        if job.request.transfer_id:
-            self.fleet.prefilled[job.request.transfer_id] = job.request
+        if transfer_id := job.request.transfer_id:
+            self.fleet.prefilled[transfer_id] = job.request
+            if self.mixed and job.pages and transfer_id not in self.exports:
+                self.exports[transfer_id] = job.pages
+                asyncio.get_running_loop().call_later(LEASE_S, self._free_export, transfer_id)
 
     def finish(self, job: Job) -> None:
         if self.silent:
@@ -269,6 +343,8 @@ class Worker:
         if request is None or self.silent:
             return False
         messages, without_token = [], not held.said
+        for worker in self.fleet.workers.values() if without_token and held.start else ():
+            worker._free_export(held.start.source.transfer_id)
         for choice in request.choice_indexes:
             tokens, first = truth(request, choice), len(request.output_token_ids) + 1
             begin = held.said.get(choice, first)
@@ -294,6 +370,7 @@ class Worker:
         ]
         if not going:
             self.held.pop((held.key.request_id, held.key.attempt), None)
+            self._end_in_place()
         if without_token or not going:
             self.changed()
         return bool(messages)
@@ -303,6 +380,7 @@ class Worker:
             self.held.pop((held.key.request_id, held.key.attempt), None)
             failure = decode_pb2.AttemptFailure(key=held.key, kind=kind, message="by the test")
             held.session.say(decode_pb2.SessionDown(failures=[failure]))
+            self._end_in_place()
 
 
 def truth(request: prefill_pb2.PrefillRequest, choice: int) -> list[int]:
@@ -318,11 +396,16 @@ def _truth(prompt_ids: tuple[int, ...], sampling: bytes, choice: int) -> list[in
 class SimulatedFleet:
     """The workers by address; `channel` stands for `control_channel`."""
 
-    def __init__(self, prefills: int, decodes: int) -> None:
+    def __init__(self, prefills: int, decodes: int, mixed: int = 0) -> None:
         self.prefilled: dict[str, prefill_pb2.PrefillRequest] = {}
-        self.prefills = [Worker(self, WorkerRole.PREFILL, f"10.0.0.{i}:1") for i in range(prefills)]
-        self.decodes = [Worker(self, WorkerRole.DECODE, f"10.0.1.{i}:1") for i in range(decodes)]
+        self.mixed = [Worker(self, WorkerRole.MIXED, f"10.0.2.{i}:1") for i in range(mixed)]
+        self.prefills = [*(Worker(self, WorkerRole.PREFILL, f"10.0.0.{i}:1") for i in range(prefills)), *self.mixed]
+        self.decodes = [*(Worker(self, WorkerRole.DECODE, f"10.0.1.{i}:1") for i in range(decodes)), *self.mixed]
         self.workers = {worker.address: worker for worker in (*self.prefills, *self.decodes)}
+
+    def addresses(self, role: WorkerRole) -> tuple[str, ...]:
+        """Addresses of the workers of exactly this role."""
+        return tuple(worker.address for worker in self.workers.values() if worker.role is role)
 
     def channel(self, address: str, *rest: object) -> _Channel:
         return _Channel(self.workers[address])

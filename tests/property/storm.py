@@ -20,6 +20,7 @@ from baton.config.router import RouterConfig
 from baton.engine.fake import expected_tokens
 from baton.errors import BatonError
 from baton.request import SamplingParams
+from baton.worker.status import WorkerRole
 from router.dispatcher import Dispatcher
 from router.output import OutputProcessor
 from router.request import Request
@@ -50,10 +51,17 @@ class Stream:
 
 class Storm:
     def __init__(
-        self, loop: VirtualLoop, *, prefills: int = 2, decodes: int = 2, step_s: float = 0.05, back_s: float = 2.0
+        self,
+        loop: VirtualLoop,
+        *,
+        prefills: int = 2,
+        decodes: int = 2,
+        mixed: int = 0,
+        step_s: float = 0.05,
+        back_s: float = 2.0,
     ) -> None:
         self.loop = loop
-        self.fleet = SimulatedFleet(prefills, decodes)
+        self.fleet = SimulatedFleet(prefills, decodes, mixed)
         self.streams: list[Stream] = []
         self.deaths = 0
         self.paused = False
@@ -90,8 +98,9 @@ class Storm:
     @contextlib.asynccontextmanager
     async def routing(self, **settings: Any) -> AsyncIterator[None]:
         config = RouterConfig(
-            prefill=tuple(worker.address for worker in self.fleet.prefills),
-            decode=tuple(worker.address for worker in self.fleet.decodes),
+            prefill=self.fleet.addresses(WorkerRole.PREFILL),
+            decode=self.fleet.addresses(WorkerRole.DECODE),
+            mixed=self.fleet.addresses(WorkerRole.MIXED),
             served_model_name="m",
             **settings,
         )
@@ -105,10 +114,11 @@ class Storm:
                 self.dispatcher.close()
                 await self.request_runner.wait_stopped()
 
-    def stream(self, *, max_tokens: int, n: int = 1, within_s: float = 3600.0) -> asyncio.Task[None]:
+    def stream(self, *, max_tokens: int, n: int = 1, within_s: float = 3600.0, prompt: int = 3) -> asyncio.Task[None]:
+        """Send a request with so many prompt tokens."""
         number, now = self._first + len(self.streams), self.loop.now
         params = SamplingParams(max_tokens=max_tokens, seed=7, n=n)
-        request = Request(f"r{number}", [number + 1, 2, 3], params, max_tokens, now, now + within_s)
+        request = Request(f"r{number}", [number + 1, *range(2, prompt + 1)], params, max_tokens, now, now + within_s)
         stream = Stream(request, {choice: [] for choice in range(n)})
         self.streams.append(stream)
         return asyncio.create_task(self._read(stream))

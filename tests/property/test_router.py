@@ -19,6 +19,7 @@ from baton.engine.fake import expected_tokens
 from baton.errors import BatonError
 from baton.pb import decode_pb2
 from baton.request import SamplingParams, Usage
+from baton.worker.status import WorkerRole
 from router.dispatcher import Dispatcher
 from router.output import OutputProcessor
 from router.request import Request
@@ -27,10 +28,9 @@ from router.serving.threads import TenantThreads
 from router.workers import link as link_module
 from router.workers.pool import WorkerPool
 from tests.effort import machine_test
-from tests.property.fleet import Held, Job, SimulatedFleet, Worker
+from tests.property.fleet import LEASE_S, Held, Job, SimulatedFleet, Worker
 from tests.property.virtual import Hung, VirtualLoop
 
-PREFILLS, DECODES = 2, 2
 LATE_S = 1.0
 PICK = st.integers(0, 99)
 KINDS = st.sampled_from(sorted(decode_pb2.AttemptFailure.Kind.values()))
@@ -57,10 +57,13 @@ class Client:
 
 
 class RouterMachine(RuleBasedStateMachine):
+    workers = 2, 2, 0
+    """Numbers of prefill, decode and mixed workers."""
+
     def __init__(self) -> None:
         super().__init__()
         self.loop = VirtualLoop()
-        self.fleet = SimulatedFleet(PREFILLS, DECODES)
+        self.fleet = SimulatedFleet(*self.workers)
         self.clients: list[Client] = []
         self.numbers = itertools.count()
         self._channel, link_module.control_channel = link_module.control_channel, self.fleet.channel
@@ -70,8 +73,9 @@ class RouterMachine(RuleBasedStateMachine):
 
     async def _made(self) -> None:
         config = RouterConfig(
-            prefill=tuple(worker.address for worker in self.fleet.prefills),
-            decode=tuple(worker.address for worker in self.fleet.decodes),
+            prefill=self.fleet.addresses(WorkerRole.PREFILL),
+            decode=self.fleet.addresses(WorkerRole.DECODE),
+            mixed=self.fleet.addresses(WorkerRole.MIXED),
             served_model_name="m",
             queue_capacity=6,
             prefill_limit=2,
@@ -162,7 +166,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     @rule(pick=PICK, what=st.sampled_from(["die", "live", "live", "silent", "draining", "full"]))
     def change_worker(self, pick: int, what: str) -> None:
-        worker = list(self.fleet.workers.values())[pick % (PREFILLS + DECODES)]
+        worker = list(self.fleet.workers.values())[pick % len(self.fleet.workers)]
         if what in ("die", "live"):
             self.loop.call(worker.die if what == "die" else worker.live)
         else:
@@ -223,18 +227,29 @@ class RouterMachine(RuleBasedStateMachine):
             raise Hung(f"{hung} never end")
         for client in self.clients:
             assert client.left or client.usage or isinstance(client.error, BatonError)
-        self.loop.advance(3.0)
+        self.loop.advance(LEASE_S)
         assert len(self.dispatcher.queue) == 0
         assert not self.loop.run_until_complete(self.request_runner.ledger()).entries
         fleet = self.pool.fleet
-        assert len(fleet.prefill) == PREFILLS
-        assert len(fleet.decode) == DECODES
+        assert len(fleet.prefill) == len(self.fleet.prefills)
+        assert len(fleet.decode) == len(self.fleet.decodes)
         assert all(view.open_requests == 0 for view in (*fleet.prefill.values(), *fleet.decode.values()))
-        assert not any(worker.held or worker.waiting or worker.jobs for worker in self.fleet.workers.values())
+        for worker in self.fleet.workers.values():
+            assert not any((worker.held, worker.waiting, worker.jobs, worker.exports))
         self.dispatcher.close()
         self.loop.run_until_complete(self.request_runner.wait_stopped())
         self.loop.run_until_complete(self.running.aclose())
         self.loop.finish()
 
 
+class MixedRouterMachine(RouterMachine):
+    workers = 0, 0, 2
+
+
+class AllRolesMachine(RouterMachine):
+    workers = 1, 1, 1
+
+
 TestRouter = machine_test(RouterMachine, 70, 40)
+TestMixedRouter = machine_test(MixedRouterMachine, 40, 40)
+TestAllRoles = machine_test(AllRolesMachine, 30, 40)

@@ -26,6 +26,9 @@ class _Selector(selectors.DefaultSelector):
             raise Hung("nothing is left that could end this wait")
         if not found and timeout:
             self.loop.now += timeout
+        if (timers := self.loop._scheduled) and 0 < timers[0].when() - self.loop.now < self.loop._clock_resolution:
+            # It is called now. If it were early, it could set itself again for ever, as no time passes.
+            self.loop.now = timers[0].when()
         return found
 
 
@@ -37,6 +40,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     _ready: deque[asyncio.Handle]
     _scheduled: list[asyncio.TimerHandle]
+    _clock_resolution: float
 
     def __init__(self, work_s: Callable[[], float] = lambda: 0.0) -> None:
         self.now = 0.0
