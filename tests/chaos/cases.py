@@ -84,7 +84,11 @@ RANKS = [Case(target, fault, state) for target in ("prefill", "decode") for faul
 STORM = Case("workers", "storm", "mixed")
 DAMAGE = Case("redis", "damage", "mixed")
 FLOODS = [
-    Case("tenant", "flood", kind) for kind in ("choices", "prompts", "tokenize", "detokenize", "unread", "cancels")
+    Case("tenant", "flood", kind)
+    for kind in (
+        *("choices", "prompts", "tokenize", "detokenize", "unread", "cancels"),
+        *("http-completions", "http-tokenize", "http-detokenize"),
+    )
 ]
 CASES = [*(case for case in MATRIX if case.applicable), STORM, DAMAGE, *FLOODS, *RANKS]
 
