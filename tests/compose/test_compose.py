@@ -166,7 +166,7 @@ def test_containers_have_no_rights_to_spare(fleet: Fleet) -> None:
 
 
 async def test_answers_over_http(fleet: Fleet) -> None:
-    port, options = fleet.deployment.http_port, {"max_tokens": 18, "temperature": 0}
+    port = fleet.deployment.http_port
     async with fleet.client() as client:
         expected = await client.complete(EXAMPLE, max_tokens=18, temperature=0)
     scheme, verify = ("https", str(fleet.security["ca"])) if fleet.security else ("http", "")
@@ -177,7 +177,7 @@ async def test_answers_over_http(fleet: Fleet) -> None:
         openai.AsyncOpenAI(base_url=base, api_key=key, http_client=transport) as client,
     ):
         (model,) = [each.id async for each in client.models.list()]
-        done = await client.completions.create(model=model, prompt=EXAMPLE, **options)
+        done = await client.completions.create(model=model, prompt=EXAMPLE, max_tokens=18, temperature=0)
     assert done.choices[0].text == expected.text
     fleet.deployment.note(f"Over HTTP the answer is the same: {done.choices[0].text!r}")
 
