@@ -28,6 +28,8 @@ class Router:
 
     grpc: str
     ops: str
+    http: str = ""
+    """Empty without `--http`."""
 
     def counters(self, pattern: str) -> dict[str, float]:
         """Values of the router's counters whose names match, by name and labels."""
@@ -55,4 +57,4 @@ def up(arguments: Sequence[str], *, model: Path | str, **settings: Any) -> Itera
         if not line.startswith("ready "):
             raise ChildFailed(f"baton up says {line!r}: {fleet.output_tail()}")
         where = dict(re.findall(r"(\w+)=(\S+)", line))
-        yield Router(where["grpc"], where["ops"])
+        yield Router(where["grpc"], where["ops"], where.get("http", ""))

@@ -95,7 +95,11 @@ MIXED = [Case("mixed", fault, state) for fault in FAULTS if fault != "names" for
 STORM = Case("workers", "storm", "mixed")
 DAMAGE = Case("redis", "damage", "mixed")
 FLOODS = [
-    Case("tenant", "flood", kind) for kind in ("choices", "prompts", "tokenize", "detokenize", "unread", "cancels")
+    Case("tenant", "flood", kind)
+    for kind in (
+        *("choices", "prompts", "tokenize", "detokenize", "unread", "cancels"),
+        *("http-completions", "http-tokenize", "http-detokenize"),
+    )
 ]
 CASES = [*(case for case in MATRIX if case.applicable), STORM, DAMAGE, *FLOODS, *RANKS, *MIXED]
 

@@ -161,6 +161,8 @@ class Fleet:
         self.control: dict[str, int] = {}
         """Port of each process at which it is asked directly: control of workers, clients' of routers."""
         self.ops: dict[str, int] = {}
+        self.http: dict[str, int] = {}
+        """Port of each router for OpenAI's API."""
         self.keys: dict[str, str] = {}
         """API keys by tenant; "" is the harness itself, as an admin."""
         self.routers = [f"r{i}" for i in range(shape.routers)]
@@ -257,9 +259,10 @@ class Fleet:
             worker: f"127.0.0.1:{await self._link(f'{name}-{worker}', (name, worker), self.control[worker])}"
             for worker in self.workers
         }
-        self.control[name], self.ops[name] = self._port(), self._port()
+        self.control[name], self.ops[name], self.http[name] = self._port(), self._port(), self._port()
         await self._link(f"c-{name}", (None, name), self.control[name])
         command = [sys.executable, "-m", "router", "--grpc", f"127.0.0.1:{self.control[name]}"]
+        command += ["--http", f"127.0.0.1:{self.http[name]}"]
         command += ["--ops", f"127.0.0.1:{self.ops[name]}", "--queue-capacity", str(self.shape.queue_capacity)]
         for role in ("prefill", "decode", "mixed"):
             if found := [target for worker, target in targets.items() if worker[0] == role[0]]:

@@ -1,4 +1,4 @@
-"""Floods: one tenant asks for all that it can get, by one RPC at a time; another sends small requests all the while.
+"""Floods: one tenant asks for all that it can get, by one RPC or endpoint; another sends small requests all the while.
 
     alone ── flood ── alone ── flood
     └──────────┴── first tokens of the other tenant: p99 in the floods at most BAR times that without
@@ -20,6 +20,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
+
+import httpx2
 
 from baton.bench.stats import percentile
 from baton.client import AsyncClient
@@ -70,8 +72,10 @@ UNREAD_S = 4.0
 class Flooder:
     """The tenant that floods; `kind` says with what."""
 
-    def __init__(self, kind: str, client: AsyncClient, load: Load, rng: random.Random) -> None:
-        self._client, self._load = client, load
+    def __init__(
+        self, kind: str, client: AsyncClient, http: httpx2.AsyncClient, load: Load, rng: random.Random
+    ) -> None:
+        self._client, self._http, self._load = client, http, load
         self.calls: Counter[str] = Counter()
         """Ends of the calls that generate nothing."""
         self.problems: list[str] = []
@@ -83,7 +87,8 @@ class Flooder:
             "unread": lambda: unread,
             "cancels": lambda: replace(mix.plain(200, 100), cancel_after=rng.uniform(0, 0.02)),
         }
-        self._ask = (lambda: self._generate(specs[kind]())) if kind in specs else getattr(self, f"_{kind}")
+        name = kind.replace("-", "_")
+        self._ask = (lambda: self._generate(specs[kind]())) if kind in specs else getattr(self, f"_{name}")
         if kind not in specs:
             self._text_ids = tokenizer().encode(TEXT, add_special_tokens=False)
             self._ids = [rng.randrange(VOCABULARY) for _ in range(SHAPE.model_len)]
@@ -116,6 +121,35 @@ class Flooder:
 
     async def _detokenize(self) -> str:
         return await self._call(self._client.detokenize(self._ids), self._ids_text)
+
+    async def _http_completions(self) -> str:
+        """As many prompts as the tenant may have streams, with choices."""
+        prompts = [self._ids[start : start + 40] for start in range(MAX_STREAMS)]
+        return await self._post("/v1/completions", {"prompt": prompts, "max_tokens": 16, "n": 8, "ignore_eos": True})
+
+    async def _http_tokenize(self) -> str:
+        return await self._post("/tokenize", {"prompt": TEXT, "add_special_tokens": False}, tokens=self._text_ids)
+
+    async def _http_detokenize(self) -> str:
+        return await self._post("/detokenize", {"tokens": self._ids}, prompt=self._ids_text)
+
+    async def _post(self, path: str, body: object, **expected: object) -> str:
+        try:
+            response = await self._http.post(path, json=body)
+        except httpx2.HTTPError as error:
+            self.problems.append(f"{path}: {error!r}")
+            self.calls["failed"] += 1
+            return "failed"
+        if response.status_code == 200:
+            answer = response.json()
+            end = "finished" if all(answer[name] == value for name, value in expected.items()) else "wrong"
+        elif response.status_code == 429:
+            end = "refused"
+        else:
+            end = "failed"
+            self.problems.append(f"{path}: {response.status_code} {response.text[:300]}")
+        self.calls[end] += 1
+        return end
 
     async def _call(self, asked: Awaitable[object], expected: object) -> str:
         try:
@@ -161,9 +195,14 @@ async def run_flood(fleet: Fleet, case: Case, rng: random.Random) -> Row:
     row = Row(case, hit="r0")
     alone: list[tuple[float, float]] = []
     flooded: list[tuple[float, float]] = []
-    async with AsyncClient(fleet.direct("r0"), api_key=fleet.keys[FLOODER]) as client:
+    key = fleet.keys[FLOODER]
+    base, headers = f"http://127.0.0.1:{fleet.http['r0']}", {"authorization": f"Bearer {key}"}
+    async with (
+        AsyncClient(fleet.direct("r0"), api_key=key) as client,
+        httpx2.AsyncClient(base_url=base, headers=headers, timeout=END_BOUND_S) as http,
+    ):
         load = Load({"r0": client}, Mix(rng), rng)
-        flooder = Flooder(case.state, client, load, rng)
+        flooder = Flooder(case.state, client, http, load, rng)
         other = await Other.start(fleet, rng.randrange(2**32))
         for _ in range(ROUNDS):
             await _calm(fleet)

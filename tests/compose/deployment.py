@@ -33,14 +33,15 @@ class Deployment:
     """Commands on a deployment from `files`, which are recorded in `transcript` as a user would type them."""
 
     def __init__(self, files: Sequence[str], environment: dict[str, str], transcript: list[str]) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        with socket.create_server(("127.0.0.1", 0)) as free, socket.create_server(("127.0.0.1", 0)) as other:
+            self.port, self.http_port = free.getsockname()[1], other.getsockname()[1]
         self.transcript = transcript
         self._files = [part for file in files for part in ("-f", file)]
         self._environment = {
             **os.environ,
             "COMPOSE_PROJECT_NAME": PROJECT,
             "BATON_PORT": str(self.port),
+            "BATON_HTTP_PORT": str(self.http_port),
             **environment,
         }
 

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import platform
+import ssl
 import textwrap
 import time
 import urllib.request
@@ -16,6 +17,8 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx2
+import openai
 import pytest
 
 from baton import AsyncClient
@@ -160,6 +163,23 @@ def test_containers_have_no_rights_to_spare(fleet: Fleet) -> None:
     compilers = "for tool in cc c++ gcc g++ clang ld make; do command -v $tool; done; true"
     assert deployment.docker("exec", fleet.router(), "sh", "-c", compilers) == ""
     assert found["HostConfig"]["Memory"] > 4 * 570 << 20, "the router's limit is below that of its tokenizers"
+
+
+async def test_answers_over_http(fleet: Fleet) -> None:
+    port = fleet.deployment.http_port
+    async with fleet.client() as client:
+        expected = await client.complete(EXAMPLE, max_tokens=18, temperature=0)
+    scheme, verify = ("https", str(fleet.security["ca"])) if fleet.security else ("http", "")
+    trusted = ssl.create_default_context(cafile=verify) if verify else True
+    base, key = f"{scheme}://localhost:{port}/v1", fleet.security.get("api_key", "none")
+    async with (
+        httpx2.AsyncClient(verify=trusted) as transport,
+        openai.AsyncOpenAI(base_url=base, api_key=key, http_client=transport) as client,
+    ):
+        (model,) = [each.id async for each in client.models.list()]
+        done = await client.completions.create(model=model, prompt=EXAMPLE, max_tokens=18, temperature=0)
+    assert done.choices[0].text == expected.text
+    fleet.deployment.note(f"Over HTTP the answer is the same: {done.choices[0].text!r}")
 
 
 async def test_answers(fleet: Fleet) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import openai
 import pytest
 from prometheus_client import REGISTRY
 
@@ -84,6 +85,23 @@ async def read(client: AsyncClient, sampling: dict[str, Any], begun: asyncio.Eve
     return completion
 
 
+async def read_http(base: str, begun: asyncio.Event) -> tuple[str, str]:
+    """Text and end of the greedy stream over HTTP, as read; sets `begun` at the fifth event with text."""
+    text, events, end = "", 0, ""
+    async with openai.AsyncOpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=240) as client:
+        more = {"ignore_eos": True}
+        stream = await client.completions.create(
+            model="m", prompt=prompt_ids(20), max_tokens=LONG, temperature=0, stream=True, extra_body=more
+        )
+        async for chunk in stream:
+            text += chunk.choices[0].text
+            end = chunk.choices[0].finish_reason or end
+            events += 1
+            if events == 5:
+                begun.set()
+    return text, end
+
+
 def told(completion: Completion) -> list[tuple[Any, ...]]:
     """Output of each choice at a client, without the numbers of log-probabilities."""
     return [
@@ -118,7 +136,7 @@ async def test_streams_go_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
         streams["stop string"] = {**STREAMS["greedy"], "stop": [stop]}
         expected["stop string"] = await read(calm, streams["stop string"], asyncio.Event())
 
-        app = await fleet.start_router([prefill], [doomed, survivor], max_attempts=1)
+        app = await fleet.start_router([prefill], [doomed, survivor], max_attempts=1, http="127.0.0.1:0")
         both = asyncio.Event()
         app.pool.subscribe(both.set)
         async with asyncio.timeout(START_S):
@@ -127,12 +145,18 @@ async def test_streams_go_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
                 await both.wait()
         client = await fleet.client(app)
         before = replays("lost"), replays("fault")
-        begun = {name: asyncio.Event() for name in streams}
+        # Streams are shared out between the two workers, so of two the same one is on the worker that dies.
+        over_http = ("http 0", "http 1")
+        begun = {name: asyncio.Event() for name in (*streams, *over_http)}
+        base = f"http://{app.http_address}"
         async with asyncio.TaskGroup() as group:
             reading = {name: group.create_task(read(client, streams[name], begun[name])) for name in streams}
+            http = [group.create_task(read_http(base, begun[name])) for name in over_http]
             for event in begun.values():
                 await event.wait()
             doomed.kill()
+        greedy = expected["greedy"].choices[0]
+        assert [task.result() for task in http] == [(greedy.text, "length")] * 2
         found = {name: task.result() for name, task in reading.items()}
         for name, completion in expected.items():
             assert told(found[name]) == told(completion), name

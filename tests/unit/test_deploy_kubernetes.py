@@ -181,7 +181,7 @@ def check(document: Document, versions: tuple[str, ...]) -> None:
             kubernetes_validate.validate(document, version, strict=True)
 
 
-@pytest.mark.parametrize("kind", ["Deployment", "NetworkPolicy", "Certificate", "PodMonitor", "GRPCRoute"])
+@pytest.mark.parametrize("kind", ["Deployment", "NetworkPolicy", "Certificate", "PodMonitor", "GRPCRoute", "HTTPRoute"])
 def test_a_misspelt_field_does_not_match(kind: str, rendered: Callable[[str], list[Document]]) -> None:
     document = of_kind(rendered("production"), kind)[0]
     with pytest.raises((kubernetes_validate.ValidationError, jsonschema.ValidationError)):
@@ -315,7 +315,7 @@ def test_services_understand_their_environment_and_listen_at_their_ports(documen
         seen.add(role)
         assert container["command"] == ["python3", "-m", MODULES[role]]
         config = configured(MODULES[role], ours(documents, container))
-        listeners = ("grpc", "ops") if role == "router" else ("control", "kv", "ops")
+        listeners = ("grpc", "http", "ops") if role == "router" else ("control", "kv", "ops")
         ports = {each["name"]: each["containerPort"] for each in container["ports"]}
         assert ports == {name: parse_address(getattr(config, name))[1] for name in listeners}
         exposed = re.search(r"^EXPOSE (.*)$", (ROOT / "deploy" / "Dockerfile").read_text(), re.MULTILINE)
@@ -425,6 +425,37 @@ def test_selectors_select(documents: list[Document]) -> None:
 
 def ports_of(pods: list[Document]) -> set[str]:
     return {port["name"] for pod in pods for container in pod["containers"] for port in container.get("ports", [])}
+
+
+def test_clients_reach_both_apis(documents: list[Document]) -> None:
+    """Policies let clients reach gRPC and HTTP, and each has a host name of its own outside the cluster."""
+    for router in (each for _, each, _ in pods(documents) if each["app.kubernetes.io/component"] == "router"):
+        policies = [each["spec"] for each in of_kind(documents, "NetworkPolicy")]
+        rules = [rule for each in policies if selects(each["podSelector"], router) for rule in each.get("ingress", ())]
+        assert {port for rule in rules if not rule.get("from") for port in named_ports(rule)} == {"grpc", "http", "ops"}
+    found = {each["metadata"]["name"]: each["spec"] for each in of_kind(documents, "Service")}
+    hosts = {}
+    for route in of_kind(documents, "GRPCRoute", "HTTPRoute"):
+        (parent,) = route["spec"]["parentRefs"]
+        (gateway,) = (each for each in of_kind(documents, "Gateway") if name_of(each) == parent["name"])
+        (listener,) = (each for each in gateway["spec"]["listeners"] if each["name"] == parent["sectionName"])
+        (backend,) = route["spec"]["rules"][0]["backendRefs"]
+        (port,) = (each["name"] for each in found[backend["name"]]["ports"] if each["port"] == backend["port"])
+        assert route["spec"]["hostnames"] == [listener["hostname"]]
+        hosts[backend["name"], port] = listener["hostname"]
+    for policy in of_kind(documents, "BackendTLSPolicy"):
+        assert {each["sectionName"] for each in policy["spec"]["targetRefs"]} == {"grpc", "http"}
+    for ingress in of_kind(documents, "Ingress"):
+        (rule,) = ingress["spec"]["rules"]
+        service = rule["http"]["paths"][0]["backend"]["service"]
+        port = service["port"]["name"]
+        protocol = ingress["metadata"]["annotations"]["nginx.ingress.kubernetes.io/backend-protocol"]
+        assert protocol == port.upper()
+        assert ingress["spec"]["tls"][0]["hosts"] == [rule["host"]]
+        hosts[service["name"], port] = rule["host"]
+    # Two fleets may share a name until it is patched.
+    for name in {name for name, _ in hosts}:
+        assert hosts[name, "grpc"] != hosts[name, "http"]
 
 
 def named_ports(rule: Document) -> set[str]:
