@@ -90,7 +90,13 @@ def criteria_of(draw: random.Random, count: int) -> tuple[SelectionCriteria, Ope
         return hits({draw.choice(prefills + decodes): draw.choice([16, 100, 200]) for _ in range(draw.randrange(6))})
 
     criteria = SelectionCriteria(
-        draw.randint(1, 200), draw.random() < 0.8, some(*prefills, *decodes), pairs(), drawn(), drawn(), some(*decodes)
+        draw.randint(1, 200),
+        draw.random() < 0.8,
+        avoided_workers=some(*prefills, *decodes),
+        avoided_pairs=pairs(),
+        prefill_match=drawn(),
+        decode_match=drawn(),
+        excluded_decodes=some(*decodes),
     )
     return criteria, OpenBreakers(some(*prefills, *decodes), pairs()), some(*prefills, *decodes)
 

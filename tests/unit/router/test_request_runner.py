@@ -64,7 +64,7 @@ async def test_after_a_token_each_choice_is_tried_again_on_its_own(monkeypatch: 
     answer_prefill(monkeypatch, answer)
     request, output = requested(n=2)
     await runner(pool := FakePool()).run(request, output)
-    assert calls == [([0, 1], []), ([0], [0]), ([1], [1])]
+    assert [calls[0], *sorted(calls[1:])] == [([0, 1], []), ([0], [0]), ([1], [1])]
     assert [output.output_ids(choice) for choice in range(2)] == [[0, 10], [1, 11]]
     assert pool.assignments == 0
 
