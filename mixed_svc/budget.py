@@ -12,7 +12,9 @@ Tokens of a prompt that is far take longer than others, by a factor that grows w
 a rate of its own, and the rate of all others is measured without them.
 
 The target of a pass is the time between two tokens of a sequence. If none is set, it is DEFAULT_MULTIPLE times a step
-alone. At least one prompt token for each sequence is computed, so that prompts never stop.
+alone, and more if ROW_TOKENS prompt tokens for each sequence take longer. So many let new requests begin about as fast
+as old ones end; with less, requests would wait long for their first tokens, although the rate of all is the same. At
+least one prompt token for each sequence is computed, so that prompts never stop.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from baton.rates import UNKNOWN_PREFILL_RATE, DecayingAverage, DecayingRate
 DEFAULT_MULTIPLE = 3.5
 """Default target of a pass, in times of a step alone. Smaller ones cost much of the rate, and larger ones add little
 to it (`bench/results/passes.json`)."""
+ROW_TOKENS = 8
+"""Prompt tokens for each sequence of the batch that a pass has time for, if no target is set."""
 MEASURE_EVERY = 64
 """Number of passes with prompts after which one pass has none, to measure a step alone."""
 ALONE_S = 0.25
@@ -101,7 +105,8 @@ class PassBudget:
         if not alone or self._since_alone >= MEASURE_EVERY:
             return None
         rate = self._mixed_rate.value or self._prompt_rate.value or UNKNOWN_PREFILL_RATE
-        seconds = (self._target_s or DEFAULT_MULTIPLE * alone) - alone
+        by_default = max((DEFAULT_MULTIPLE - 1) * alone, ROW_TOKENS * running / rate)
+        seconds = self._target_s - alone if self._target_s else by_default
         return Budget(seconds, rate, running, max(self._most_tokens, running))
 
     def record(self, near: int, far: int, running: int, seconds: float) -> TokenSeconds:

@@ -256,6 +256,6 @@ class MixedConfig(PrefillConfig, DecodeConfig):
     itl_target_ms: float = option(
         0.0,
         help="Time between two tokens of a sequence, in milliseconds, that prompts may cause; 0: 3.5 times the time "
-        "without prompts.",
+        "without prompts, or that of 8 prompt tokens for each sequence.",
         minimum=0,
     )

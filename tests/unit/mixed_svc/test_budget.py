@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from baton.rates import DecayingRate
-from mixed_svc.budget import ALONE_S, DEFAULT_MULTIPLE, MEASURE_EVERY, Budget, PassBudget, next_rows
+from mixed_svc.budget import ALONE_S, DEFAULT_MULTIPLE, MEASURE_EVERY, ROW_TOKENS, Budget, PassBudget, next_rows
 
 
 @dataclass
@@ -68,6 +68,11 @@ class Machine:
             self.passes.append((tokens, seconds))
         return self.passes[-passes:]
 
+    def default_target(self, running: int) -> float:
+        """Seconds of a pass for which no target is set."""
+        alone = self.alone(running)
+        return max(DEFAULT_MULTIPLE * alone, alone + ROW_TOKENS * running * self.token_s)
+
     def alone(self, running: int) -> float:
         return self.step_s + self.sequence_s * running if running else 0.0
 
@@ -90,11 +95,13 @@ def test_passes_meet_a_target_and_use_it(running: int, noise: float) -> None:
 
 @pytest.mark.parametrize("running", [1, 8, 32, 64])
 @pytest.mark.parametrize("token_s", [0.0001, 0.0025])
-def test_without_a_target_a_pass_takes_a_multiple_of_a_step_alone(running: int, token_s: float) -> None:
+def test_without_a_target_a_pass_takes_a_multiple_of_a_step_alone_or_has_some_rows_for_each_sequence(
+    running: int, token_s: float
+) -> None:
     machine = Machine(PassBudget(), token_s=token_s)
     machine.run(50, running)
     passes = [seconds for tokens, seconds in machine.run(MEASURE_EVERY * 4, running) if tokens]
-    target = DEFAULT_MULTIPLE * machine.alone(running)
+    target = machine.default_target(running)
     assert all(0.9 * target <= seconds <= 1.02 * target for seconds in passes)
 
 
@@ -161,8 +168,9 @@ def test_short_prompts_beside_one_that_is_far_meet_the_target_and_share_the_pass
         if len(machine.prompts) == 1 and number % 3:
             machine.prompts.insert(0, Prompt(length))
         passes += machine.run(1, 8)
-    wanted = target or DEFAULT_MULTIPLE * machine.alone(8)
-    assert p99(passes) <= 1.15 * wanted
+    wanted = target or machine.default_target(8)
+    # By default the time depends on the rate too, which is less certain beside a far prompt.
+    assert p99(passes) <= (1.15 if target else 1.25) * wanted
     assert sum(seconds for _, seconds in passes) >= 0.85 * wanted * len(passes)
     assert far.position > 62_000 or length == 100
 
@@ -173,7 +181,7 @@ def test_a_budget_that_grew_fast_with_near_tokens_does_not_hold_far_ones_back() 
     machine.run(50, 8)
     machine.prompts = [far]
     machine.run(30, 8)
-    target = DEFAULT_MULTIPLE * machine.alone(8)
+    target = machine.default_target(8)
     assert all(seconds >= 0.85 * target for tokens, seconds in machine.run(20, 8) if tokens)
 
 
