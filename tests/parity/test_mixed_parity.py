@@ -49,7 +49,8 @@ async def check(client: AsyncClient, expected: Expected) -> None:
     before = sample("baton_prefill_tokens_total", source="computed")
     await asyncio.gather(*(one(*each) for each in expected for _ in range(3)))
     computed = sample("baton_prefill_tokens_total", source="computed") - before
-    assert computed < 3 * sum(LENGTHS) / 2
+    # Not every worker of a fleet has the prefixes, and blocks of a last page are not shared.
+    assert computed < 3 * sum(LENGTHS)
     # What a request has generated is a prefix of the next one.
     for prompt, reference in expected:
         following = [*prompt, *reference.token_ids[: TOKENS // 2]]
