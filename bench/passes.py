@@ -75,7 +75,7 @@ def seconds_at(seconds: Seconds, steps: float, tokens: int) -> float:
 
 
 def ceiling(seconds: Seconds, tokens: int, clients: int, prompt: int, output: int) -> Ceiling:
-    """See the module's text."""
+    """The best rate of a mixed worker, as the text of the module derives it."""
     mixed = prompt / tokens
     most = (output - 1) * tokens / prompt
     steps = min(most, clients - 0.5)

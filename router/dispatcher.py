@@ -509,7 +509,7 @@ class Dispatcher:
 
 
 class Reservations:
-    """What one attempt has reserved so far: a place at a prefill worker, and pages at decode workers, by address.
+    """The reservations of one attempt so far: a place at a prefill worker, and pages at decode workers, by address.
 
     A decode worker answers `granted` or a refusal, at once or after the answer `waiting`. A worker without an answer
     after `timeout_s` seconds counts as one that refuses. `on_change` is called at each answer.

@@ -64,7 +64,7 @@ class ServerLoad:
     requests: int
 
     def arguments(self, rate: float | None) -> list[str]:
-        """Those of `baton bench serve`."""
+        """The arguments of `baton bench serve`."""
         how = ["--rate", f"{rate:.4g}"] if self.clients is None else ["--concurrency", str(self.clients)]
         kinds = {"--input-tokens": self.input_tokens, "--output-tokens": self.output_tokens}
         lengths = [each for name, mean in kinds.items() for each in (name, f"uniform:{mean // 2}:{3 * mean // 2}")]

@@ -50,7 +50,7 @@ class PeerPaths:
         return cls(**{name: Path(environ.get(f"PEERS_{name.upper()}") or path) for name, path in found.items()})
 
     def missing(self, names: Sequence[str]) -> list[str]:
-        """Those of the named parts that are missing, with their paths."""
+        """The named parts that are missing, with their paths."""
         return [f"{name}: {path}" for name in names if not (path := getattr(self, name)).exists()]
 
     def command(self, peer: str) -> list[str]:

@@ -36,8 +36,11 @@ async def serving(
     return await fleet.router(prefill, decode, mixed=mixed)
 
 
-async def check(client: AsyncClient, expected: Expected) -> None:
-    """Alone and as several choices, then again with prefix hits, then one request after the other."""
+async def check(client: AsyncClient, expected: Expected, *, computed_share: float = 0.5) -> None:
+    """Alone and as several choices, then again with prefix hits, then one request after the other.
+
+    Less than `computed_share` of the repeated prompts may be computed.
+    """
 
     async def one(prompt: list[int], reference: Reference, **settings: Any) -> None:
         found = await client.complete(prompt, max_tokens=TOKENS, temperature=0, ignore_eos=True, **settings)
@@ -49,8 +52,7 @@ async def check(client: AsyncClient, expected: Expected) -> None:
     before = sample("baton_prefill_tokens_total", source="computed")
     await asyncio.gather(*(one(*each) for each in expected for _ in range(3)))
     computed = sample("baton_prefill_tokens_total", source="computed") - before
-    # Not every worker of a fleet has the prefixes, and blocks of a last page are not shared.
-    assert computed < 3 * sum(LENGTHS)
+    assert computed < computed_share * 3 * sum(LENGTHS)
     # What a request has generated is a prefix of the next one.
     for prompt, reference in expected:
         following = [*prompt, *reference.token_ids[: TOKENS // 2]]
@@ -74,7 +76,8 @@ async def test_every_family_on_every_mixed_fleet(family: str, shape: str, tmp_pa
     for sizes in GRID:
         for kernels in ("native", "torch"):
             async with Fleet(checkpoint, dtype="float32", kernels=kernels) as fleet:
-                await check(await serving(fleet, shape, *sizes), expected)
+                # No prompt fills a page of 256 tokens, so workers with such pages share no blocks.
+                await check(await serving(fleet, shape, *sizes), expected, computed_share=1.0)
 
 
 @pytest.mark.long
