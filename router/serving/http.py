@@ -59,7 +59,7 @@ from router.serving.front_door import HEADER, Caller, FrontDoor
 from router.serving.http_answers import (
     DONE,
     Envelope,
-    Events,
+    StreamEvents,
     TokenTexts,
     WholeAnswer,
     error_object,
@@ -285,7 +285,7 @@ class _Served:
                 if self._asked.options.echo and (echoed := self._asked.prompts[index].text) is None:
                     echoed = await self._door.decode(checked.prompt_ids, self._call.caller)
                 if self._asked.options.stream:
-                    events = Events(self._envelope, self._texts, checked, index, echoed)
+                    events = StreamEvents(self._envelope, self._texts, checked, index, echoed)
                     async for update in updates:
                         if data := events.of(update):
                             await self._call.stream(data)

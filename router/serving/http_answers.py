@@ -1,6 +1,6 @@
 """Answers of OpenAI's HTTP API, as events of a stream or as one JSON object.
 
-    Update ── Events.of ── one event for each choice in it ── "data: {...}\\n\\n"
+    Update ── StreamEvents.of ── one event for each choice in it ── "data: {...}\\n\\n"
          └── WholeAnswer.add ── pieces of JSON by choice ── WholeAnswer.parts, when all prompts have ended
 
 An update is small (`router.output`), so the JSON of one is made in a millisecond at most. The object of a whole answer
@@ -57,7 +57,7 @@ class TokenTexts:
 
 
 @dataclass(slots=True)
-class Counts:
+class UsageCounts:
     """Token counts of an answer, over all of its prompts."""
 
     prompt: int = 0
@@ -100,7 +100,7 @@ class Envelope:
         )
 
 
-class Logprobs:
+class LogprobFields:
     """Log-probabilities of tokens in the form of an endpoint."""
 
     def __init__(self, options: AnswerOptions, texts: TokenTexts) -> None:
@@ -167,7 +167,7 @@ class Logprobs:
         return "{" + ",".join(f"{text}:{_number(logprob)}" for text, logprob in found.items()) + "}"
 
 
-class Events:
+class StreamEvents:
     """The events of the stream of one prompt."""
 
     def __init__(
@@ -176,13 +176,13 @@ class Events:
         """`prompt` is the index of the prompt in the request; `echoed` its text, if choices begin with it."""
         self._options = options = envelope.options
         self._begin = f'data: {envelope.begin()}{{"index":'
-        self._logprobs = Logprobs(options, texts)
+        self._logprobs = LogprobFields(options, texts)
         self._request = request
         self._first = prompt * options.n
         self._echoed = echoed
         self._begun: set[int] = set()
         self._offsets = dict.fromkeys(range(options.n), 0)
-        self._counts = Counts(prompt=len(request.prompt_ids))
+        self._counts = UsageCounts(prompt=len(request.prompt_ids))
 
     def of(self, update: Update) -> bytes:
         """The events of an update, which may be none."""
@@ -259,7 +259,7 @@ class Events:
         return ',"usage":null' if self._options.include_usage else ""
 
 
-def usage_event(envelope: Envelope, counts: Counts) -> bytes:
+def usage_event(envelope: Envelope, counts: UsageCounts) -> bytes:
     """The event with the counts of a whole stream, which has no choices."""
     return f'data: {envelope.begin()}],"usage":{counts.json()}}}\n\n'.encode()
 
@@ -281,11 +281,11 @@ class WholeAnswer:
 
     def __init__(self, options: AnswerOptions, texts: TokenTexts) -> None:
         self._options = options
-        self._logprobs = Logprobs(options, texts)
+        self._logprobs = LogprobFields(options, texts)
         self._choices: dict[int, _Choice] = {}
         self._prompts: dict[int, tuple[Request, list[str]]] = {}
         self._bytes = 0
-        self.counts = Counts()
+        self.counts = UsageCounts()
 
     def begin(self, prompt: int, request: Request, echoed: str | None) -> None:
         """Add a prompt by its index; `echoed` is its text, if choices begin with it."""
