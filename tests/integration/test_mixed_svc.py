@@ -250,10 +250,15 @@ async def until_free(engine: FakeEngine, but: int = 0) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_call_that_ends_in_a_mixed_pass_ends_its_reservation_and_no_other() -> None:
+async def test_a_call_that_ends_in_a_mixed_pass_ends_its_reservation_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with mixing() as (engine, _, worker, first, second):
+        # The caller sees its own cancellation before the worker does, which could compute the prompt until then.
+        aborted, abort = asyncio.Event(), worker.app.prefill.abort
+        monkeypatch.setattr(worker.app.prefill, "abort", lambda *args: (abort(*args), aborted.set()))
         second.call.cancel()
-        await asyncio.wait([second.reading])
+        await asyncio.wait_for(aborted.wait(), WAIT_S)
         engine.gate.set()
         await worker.session.until(lambda: second.name in worker.session.failures)
         failure = worker.session.failures.pop(second.name)
