@@ -1,4 +1,7 @@
-"""A prefill worker is killed at 90% of a long prompt; another process resumes from the blocks in a real Valkey."""
+"""A prefill worker is killed at 90% of a long prompt; another process resumes from the blocks in a real Valkey.
+
+The client, over HTTP, sees nothing of it.
+"""
 
 import asyncio
 import contextlib
@@ -7,9 +10,12 @@ from asyncio.subprocess import PIPE, Process
 from pathlib import Path
 from types import SimpleNamespace
 
+import openai
+from openai.types import Completion
+
 from baton.config.worker import PrefillConfig
 from tests.checkpoints import greedy, load_reference, make_checkpoint, prompt_ids
-from tests.fleet import Fleet
+from tests.fleet import Fleet, serving
 from tests.redis_server import Server
 
 CHUNK = 64
@@ -37,6 +43,15 @@ async def killed_when_it_holds(workers: list[Process]) -> int:
     return int(held.result()[0])
 
 
+async def complete(base: str) -> Completion:
+    """The greedy completion of the prompt over HTTP."""
+    more = {"ignore_eos": True, "return_token_ids": True}
+    async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0, timeout=LIMIT_S) as client:
+        return await client.completions.create(
+            model="m", prompt=PROMPT, max_tokens=TOKENS, temperature=0, extra_body=more
+        )
+
+
 async def test_a_long_prompt_is_resumed_by_another_worker(valkey: Server, tmp_path: Path) -> None:
     checkpoint = make_checkpoint("llama", tmp_path / "model", max_position_embeddings=4096)
     flags = [f"--model={checkpoint}", "--dtype=float32", "--threads=1", "--kv-memory=64MiB", f"--chunk-size={CHUNK}"]
@@ -52,12 +67,13 @@ async def test_a_long_prompt_is_resumed_by_another_worker(valkey: Server, tmp_pa
         controls = [dict(pair.split("=") for pair in await line(worker, "listening"))["control"] for worker in workers]
         fleet = await stack.enter_async_context(Fleet(checkpoint, dtype="float32"))
         prefills = [SimpleNamespace(addresses=SimpleNamespace(control=control)) for control in controls]
-        client = await fleet.router(prefills, [await fleet.decode()])
-        asked = asyncio.create_task(client.complete(PROMPT, max_tokens=TOKENS, temperature=0, ignore_eos=True))
+        router = await fleet.start_router(prefills, [await fleet.decode()], http="127.0.0.1:0")
+        await serving(router.address)
+        asked = asyncio.create_task(complete(f"http://{router.http_address}/v1"))
         computed = await killed_when_it_holds(workers)
-        answer = await asked
-    assert answer.token_ids == greedy(load_reference(checkpoint), PROMPT, TOKENS).token_ids
+        answer = (await asked).model_dump()
+    assert answer["choices"][0]["token_ids"] == greedy(load_reference(checkpoint), PROMPT, TOKENS).token_ids
     assert HOLD <= computed < HOLD + CHUNK
     # All but the chunk whose save may have been under way, and the rest of its last block.
-    assert computed - CHUNK - PrefillConfig().block_size < answer.usage.cached.redis <= computed
-    assert answer.usage.cached_tokens == answer.usage.cached.redis
+    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert computed - CHUNK - PrefillConfig().block_size < cached <= computed
