@@ -21,6 +21,8 @@ TOKENS = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
 SEVERAL = SamplingParams(temperature=1.0, seed=7, max_tokens=12, ignore_eos=True, n=3)
 
+pytestmark = pytest.mark.timeout(60)
+
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path) -> list[tuple[list[int], list[int]]]:
