@@ -4,7 +4,7 @@ The model has Llama-3.1-8B's shape and random weights made on the device, so not
 shapes, not values. Prefill and decode are measured as by `baton bench engine`, with probes of the device between the
 runs. Before anything is measured the tests of tests/gpu must pass.
 
-    python -m bench.gpu [--device cuda] [--shape llama-8b] [--skip-tests]
+    python -m bench.gpu [--device cuda] [--shape llama-8b] [--rounds 5] [--skip-tests]
 """
 
 from __future__ import annotations
@@ -226,6 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--rounds", type=int, default=PLAN.rounds, help="runs of each measurement")
     parser.add_argument("--skip-tests", action="store_true")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -239,8 +240,9 @@ def main() -> None:
     with torch.cuda.device(device):
         probes = Probes(ModelShape.of(ModelConfig.from_dict(raw)), torch.bfloat16, device)
         about = {"gpu": gpu(device), "shape": arguments.shape}
+        plan = replace(PLAN, rounds=arguments.rounds)
         # Each part at once: whoever stops this keeps what is known.
-        results = Bench(raw, device, PLAN, probes).measure(lambda found: save("gpu", {**about, **found}))
+        results = Bench(raw, device, plan, probes).measure(lambda found: save("gpu", {**about, **found}))
     save("gpu", {**about, **results})
 
 

@@ -5,9 +5,10 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
-from baton.config.worker import MixedConfig
+from baton.config.worker import DecodeConfig, MixedConfig, PrefillConfig
 from baton.engine.contract import Engine
 from baton.engine.fake import FakeEngine
 from baton.pb import decode_pb2, decode_pb2_grpc, inference_pb2, prefill_pb2, prefill_pb2_grpc
@@ -15,7 +16,9 @@ from baton.request import RemoteExport, SamplingParams
 from baton.rpc.channel import control_channel
 from baton.rpc.convert import export_to_proto, sampling_to_proto
 from baton.worker.status import WIRE_VERSION
+from decode_svc.app import run as run_decode
 from mixed_svc.app import MixedApp, run
+from prefill_svc.app import run as run_prefill
 from tests.decode_rig import WAIT_S, SessionRouter, key
 from tests.decoding import digests
 
@@ -169,3 +172,44 @@ async def mixed(engine: Engine | None = None, **settings: Any) -> AsyncIterator[
         async with contextlib.AsyncExitStack() as connections:
             yield app, Workers(connections)
     assert app.engine.audit() == {}
+
+
+class Fleet:
+    """Workers of one checkpoint in float32."""
+
+    def __init__(self, checkpoint: Path, stack: contextlib.AsyncExitStack, **settings: Any) -> None:
+        """`settings` are those of all workers."""
+        self._stack = stack
+        self._settings: dict[str, Any] = {
+            "model": str(checkpoint),
+            "dtype": "float32",
+            "threads": 1,
+            "kv_memory": 16 << 20,
+            "cache_budget_s": 60.0,
+            **settings,
+        }
+        self.workers = Workers(stack)
+        self.engines: list[Any] = []
+
+    async def mixed(self, **settings: Any) -> Worker:
+        return await self._start(run(MixedConfig(**self._settings | settings)), decodes=True)
+
+    async def prefill(self, **settings: Any) -> Worker:
+        return await self._start(run_prefill(PrefillConfig(**self._settings | settings)), decodes=False)
+
+    async def decode(self, **settings: Any) -> Worker:
+        return await self._start(run_decode(DecodeConfig(**self._settings | settings)), decodes=True)
+
+    async def _start(self, running: Any, *, decodes: bool) -> Worker:
+        app = await self._stack.enter_async_context(running)
+        self.engines.append(app.engine)
+        return await self.workers.connect(app, decodes=decodes)
+
+
+@contextlib.asynccontextmanager
+async def fleet(checkpoint: Path, **settings: Any) -> AsyncIterator[Fleet]:
+    """Workers of one checkpoint; at the end no page may be held."""
+    async with contextlib.AsyncExitStack() as stack:
+        made = Fleet(checkpoint, stack, **settings)
+        yield made
+    assert [engine.audit() for engine in made.engines] == [{} for _ in made.engines]

@@ -16,10 +16,11 @@ import pytest
 from baton.engine import factory
 from baton.engine.core import EngineCore
 from baton.model.attention import flash_backend
+from baton.request import SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.contract.conftest import make_torch
-from tests.contract.engines import MIXED, Rig, copy_kv, generate, prefill, start, state, whole_kv
-from tests.engine_calls import found, prefill_chunk
+from tests.contract.engines import MIXED, Rig, advance, copy_kv, generate, move, prefill, start, state, whole_kv
+from tests.engine_calls import found, insert, prefill_chunk
 
 CONTRACT = ("test_engine", "test_engine_ahead", "test_engine_pages", "test_engine_prefix", "test_engine_spares")
 
@@ -47,6 +48,30 @@ def made_for_flash(tmp_path: Path, **sizes: Any) -> EngineCore:
     path = make_checkpoint("llama", tmp_path, head_dim=64)
     fitting = {"dtype": "bfloat16", "kv_dtype": "bfloat16", "page_size": 256, "pages": 24, "max_model_len": 1024}
     return make_torch(path, 1, device="cuda", **{**fitting, **sizes})
+
+
+@pytest.mark.parametrize("params", MIXED)
+def test_a_sequence_moves_from_a_cpu_to_cuda_and_back(checkpoint: Path, params: SamplingParams) -> None:
+    here, there = make_torch(checkpoint), make_torch(checkpoint, 1, device="cuda", page_size=32)
+    wanted = state([7 * position % 256 for position in range(45)], params)
+    expected = generate(here, wanted, 30)
+    source, (handle, outputs) = here, start(here, "a", wanted)
+    for target in (there, here):
+        for _ in range(8):
+            advance(source, [(handle, outputs)])
+        tokens = len(wanted.prompt_ids) + len(outputs)
+        home = target.reserve("a", tokens + 20)
+        move(source, handle, target, home, tokens - 1)
+        source.free(handle)
+        insert(target, home, replace(wanted, output_ids=tuple(outputs)))
+        source, handle = target, home
+    while len(outputs) < 30:
+        advance(source, [(handle, outputs)])
+    assert outputs == expected
+    source.free(handle)
+    for engine in (here, there):
+        engine.close()
+        assert engine.audit() == {}
 
 
 @flash

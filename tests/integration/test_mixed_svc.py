@@ -14,7 +14,6 @@ import grpc
 import pytest
 
 import mixed_svc.app
-from baton.config.worker import DecodeConfig, MixedConfig, PrefillConfig
 from baton.engine.fake import FakeEngine, expected_tokens
 from baton.errors import EngineError
 from baton.pb import decode_pb2, prefill_pb2
@@ -22,15 +21,13 @@ from baton.request import SamplingParams
 from baton.rpc.convert import export_to_proto, sampling_to_proto
 from baton.telemetry.metrics import TRANSFER_BYTES
 from baton.worker.status import WorkerRole
-from decode_svc.app import run as run_decode
-from mixed_svc.app import load_report, run
-from prefill_svc.app import run as run_prefill
+from mixed_svc.app import load_report
 from prefill_svc.prefix import PrefixLoader
 from tests.checkpoints import lively_prompt, load_reference, prompt_ids
 from tests.decode_rig import WAIT_S, key
 from tests.decoding import digests
 from tests.metrics import count
-from tests.mixed_rig import Request, Worker, Workers, mixed
+from tests.mixed_rig import Request, Worker, Workers, fleet, mixed
 from tests.prefill import fetch_all, read
 from tests.prefix_cache import MemoryPrefixCache
 
@@ -44,44 +41,6 @@ def expected(checkpoint: Path) -> list[tuple[list[int], list[int]]]:
     model = load_reference(checkpoint)
     found = [lively_prompt(model, length, TOKENS) for length in (3, 16, 33, 64, 130)]
     return [(prompt, reference.token_ids) for prompt, reference in found]
-
-
-class Fleet:
-    """Workers of one checkpoint in float32."""
-
-    def __init__(self, checkpoint: Path, stack: contextlib.AsyncExitStack) -> None:
-        self._stack = stack
-        self._settings: dict[str, Any] = {
-            "model": str(checkpoint),
-            "dtype": "float32",
-            "threads": 1,
-            "kv_memory": 16 << 20,
-            "cache_budget_s": 60.0,
-        }
-        self.workers = Workers(stack)
-        self.engines: list[Any] = []
-
-    async def mixed(self, **settings: Any) -> Worker:
-        return await self._start(run(MixedConfig(**self._settings | settings)), decodes=True)
-
-    async def prefill(self, **settings: Any) -> Worker:
-        return await self._start(run_prefill(PrefillConfig(**self._settings | settings)), decodes=False)
-
-    async def decode(self, **settings: Any) -> Worker:
-        return await self._start(run_decode(DecodeConfig(**self._settings | settings)), decodes=True)
-
-    async def _start(self, running: Any, *, decodes: bool) -> Worker:
-        app = await self._stack.enter_async_context(running)
-        self.engines.append(app.engine)
-        return await self.workers.connect(app, decodes=decodes)
-
-
-@contextlib.asynccontextmanager
-async def fleet(checkpoint: Path) -> AsyncIterator[Fleet]:
-    async with contextlib.AsyncExitStack() as stack:
-        made = Fleet(checkpoint, stack)
-        yield made
-    assert [engine.audit() for engine in made.engines] == [{} for _ in made.engines]
 
 
 def watch_passes(engine: Any, gate: threading.Event) -> list[tuple[int, int]]:

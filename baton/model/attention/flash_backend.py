@@ -86,7 +86,7 @@ class FlashAttention:
                 cache_seqlens=batch.context_lens_tensor,
                 block_table=batch.page_tables,
                 causal=True,
-                window_size=causal_window(window),
+                window_size=causal_window(window, step=True),
             )[:, 0]
         return self._kernels.varlen(
             q,
@@ -123,8 +123,15 @@ class FlashAttention:
         return out.float(), lse.transpose(0, 1)
 
 
-def causal_window(window: int | None) -> tuple[int, int]:
-    """FlashAttention's limits for causal attention: keys before the query and after it, -1 for all."""
+def causal_window(window: int | None, *, step: bool = False) -> tuple[int, int]:
+    """FlashAttention's limits for causal attention: keys before the query and after it, -1 for all.
+
+    In a `step` the only query of a sequence is its last token, so without a window it needs no limits. With limits the
+    kernels would read K and V for each query head, not once for all heads that share them, and torch's would not split
+    a context over the device.
+    """
+    if step and window is None:
+        return -1, -1
     return (-1 if window is None else window - 1), 0
 
 

@@ -61,8 +61,7 @@ class VarlenAttention:
     def attend(self, kv: KvCache, layer: int, q: Tensor, batch: AttentionBatch, window: int | None) -> Tensor:
         k, v = (kv.read(part, layer, batch.context_slots).to(q.dtype) for part in (KEYS, VALUES))
         lengths = batch.cu_query_lens, batch.cu_context_lens, max(batch.query_lens), max(batch.context_lens)
-        # A step's token sees all keys: without limits, the kernels split a context over the device.
-        limits = (-1, -1) if window is None and batch.is_step else causal_window(window)
+        limits = causal_window(window, step=batch.is_step)
         attended: Tensor = self._kernel(q, k, v, *lengths, window_size=limits)
         return attended
 

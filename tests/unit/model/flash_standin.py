@@ -42,7 +42,9 @@ def flash_attn_with_kvcache(
     """
     assert causal
     assert cache_seqlens.dtype == block_table.dtype == torch.int32
-    group, window = q.shape[2] // k_cache.shape[2], _window(window_size)
+    # Only without limits does the real one read K and V once for all heads of a group.
+    assert window_size == (-1, -1) or window_size[0] >= 0
+    group, window = q.shape[2] // k_cache.shape[2], None if window_size == (-1, -1) else _window(window_size)
     k, v = (
         part[block_table.long()].flatten(1, 2).float().repeat_interleave(group, dim=2).transpose(1, 2)
         for part in (k_cache, v_cache)
