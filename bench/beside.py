@@ -23,14 +23,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from baton.bench.load.targets import Endpoint
 from baton.bench.machine import stolen_s
 from bench.common import save
+from bench.load import HTTP, MODEL
 from bench.peers.interference import InterferenceLoad, figures, watched
 from bench.up import up
 
 BAR, STREAMS, CONTEXT, TOGETHER = 1.3, 4, 128, 16384
-SETTINGS: dict[str, Any] = {"dtype": "bfloat16", "kv_memory": "2GiB"}
+SETTINGS: dict[str, Any] = {"dtype": "bfloat16", "kv_memory": "2GiB", "http": HTTP, "served_model_name": MODEL}
 _ROOM = 8192
 _ALONE = InterferenceLoad(streams=STREAMS, context=CONTEXT, alone_s=20.0, prompts=1, tokens=CONTEXT)
 
@@ -57,7 +57,7 @@ def watch(arguments: Sequence[str], model: Path, longest: int, loads: Sequence[I
     with up(arguments, model=model, max_model_len=longest, **SETTINGS) as router:
         for load in loads:
             stolen, began = stolen_s(), time.monotonic()
-            gaps = asyncio.run(watched(Endpoint(f"grpc://{router.grpc}"), load))
+            gaps = asyncio.run(watched(f"http://{router.http}", load))
             about = {"seconds": round(time.monotonic() - began, 1), "stolen_s": round(stolen_s() - stolen, 2)}
             found.append({**figures(gaps), **about})
             print(f"{load.tokens}: {found[-1]}", flush=True)

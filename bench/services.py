@@ -2,7 +2,7 @@
 
     with Services(model=directory, redis=url) as services:
         prefill, decode = services.worker("prefill"), services.worker("decode", slots=8)
-        router = services.router([prefill], [decode])
+        router = services.router([prefill], [decode]).grpc
 
 Settings become flags. All processes end with the block, and with this process.
 """
@@ -19,6 +19,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.children import Child, child
+from bench.up import Router
 
 SECRET = "a secret of the bench"
 READY_S = STOP_S = 60.0
@@ -59,14 +60,14 @@ class Services:
         where = self._start(role, flags)
         return Worker(where["control"], where["ops"])
 
-    def router(self, prefill: Sequence[Worker], decode: Sequence[Worker], **settings: Any) -> str:
-        """Start a router for these workers and wait until it serves; returns its address."""
+    def router(self, prefill: Sequence[Worker], decode: Sequence[Worker], **settings: Any) -> Router:
+        """Start a router for these workers and wait until it serves."""
         workers = {role: [each.control for each in them] for role, them in (("prefill", prefill), ("decode", decode))}
         places = {role: ",".join(addresses) for role, addresses in workers.items()}
         flags = _flags({"model": self._model, **places, **settings})
         where = self._start("router", flags)
         wait_until_serving(where["grpc"])
-        return where["grpc"]
+        return Router(where["grpc"], where["ops"], where.get("http", ""))
 
     def _start(self, name: str, flags: Sequence[str]) -> dict[str, str]:
         module = ["bench.holds", name] if self._watched else [_MODULES[name]]

@@ -176,7 +176,7 @@ async def measure(model: str, tokens: int, rounds: int) -> dict[str, Any]:
         with Services(model=model, watched=True, redis=redis, **common) as services, child(command) as beside:
             prefill = services.worker("prefill")
             decode = services.worker("decode", slots=STREAMS)
-            address = services.router([prefill], [decode])
+            address = services.router([prefill], [decode]).grpc
             async with AsyncClient(address) as client:
                 requests = Requests(client, tokens)
                 for kind in [*KINDS] * rounds:

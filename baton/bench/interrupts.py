@@ -38,11 +38,6 @@ def at_interrupt(act: Callable[[], object]) -> Iterator[None]:
             signal.signal(each, signal.SIG_DFL if handler is None else handler)
 
 
-def interrupt() -> None:
-    """Raise KeyboardInterrupt, for measurements that handle Ctrl-C in no other way."""
-    raise KeyboardInterrupt
-
-
 def last_report(reports: Generator[dict[str, Any], None, None]) -> dict[str, Any] | None:
     """The last of the reports of a measurement; each contains all results that are complete so far.
 

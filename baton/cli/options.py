@@ -115,19 +115,14 @@ class Seconds(click.ParamType[float]):
 
 
 class ReportFile(click.Path):
-    """A file that a command writes at its end. If it can't be written, the command fails before it begins.
+    """A file that a command writes at its end. If it can't be written, the command fails before it begins."""
 
-    With `dash`, "-" means standard output.
-    """
-
-    def __init__(self, *, dash: bool = False) -> None:
-        super().__init__(path_type=Path, dir_okay=False, writable=True, allow_dash=dash)
+    def __init__(self) -> None:
+        super().__init__(path_type=Path, dir_okay=False, writable=True)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """The path, in a folder that is there."""
         file = Path(os.fsdecode(super().convert(value, param, ctx)))
-        if self.allow_dash and file == Path("-"):
-            return file
         if not os.access(file.parent, os.W_OK | os.X_OK):
             self.fail(
                 f"{str(file)!r} can't be written: its folder must exist, and you must be allowed to write to it",

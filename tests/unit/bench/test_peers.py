@@ -9,7 +9,7 @@ from baton.planner.shape import ModelShape
 from bench import passes
 from bench.children import ChildFailed
 from bench.peers import fleet, rates, report
-from bench.peers.processes import Absent
+from bench.peers.processes import Absent, PeerPaths
 
 SHAPE = ModelShape(64, 112, 4, 2, 16, 264, (None, None))
 
@@ -92,10 +92,14 @@ def test_a_peer_that_fails_is_told_and_compared_in_its_other_rounds() -> None:
 
 
 def served(rate: float, ttft: float, itl: float, finished: int = 10, stolen: float = 0.0) -> dict[str, Any]:
-    requests = {"sent": 10, "finished": finished}
-    times = {"ttft_ms": {"p50": ttft / 2, "p99": ttft}, "itl_ms": {"p50": itl / 2, "p99": itl}}
-    report = {"output_tokens_per_s": rate, "requests_per_s": rate / 64, "requests": requests, **times}
-    return {**fleet.figures(report), "stolen": stolen}
+    return {**fleet.figures(result(rate, ttft, itl, finished)), "stolen": stolen}
+
+
+def result(rate: float, ttft: float, itl: float, finished: int = 10) -> dict[str, Any]:
+    """A result of `vllm bench serve`."""
+    halves = {"p50_ttft_ms": ttft / 2, "p50_itl_ms": itl / 2, "p50_tpot_ms": itl}
+    times = {"p99_ttft_ms": ttft, "p99_itl_ms": itl, "p99_tpot_ms": 2 * itl, **halves}
+    return {"output_throughput": rate, "request_throughput": rate / 64, "failed": 10 - finished, **times}
 
 
 def rounds_of(mixed: list[Any], vllm: list[Any], ceiling: list[float]) -> dict[str, Any]:
@@ -134,17 +138,14 @@ def test_disturbed_turns_are_left_out_but_kept_in_the_file() -> None:
 def test_a_disturbed_turn_is_measured_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
 
-    def load(url: str, asked: fleet.ServerLoad, seed: int, *_: Any) -> dict[str, Any]:
+    def load(paths: PeerPaths, base: str, asked: fleet.ServerLoad, seed: int, *_: Any) -> dict[str, Any]:
         seeds.append(seed)
-        times = {"ttft_ms": {"p50": 1, "p99": 1}, "itl_ms": {"p50": 1, "p99": 1}}
-        done = {"sent": 1, "finished": 1}
-        return {"output_tokens_per_s": 1, "requests_per_s": 1, "requests": done, **times}
+        return result(1, 1, 1)
 
     stolen = iter([0.0, 1e9, 0.0, 0.0])
     monkeypatch.setattr(fleet, "load", load)
     monkeypatch.setattr(fleet, "stolen_s", lambda: next(stolen))
-    targets = {"mixed": {"url": "grpc://x:1", "model": ""}}
-    servers = fleet.Servers(targets, Absent("no engine"), lambda _: None)
+    servers = fleet.Servers(PATHS, {"mixed": {"url": "http://x:1"}}, Absent("no engine"), lambda _: None)
     found = servers.measure(fleet.LOADS["c8"], 0, None)
     assert len(set(seeds)) == 2
     assert not fleet.is_disturbed(found["mixed"])
@@ -154,7 +155,7 @@ def test_a_disturbed_turn_is_measured_again_once(monkeypatch: pytest.MonkeyPatch
 def test_an_open_loop_follows_the_slower_server_of_the_closed_one() -> None:
     rounds = rounds_of([served(90, 10, 5)], [served(64, 20, 50)], [100.0])
     assert fleet.capacity(rounds) == 1.0
-    assert fleet.LOADS["open"].arguments(0.8)[:2] == ["--rate", "0.8"]
+    assert fleet.LOADS["open"].arguments(0.8)[0] == "--request-rate=0.8"
     with pytest.raises(ValueError, match="the open loop needs the rate of c32"):
         fleet.capacity({})
 
@@ -167,7 +168,7 @@ def test_rounds_are_added_to_those_that_are_known(monkeypatch: pytest.MonkeyPatc
         return {"mixed": served(90, 10, 5), "vllm": served(60, 10, 5), "ceiling": {"error": "none"}}
 
     monkeypatch.setattr(fleet.Servers, "measure", measured)
-    servers = fleet.Servers({}, Absent("none"), lambda _: None)
+    servers = fleet.Servers(PATHS, {}, Absent("none"), lambda _: None)
     loads = {"c8": fleet.LOADS["c8"]}
     *_, (_, first) = fleet.measure(servers, loads, 2, {}, lambda _: None)
     *_, (name, second) = fleet.measure(servers, loads, 1, {"c8": first}, lambda _: None)
@@ -191,5 +192,6 @@ def test_the_best_rate_of_a_mixed_worker_follows_from_its_passes() -> None:
     assert rates[0] < rates[1]
 
 
+PATHS = PeerPaths.of({})
 MACHINE = {"processor": "a processor", "cores": 2, "memory_gib": 24}
 ABOUT = {"machine": MACHINE, "commit": "abc", "command": "python -m bench.peers"}

@@ -1,4 +1,7 @@
-"""`baton bench engine`: the speed of an engine, compared with the machine's bandwidth and arithmetic."""
+"""`baton bench engine`: the speed of an engine, compared with the machine's bandwidth and arithmetic.
+
+The measurement is in `baton.bench`, and is imported when the command runs.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,24 @@ _BAND = 0.15
 """Error of a prediction, as a part of the measured time, up to which it counts as right."""
 
 
-@click.command()
+class _BenchGroup(click.Group):
+    """Commands that exit with the status of an interrupt if Ctrl-C comes before the first result."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            sys.exit(INTERRUPTED)
+
+
+@click.group(cls=_BenchGroup)
+def bench() -> None:
+    """Measure engines."""
+
+
+@bench.command()
 @click.argument("model")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @click.option(
