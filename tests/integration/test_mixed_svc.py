@@ -368,6 +368,19 @@ async def test_a_second_call_for_a_prompt_in_place_is_refused_and_ends_nothing()
         assert (await second.answer()).tokens == [expected_tokens(PROMPT, 200)]
 
 
+async def test_a_second_start_with_the_same_transfer_fails_alone() -> None:
+    async with mixing() as (engine, _, worker, _, second):
+        assert (await worker.session.reserve("late", len(PROMPT), 4)).granted
+        source = export_to_proto(worker.export(f"{second.name}/0/t"))
+        await worker.session.say(start=decode_pb2.Start(key=key("late"), source=source))
+        await worker.session.until(lambda: "late" in worker.session.failures)
+        failure = worker.session.failures.pop("late")
+        assert failure.kind == decode_pb2.AttemptFailure.KIND_TRANSFER
+        assert "was offered before" in failure.message
+        engine.gate.set()
+        assert (await second.answer()).tokens == [expected_tokens(PROMPT, 200)]
+
+
 async def test_a_drain_waits_for_the_blocks_of_a_prompt_whose_attempt_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
