@@ -490,6 +490,11 @@ class DecodeWorker:
         await self.write_backs.wait_finished()
         await self._cache.flush()
 
+    def cut_short(self, grace_s: float) -> None:
+        """End the attempts that are left after a drain of `grace_s` seconds, so that routers move their sequences."""
+        _log.info("drained: %d sequences moved after %g s", self.attempts.held_sequences, grace_s)
+        self.fail_all(FailureKind.DRAINING, f"the worker stops; {grace_s:g} s were given to finish")
+
     def fail_all(self, kind: FailureKind, message: str) -> None:
         """End all attempts with a failure."""
         for attempt in self.attempts:

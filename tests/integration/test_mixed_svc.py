@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import random
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -13,10 +14,10 @@ from typing import Any
 import grpc
 import pytest
 
-import mixed_svc.app
+import baton.worker.start
 from baton.config.worker import DecodeConfig, MixedConfig, PrefillConfig
 from baton.engine.fake import FakeEngine, expected_tokens
-from baton.errors import EngineError
+from baton.errors import ConfigError, EngineError
 from baton.pb import decode_pb2, prefill_pb2
 from baton.request import SamplingParams
 from baton.rpc.convert import export_to_proto, sampling_to_proto
@@ -300,6 +301,19 @@ async def test_stopping_in_a_mixed_pass_leaves_nothing() -> None:
         asyncio.get_running_loop().call_later(0.1, engine.gate.set)
 
 
+async def test_a_listener_that_can_t_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may take a port while the model loads."""
+    monkeypatch.setattr(baton.worker.start, "check_addresses", lambda _: None)
+    before = asyncio.all_tasks()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"control: {address} is already in use"):
+            async with run(MixedConfig(control=address), engine=FakeEngine()):
+                pytest.fail("it has started")
+    assert asyncio.all_tasks() == before
+    assert not any(thread.name.startswith("mixed-engine") for thread in threading.enumerate())
+
+
 async def test_a_drain_lets_both_kinds_end(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     async with mixing() as (engine, _, worker, first, second):
@@ -385,7 +399,7 @@ async def test_a_drain_waits_for_the_blocks_of_a_prompt_whose_attempt_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cache, copy = MemoryPrefixCache(), asyncio.Event()
-    monkeypatch.setattr(mixed_svc.app, "open_worker_cache", lambda *_, **__: cache)
+    monkeypatch.setattr(baton.worker.start, "open_worker_cache", lambda *_, **__: cache)
     find = PrefixLoader.unsaved_digests
 
     async def slowly(self: PrefixLoader, job: Any) -> Sequence[bytes]:
@@ -487,7 +501,7 @@ async def test_the_blocks_of_a_prompt_in_place_go_to_the_cache_and_are_loaded_fr
 ) -> None:
     fetch_all(monkeypatch)
     cache = MemoryPrefixCache()
-    monkeypatch.setattr(mixed_svc.app, "open_worker_cache", lambda *_, **__: cache)
+    monkeypatch.setattr(baton.worker.start, "open_worker_cache", lambda *_, **__: cache)
     async with mixed() as (app, workers):
         worker = await workers.connect(app)
         first = await workers.complete(worker, worker, PROMPT, GREEDY)
