@@ -287,6 +287,7 @@ class WorkerApp:
     ) -> None:
         """`drain_s` is the longest duration of a drain in seconds. A fault of the engine fails all services."""
         self.addresses = addresses
+        self.config = runtime.config
         self.cache = runtime.cache
         self.status = runtime.status
         self.engine = runtime.engine
