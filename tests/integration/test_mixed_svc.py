@@ -24,6 +24,7 @@ from baton.rpc.convert import export_to_proto, sampling_to_proto
 from baton.telemetry.metrics import TRANSFER_BYTES
 from baton.worker.status import WorkerRole
 from decode_svc.app import run as run_decode
+from mixed_svc import passes
 from mixed_svc.app import load_report, run
 from prefill_svc.app import run as run_prefill
 from prefill_svc.prefix import PrefixLoader
@@ -294,6 +295,52 @@ async def test_a_mixed_pass_that_fails_fails_both_kinds_and_the_worker_goes_on()
         await until_free(engine)
         answer = await workers.complete(worker, worker, PROMPT, GREEDY)
         assert answer.tokens == [expected_tokens(PROMPT, TOKENS)]
+
+
+class Poisoned(FakeEngine):
+    """A fake engine with NaN in the KV of the first token of `poisoned` requests, in passes with chunks and steps."""
+
+    def __init__(self) -> None:
+        super().__init__(page_size=4, pages=512, slots=4, step_time=0.001)
+        self.poisoned: set[str] = set()
+        self.mixed = threading.Event()
+
+    def launch(self, chunks: Any = (), **more: Any) -> Any:
+        handles = [each.handle for each in (*self.batch, *chunks)]
+        poisoned = [handle for handle in handles if handle.owner in self.poisoned]
+        if len(poisoned) == len(self.poisoned) and all(chunk.start for chunk in chunks):
+            for handle in poisoned:
+                self.memory.put(handle.pages, 0, b"\xff" * self.spec.kv_format.token_bytes)
+            if chunks:
+                self.mixed.set()
+        return super().launch(chunks, **more)
+
+
+async def test_nan_in_a_chunk_and_in_a_step_of_one_pass_fails_both_alone_and_leaves_no_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(passes, "CHUNK_S", 0.0)
+    engine = Poisoned()
+    async with mixed(engine, chunk_size=4) as (app, workers):
+        worker = await workers.connect(app)
+        prompts = {"good": [3, 1, 4], "step": [(3 * i) % 1000 for i in range(40)], "chunk": PROMPT}
+        good = await workers.ask(worker, worker, prompts["good"], LONG)
+        step = await workers.ask(worker, worker, prompts["step"], LONG)
+        for each in (good, step):
+            await worker.session.until(lambda each=each: len(worker.session.tokens[each.name, 0]) > 1)  # type: ignore[misc]
+        assert engine.match_prefix(digests(engine, prompts["step"])) == 32
+        chunk = await workers.ask(worker, worker, prompts["chunk"], LONG)
+        engine.poisoned = {f"{step.name}/0", f"{chunk.name}/0"}
+        await worker.session.until(lambda: {step.name, chunk.name} <= set(worker.session.failures))
+        with pytest.raises(grpc.aio.AioRpcError, match="logits are not finite") as caught:
+            await asyncio.wait_for(chunk.reading, WAIT_S)
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert engine.mixed.is_set()
+        kinds = [worker.session.failures.pop(each.name).kind for each in (step, chunk)]
+        assert kinds == [decode_pb2.AttemptFailure.KIND_ENGINE, decode_pb2.AttemptFailure.KIND_TRANSFER]
+        assert (await good.answer()).tokens == [expected_tokens(prompts["good"], 200)]
+        await until_free(engine)
+        assert [engine.match_prefix(digests(engine, prompts[name])) for name in ("step", "chunk")] == [0, 0]
 
 
 async def test_stopping_in_a_mixed_pass_leaves_nothing() -> None:
