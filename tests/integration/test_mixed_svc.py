@@ -212,10 +212,10 @@ PROMPT = [(7 * i) % 1000 for i in range(60)]
 
 
 @contextlib.asynccontextmanager
-async def mixing() -> AsyncIterator[tuple[Gated, Workers, Worker, Request, Request]]:
+async def mixing(**settings: Any) -> AsyncIterator[tuple[Gated, Workers, Worker, Request, Request]]:
     """A worker in a pass with a step of one request and a chunk of another; the gate opens at the end."""
     engine = Gated()
-    async with mixed(engine, chunk_size=8) as (app, workers):
+    async with mixed(engine, chunk_size=8, **settings) as (app, workers):
         worker = await workers.connect(app)
         first = await workers.ask(worker, worker, [5, 7], LONG)
         await worker.session.until(lambda: len(worker.session.tokens[first.name, 0]) > 1)
@@ -295,6 +295,20 @@ async def test_a_mixed_pass_that_fails_fails_both_kinds_and_the_worker_goes_on()
         await until_free(engine)
         answer = await workers.complete(worker, worker, PROMPT, GREEDY)
         assert answer.tokens == [expected_tokens(PROMPT, TOKENS)]
+
+
+async def test_a_mixed_pass_that_never_ends_fails_both_services_and_tells_routers() -> None:
+    async with mixing(stall_s=0.1) as (_, _, worker, first, second):
+        async with asyncio.timeout(WAIT_S):
+            for service in (worker.app.decode, worker.app.prefill):
+                with pytest.raises(EngineError, match="it hangs"):
+                    await asyncio.shield(service.failed)
+        await worker.session.until(lambda: {first.name, second.name} <= set(worker.session.failures))
+        kinds = [worker.session.failures.pop(each.name).kind for each in (first, second)]
+        assert kinds == [decode_pb2.AttemptFailure.KIND_ENGINE] * 2
+        with pytest.raises(grpc.aio.AioRpcError, match="it hangs"):
+            await asyncio.wait_for(read(worker.prefill.Prefill(prefill_request("x", range(9)))), WAIT_S)
+        assert "failed" in (await worker.session.reserve("late", 4, 4)).reason
 
 
 class Poisoned(FakeEngine):
