@@ -49,7 +49,7 @@ from baton.telemetry.logs import about
 from baton.transfer.export import ExportRegistry
 from baton.transfer.fetcher import ExportFetcher
 from baton.worker.health import Watchdog, WorkerAudit
-from baton.worker.in_place import InPlaceTransfers, Offer
+from baton.worker.in_place import Computed, InPlaceTransfers, Offer
 from baton.worker.prefix_cache import BlockCopier, CacheAdmin
 from baton.worker.status import WorkerIdentity, WorkerLoad
 from decode_svc.admission import Admission, Progress, SlotForecast
@@ -230,11 +230,24 @@ class DecodeWorker:
         self.attempts.start(attempt, self._loop.time(), limit_s, start.deadline_s)
         if start.prefix_transfer_id:
             self._export_prefix(attempt, start.prefix_transfer_id)
-        if self._in_place is not None and start.source.incarnation == self._identity.incarnation:
-            attempt.in_place_transfer_id = start.source.transfer_id
-        transfer = self._fetch_and_commit(attempt, start.source)
+        try:
+            computing = self._offer_pages(attempt, start.source)
+        except BatonError as error:
+            self._fail(attempt, FailureKind.of(error), str(error))
+            return
+        transfer = self._fetch_and_commit(attempt, start.source, computing)
         self._transfers[attempt] = asyncio.create_task(transfer, name=f"fetch {start.key}")
         self.resume_waiting()
+
+    def _offer_pages(self, attempt: DecodeAttempt, source: RemoteExport) -> asyncio.Future[Computed] | None:
+        """Offer the attempt's pages to the prompt that is computed in place; None if its KV comes from elsewhere."""
+        if self._in_place is None or source.incarnation != self._identity.incarnation:
+            return None
+        pinned = attempt.reservation.pinnable_digests[: self.attempts.pinned_blocks(attempt)]
+        offer = Offer(attempt.handle, attempt.reservation.context_tokens, pinned[-1] if pinned else b"")
+        computing = self._in_place.offer(source.transfer_id, offer)
+        attempt.in_place_transfer_id = source.transfer_id
+        return computing
 
     def _export_prefix(self, attempt: DecodeAttempt, transfer_id: str) -> None:
         """Export the attempt's pinned blocks to prefill. If this fails, prefill computes them.
@@ -260,17 +273,17 @@ class DecodeWorker:
         if attempt.prefix_transfer_id:
             self._exports.release(attempt.prefix_transfer_id, self._exports.incarnation, "ended with its attempt")
 
-    async def _fetch_and_commit(self, attempt: DecodeAttempt, source: RemoteExport) -> None:
+    async def _fetch_and_commit(
+        self, attempt: DecodeAttempt, source: RemoteExport, computing: asyncio.Future[Computed] | None
+    ) -> None:
         """Fetch an attempt's KV, except the pinned blocks, and commit it. A failure ends the attempt.
 
-        A prompt in place is computed in the attempt's own pages, so nothing is fetched.
+        If its prompt is computed in its own pages, this waits for `computing`, and fetches nothing.
         """
         started, digests = self._loop.time(), None
         try:
-            if self._in_place is not None and attempt.in_place_transfer_id:
-                pinned = attempt.reservation.pinnable_digests[: self.attempts.pinned_blocks(attempt)]
-                offer = Offer(attempt.handle, attempt.reservation.context_tokens, pinned[-1] if pinned else b"")
-                computed = await self._in_place.receive(source.transfer_id, offer)
+            if computing is not None:
+                computed = await computing
                 handoff, digests, fetch_ms = computed.handoff, computed.digests or None, 0.0
             else:
                 handoff = await self._fetch(attempt, source)
@@ -476,6 +489,11 @@ class DecodeWorker:
         await self._idle.wait()
         await self.write_backs.wait_finished()
         await self._cache.flush()
+
+    def cut_short(self, grace_s: float) -> None:
+        """End the attempts that are left after a drain of `grace_s` seconds, so that routers move their sequences."""
+        _log.info("drained: %d sequences moved after %g s", self.attempts.held_sequences, grace_s)
+        self.fail_all(FailureKind.DRAINING, f"the worker stops; {grace_s:g} s were given to finish")
 
     def fail_all(self, kind: FailureKind, message: str) -> None:
         """End all attempts with a failure."""

@@ -154,6 +154,10 @@ class MixedPasses:
             self.on_pass(rows, seconds)
         return ended
 
+    def is_in_pass(self, prompt: _Prompt) -> bool:
+        """Whether a chunk of a prompt is not read yet; called on the engine thread."""
+        return prompt in self._in_flight.values()
+
     def _active(self) -> list[_Prompt]:
         """The prompts that need more chunks, in order; those that may not go on fail."""
         active, failed = list[_Prompt](), list[_Row]()
@@ -238,8 +242,10 @@ class PackedChunks:
         except asyncio.CancelledError:
             del self._prompts[job.scheduled]
             self._publish()
-            # Its pages may be in a pass, whose tokens count. If the loop has ended, nothing is in a pass.
-            await wait_to_end(self.run(lambda: None))
+            await self._wait_out(prompt)
+            if isinstance(prompt.outcome, Exception) and prompt.outcome is not job.error:
+                # Its KV may be wrong, which counts more than the end of the job.
+                raise prompt.outcome from None
             raise
         if prompt.outcome is None:
             return ChunkResult()
@@ -247,6 +253,15 @@ class PackedChunks:
         if isinstance(prompt.outcome, ChunkResult):
             return prompt.outcome
         raise prompt.outcome
+
+    async def _wait_out(self, prompt: _Prompt) -> None:
+        """Wait until no pass has a chunk of a prompt: its pages are in use until then, and its tokens count."""
+        in_pass = True
+        while in_pass:
+            looking = self.run(lambda: self._passes.is_in_pass(prompt))
+            await wait_to_end(looking)
+            # If the loop has ended, nothing is in a pass.
+            in_pass = not looking.cancelled() and looking.result()
 
     def _on_pass(self, rows: Sequence[_Row], seconds: float) -> None:
         """Count what a pass has computed, and tell the jobs; called on the asyncio loop."""

@@ -2,70 +2,42 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from functools import partial
 
 import grpc
 
 from baton.config.worker import PrefillConfig
 from baton.engine.contract import Engine
-from baton.kv.prefix.contract import PrefixCache
 from baton.pb import prefill_pb2, prefill_pb2_grpc
-from baton.transfer.export import ExportRegistry
-from baton.transfer.transport import SERVICE as KV_SERVICE
-from baton.transfer.transport import KvServicer
-from baton.worker.health import Watchdog, WorkerAudit
-from baton.worker.prefix_cache import CacheAdmin, open_worker_cache
-from baton.worker.start import Service, WorkerAddresses, serve_listeners, start_runtime
-from baton.worker.status import PrefixChangeFeed, StatusHub, WorkerRole
+from baton.worker.health import WorkerAudit
+from baton.worker.start import Service, WorkerAddresses, WorkerApp, WorkerRuntime, start_runtime
+from baton.worker.status import WorkerRole
 from prefill_svc.prefix import PeerFetcher, PrefixBackends
 from prefill_svc.servicer import PrefillServicer
 from prefill_svc.worker import ChunkRunner, PrefillWorker
 
-_log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class PrefillApp:
+class PrefillApp(WorkerApp):
     """A running prefill worker."""
 
-    addresses: WorkerAddresses
-    worker: PrefillWorker
-    servicer: PrefillServicer
-    cache: PrefixCache
-    status: StatusHub
-    engine: Engine
-    config: PrefillConfig
+    def __init__(
+        self,
+        runtime: WorkerRuntime,
+        addresses: WorkerAddresses,
+        drain_s: float,
+        worker: PrefillWorker,
+        servicer: PrefillServicer,
+    ) -> None:
+        super().__init__(runtime, addresses, drain_s, [worker])
+        self.worker = worker
+        self._servicer = servicer
 
-    @property
-    def listening(self) -> str:
-        """The addresses of its listeners."""
-        return str(self.addresses)
-
-    @property
-    def failed(self) -> asyncio.Future[None]:
-        """Gets an exception when the engine can't go on."""
-        return self.worker.failed
-
-    async def drain(self) -> None:
-        """Serve until the routers have left, and jobs, their answers and fetches of KV have ended.
-
-        It takes at most `drain_s` seconds. Routers send no new requests once they have read that the worker drains.
-        """
-        self.status.drain()
-        try:
-            async with asyncio.timeout(self.config.drain_s):
-                await self.status.wait_unwatched()
-                self.worker.refuse()
-                await self.worker.wait_finished()
-                await self.servicer.wait_sent()
-            _log.info("drained")
-        except TimeoutError:
-            _log.warning("the drain is cut short after %g s", self.config.drain_s)
+    async def wait_finished(self) -> None:
+        """As in WorkerApp; answers are sent too."""
+        await super().wait_finished()
+        await self._servicer.wait_sent()
 
 
 def prefill_service(servicer: PrefillServicer) -> Service:
@@ -84,48 +56,32 @@ async def run(config: PrefillConfig, *, engine: Engine | None = None) -> AsyncIt
     An engine that is passed in is not closed; all its pages are free at the end. Raises ConfigError and ModelError.
     """
     async with contextlib.AsyncExitStack() as stack:
-        base = await stack.enter_async_context(start_runtime(config, WorkerRole.PREFILL, engine=engine))
-        spec, incarnation = base.engine.spec, base.identity.incarnation
-        cache = open_worker_cache(config, spec.kv_format, cache_memory=config.cache_memory)
-        stack.push_async_callback(cache.close)
-        await cache.check()
-        exports = ExportRegistry(base.engine, incarnation, lease_s=config.lease_s, shards=base.identity.shards)
+        base = await stack.enter_async_context(
+            start_runtime(
+                config,
+                WorkerRole.PREFILL,
+                lambda: worker.load_report(),
+                engine=engine,
+                cache_memory=config.cache_memory,
+                lease_s=config.lease_s,
+            )
+        )
         peers = PeerFetcher(base.engine, base.tls, base.identity.consumer, config.cache_budget_s)
-        watchdog = Watchdog(work_counter=base.engine.work_counter)
-        prefix_changes = PrefixChangeFeed(base.engine, cache, lambda: status.notify())
-        stack.callback(prefix_changes.close)
-        status = StatusHub(base.identity, lambda: worker.load_report(), prefix_changes)
-        backends = PrefixBackends(cache, CacheAdmin(base.engine, cache), peers)
         worker = PrefillWorker(
             config,
             base.engine,
             base.identity,
-            exports,
-            backends,
+            base.exports,
+            PrefixBackends(base.cache, base.cache_admin, peers),
             WorkerAudit(base.identity, base.engine),
-            watchdog,
-            status.notify,
-            partial(ChunkRunner, base.engine, base.thread, watchdog),
+            base.watchdog,
+            base.status.notify,
+            partial(ChunkRunner, base.engine, base.thread, base.watchdog),
         )
+        worker.start()
         stack.push_async_callback(worker.close)
-        servicer = PrefillServicer(worker, spec)
-
+        servicer = PrefillServicer(worker, base.engine.spec)
         addresses = await stack.enter_async_context(
-            serve_listeners(
-                config,
-                status,
-                watchdog,
-                base.probes,
-                control=[prefill_service(servicer)],
-                kv=Service(KV_SERVICE, KvServicer(exports, base.tickets).add_to_server),
-                tls=base.tls,
-                tickets=base.tickets,
-                ledger=worker.ledger,
-                cache=backends.cache_admin.list_tiers,
-                clear=backends.cache_admin.clear,
-                fail=worker.fail_engine,
-                watch_failure=base.engine.watch_failure,
-                measure=worker.set_gauges,
-            )
+            base.serve([prefill_service(servicer)], worker.ledger, worker.fail_engine, worker.set_gauges)
         )
-        yield PrefillApp(addresses, worker, servicer, cache, status, base.engine, config)
+        yield PrefillApp(base, addresses, config.drain_s, worker, servicer)

@@ -141,7 +141,10 @@ class PrefillWorker:
         self._next_allocation = self._loop.call_soon(self._allocate_pages)
         self._audit = audit
         audit.add(self)
-        audit.start()
+
+    def start(self) -> None:
+        """Audit whenever the worker is idle."""
+        self._audit.start()
 
     def submit(self, request: PrefillRequest) -> PrefillJob:
         """Accept a request.
@@ -245,6 +248,10 @@ class PrefillWorker:
         while tasks := [job.serve_task for job in self._live_jobs if job.serve_task is not None]:
             await asyncio.wait(tasks)
         await self._backends.cache.flush()
+
+    def cut_short(self, grace_s: float) -> None:
+        """Log that a drain of `grace_s` seconds was too short; jobs end with the worker."""
+        _log.warning("the drain is cut short after %g s: %d prompts are left", grace_s, len(self._live_jobs))
 
     async def close(self) -> None:
         """End all jobs and exports, wait for every thread and task, and free all pages."""

@@ -332,6 +332,8 @@ class _Pieces:
         return layer, range(start, stop)
 
 
+LEASE_S = 10.0
+"""Seconds after which an export ends that nobody fetches, unless a setting says otherwise."""
 MAX_REMEMBERED = 65_536
 REASON_LENGTH = 160
 
@@ -344,7 +346,7 @@ class ExportRegistry:
         engine: Engine,
         incarnation: str,
         *,
-        lease_s: float = 10.0,
+        lease_s: float = LEASE_S,
         unknown_wait_s: float = 2.0,
         frame_bytes: int = 4 << 20,
         shards: Sequence[Shard] = (),

@@ -1,6 +1,6 @@
 """Hand-over of KV between the two services of a mixed worker: nothing is copied, because they share the pages.
 
-    decode    receive(offer) ───────── waits ─────────────▶ handoff           the pages are decode's all the time
+    decode    offer ─────────────────── waits ────────────▶ handoff           the pages are decode's all the time
     prefill   announce ── take ──▶ offer ── computes into the pages ── commit
 
 Either side may come first. The pages belong to decode's attempt from its reservation on; prefill never frees them.
@@ -58,10 +58,11 @@ class InPlaceTransfers:
         self._transfers: dict[str, _Transfer] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()
 
-    async def receive(self, transfer_id: str, offer: Offer) -> Computed:
-        """Offer pages, and wait until the prompt is computed in them. Raises TransferError if the transfer has ended.
+    def offer(self, transfer_id: str, offer: Offer) -> asyncio.Future[Computed]:
+        """Offer pages; the future gets the prompt that is computed in them, or TransferError if the transfer ends.
 
-        If the caller is cancelled, the transfer ends.
+        The caller must `end` the transfer before it frees the pages. Raises TransferError if the transfer has ended or
+        was offered before; then it is not the caller's to end.
         """
         transfer = self._open(transfer_id)
         if transfer.offer is not None:
@@ -69,10 +70,7 @@ class InPlaceTransfers:
         transfer.offer, transfer.receiver = offer, asyncio.get_running_loop().create_future()
         if transfer.taker is not None and not transfer.taker.done():
             transfer.taker.set_result(offer)
-        try:
-            return await transfer.receiver
-        finally:
-            self.end(transfer_id, "ended with its reservation")
+        return transfer.receiver
 
     def announce(self, transfer_id: str) -> None:
         """Announce the one job that will take the offer.

@@ -2,7 +2,7 @@
 
 Listeners are ops for probes and metrics, kv for peers, control for routers. The ops listener answers while the model
 loads: /live is positive while the load makes progress, and /ready says how far it is. The kv listener binds before the
-control listener, because the status on that one contains its address. The end runs in reverse order.
+control listener, because the status on that one contains its address. The end runs in reverse order, after a drain.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
 from baton.config.worker import WorkerConfig
 from baton.engine.contract import Engine, EngineSpec
 from baton.errors import ConfigError, EngineError
+from baton.kv.prefix.contract import PrefixCache
 from baton.model.checkpoint import resolve, tokenizer_digest
 from baton.pb import worker_pb2, worker_pb2_grpc
 from baton.process import allocator, cores, executors
@@ -32,9 +33,21 @@ from baton.rpc.admin import ADMIN_SERVICE, AdminSources, CacheClearer, CacheSour
 from baton.rpc.server import Listener, check_reach, listen
 from baton.rpc.tls import Tls
 from baton.telemetry.metrics import Exposition
+from baton.transfer.export import LEASE_S, ExportRegistry
 from baton.transfer.tickets import TicketVerifier
+from baton.transfer.transport import SERVICE as KV_SERVICE
+from baton.transfer.transport import KvServicer
 from baton.worker.health import Watchdog, watch_engine
-from baton.worker.status import StatusHub, WorkerIdentity, WorkerRole, WorkerServicer, new_identity
+from baton.worker.prefix_cache import CacheAdmin, open_worker_cache
+from baton.worker.status import (
+    PrefixChangeFeed,
+    StatusHub,
+    WorkerIdentity,
+    WorkerLoad,
+    WorkerRole,
+    WorkerServicer,
+    new_identity,
+)
 
 LOAD_STALL_S = 120.0
 """Seconds without progress of a load after which /live is negative. A piece of 16 MiB takes 16 s at 1 MB/s."""
@@ -118,27 +131,91 @@ class WorkerProbes:
             stalled = bool(problem)
 
 
+WORKER_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
+CONTROL_ROLES = ("router", "admin")
+KV_ROLES = ("decode", "prefill")
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A gRPC service: its full name, and the function that adds it to a server."""
+
+    name: str
+    add: Callable[[grpc.aio.Server], None]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAddresses:
+    """The bound addresses of a worker, each "host:port"."""
+
+    control: str
+    kv: str
+    ops: str
+
+    def __str__(self) -> str:
+        return f"control={self.control} kv={self.kv} ops={self.ops}"
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerRuntime:
-    """The parts from which a service is built."""
+    """The parts from which the services of a worker are built."""
 
+    config: WorkerConfig
     thread: EngineThread
     engine: Engine
     identity: WorkerIdentity
     tls: Tls | None
     tickets: TicketVerifier | None
     probes: WorkerProbes
+    watchdog: Watchdog
+    cache: PrefixCache
+    cache_admin: CacheAdmin
+    exports: ExportRegistry
+    status: StatusHub
+
+    def serve(
+        self,
+        services: Sequence[Service],
+        ledger: LedgerSource,
+        fail: Callable[[EngineError], object],
+        measure: Callable[[], None],
+    ) -> contextlib.AbstractAsyncContextManager[WorkerAddresses]:
+        """Serve `services` to routers, and exports to peers, until the block ends; the rest is as `serve_listeners`."""
+        return serve_listeners(
+            self.config,
+            self.status,
+            self.watchdog,
+            self.probes,
+            control=services,
+            kv=Service(KV_SERVICE, KvServicer(self.exports, self.tickets).add_to_server),
+            ledger=ledger,
+            cache=self.cache_admin.list_tiers,
+            clear=self.cache_admin.clear,
+            fail=fail,
+            watch_failure=self.engine.watch_failure,
+            measure=measure,
+            tls=self.tls,
+            tickets=self.tickets,
+        )
 
 
 @contextlib.asynccontextmanager
 async def start_runtime(
-    config: WorkerConfig, role: WorkerRole, *, engine: Engine | None = None, converts_kv: bool = False
+    config: WorkerConfig,
+    role: WorkerRole,
+    load: Callable[[], WorkerLoad],
+    *,
+    engine: Engine | None = None,
+    converts_kv: bool = False,
+    cache_memory: int = 0,
+    lease_s: float = LEASE_S,
 ) -> AsyncIterator[WorkerRuntime]:
-    """Yield an engine on its thread, and the identity of the worker, until the block ends.
+    """Yield an engine on its thread, and all other parts that services need, until the block ends.
 
-    `engine` None builds the torch engine from the settings; an engine that is passed in is not closed. Raises
-    ModelError. Before it loads anything, raises ConfigError for bad certificate or ticket-key files, and for addresses
-    that other machines could reach without these.
+    `engine` None builds the torch engine from the settings; an engine that is passed in is not closed. `load` returns
+    the load for the status, `cache_memory` is the size of the cache in host memory in bytes, and `lease_s` the seconds
+    after which an export ends that nobody fetches. Raises ModelError. Before it loads anything, raises ConfigError for
+    bad certificate or ticket-key files, and for addresses that other machines could reach without these.
     """
     check_addresses(config)
     tls = Tls.load(config, role.value)
@@ -160,7 +237,101 @@ async def start_runtime(
         _warn_of_small_memory(engine.spec)
         principal = tls.principal if tls else ""
         identity = new_identity(config, role, engine.spec, digest, converts_kv=converts_kv, principal=principal)
-        yield WorkerRuntime(thread, engine, identity, tls, tickets, probes)
+        cache = open_worker_cache(config, engine.spec.kv_format, cache_memory=cache_memory)
+        stack.push_async_callback(cache.close)
+        await cache.check()
+        changes = PrefixChangeFeed(engine, cache, lambda: status.notify())
+        stack.callback(changes.close)
+        status = StatusHub(identity, load, changes)
+        yield WorkerRuntime(
+            config,
+            thread,
+            engine,
+            identity,
+            tls,
+            tickets,
+            probes,
+            Watchdog(work_counter=engine.work_counter),
+            cache,
+            CacheAdmin(engine, cache),
+            ExportRegistry(engine, identity.incarnation, lease_s=lease_s, shards=identity.shards),
+            status,
+        )
+
+
+class DrainedService(Protocol):
+    """A service of a worker, for its drain."""
+
+    failed: asyncio.Future[None]
+    """Future that gets an exception when the engine can't go on."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether no accepted work is left."""
+
+    def refuse(self) -> None:
+        """Refuse new work."""
+
+    async def wait_finished(self) -> None:
+        """Wait until accepted work has ended; for a drain, after `refuse`."""
+
+    def cut_short(self, grace_s: float) -> None:
+        """End the work that is left after a drain of `grace_s` seconds, if that helps its routers."""
+
+
+class WorkerApp:
+    """A running worker."""
+
+    def __init__(
+        self, runtime: WorkerRuntime, addresses: WorkerAddresses, drain_s: float, services: Sequence[DrainedService]
+    ) -> None:
+        """`drain_s` is the longest duration of a drain in seconds. A fault of the engine fails all services."""
+        self.addresses = addresses
+        self.config = runtime.config
+        self.cache = runtime.cache
+        self.status = runtime.status
+        self.engine = runtime.engine
+        self._drain_s = drain_s
+        self._services = services
+
+    @property
+    def listening(self) -> str:
+        """The addresses of its listeners."""
+        return str(self.addresses)
+
+    @property
+    def failed(self) -> asyncio.Future[None]:
+        """Gets an exception when the engine can't go on."""
+        return self._services[0].failed
+
+    async def drain(self) -> None:
+        """Serve until the routers have left, and all accepted work has ended; at most `drain_s` seconds.
+
+        Routers send nothing new once they have read that the worker drains.
+        """
+        self.status.drain()
+        try:
+            async with asyncio.timeout(self._drain_s):
+                await self.status.wait_unwatched()
+                self._refuse()
+                await self.wait_finished()
+            _log.info("drained")
+        except TimeoutError:
+            self._refuse()
+            for service in self._services:
+                service.cut_short(self._drain_s)
+
+    async def wait_finished(self) -> None:
+        """Wait until accepted work has ended; that of one service may bring the other one more."""
+        while True:
+            for service in self._services:
+                await service.wait_finished()
+            if all(service.idle for service in self._services):
+                return
+
+    def _refuse(self) -> None:
+        for service in self._services:
+            service.refuse()
 
 
 def _warn_of_small_memory(spec: EngineSpec) -> None:
@@ -190,31 +361,6 @@ def _build(config: WorkerConfig, progress: LoadProgress) -> Engine:
     engine = build(settings, progress=progress)
     allocator.prefault(_SPARE_BYTES)
     return engine
-
-
-WORKER_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
-CONTROL_ROLES = ("router", "admin")
-KV_ROLES = ("decode", "prefill")
-
-
-@dataclass(frozen=True, slots=True)
-class Service:
-    """A gRPC service: its full name, and the function that adds it to a server."""
-
-    name: str
-    add: Callable[[grpc.aio.Server], None]
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerAddresses:
-    """The bound addresses of a worker, each "host:port"."""
-
-    control: str
-    kv: str
-    ops: str
-
-    def __str__(self) -> str:
-        return f"control={self.control} kv={self.kv} ops={self.ops}"
 
 
 def check_addresses(config: WorkerConfig) -> None:

@@ -175,6 +175,10 @@ class PrefixIndex:
         """Number of blocks, counted once for each worker that holds them."""
         return self._size
 
+    def sizes(self) -> dict[str, int]:
+        """Number of blocks of each worker."""
+        return {worker: sum(map(len, blocks)) for worker, blocks in self._by_worker.items()}
+
     @property
     def granularity(self) -> int:
         """The number of blocks of which one is kept: 1 if all are."""
@@ -368,8 +372,12 @@ class PrefixDirectory:
         return blocks.data(tokens // namespace.block_size + _MAX_SHARED_BLOCKS) if tokens else b""
 
     async def tiers(self) -> list[CacheTier]:
-        """The indexes as one tier; its hits are blocks of placed prompts that their worker was thought to hold."""
-        blocks = len(self._prefill) + len(self._decode)
+        """The indexes as one tier, with each block of a mixed worker once.
+
+        Its hits are blocks of placed prompts that their worker was thought to hold.
+        """
+        prefill, decode = self._prefill.sizes(), self._decode.sizes()
+        blocks = sum(max(prefill.get(each, 0), decode.get(each, 0)) for each in prefill | decode)
         coarsest = max(self._prefill.granularity, self._decode.granularity)
         state = "" if coarsest == 1 else f"knows one block in {coarsest}"
         return [CacheTier("index", blocks=blocks, hits=self._hits, misses=self._misses, state=state)]

@@ -332,6 +332,8 @@ class DecodeSession:
 
     def _close(self, reason: str, ended: Callable[[], SessionEnd]) -> None:
         self.open = False
+        # The attempts are placed anew at once, and must not find this worker.
+        self._on_change()
         ending = ended()
         error = Unavailable(f"decode worker {self._name}: {ending.reason or reason}")
         for call in list(self._calls.values()):

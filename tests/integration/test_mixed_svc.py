@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import random
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -13,15 +14,17 @@ from typing import Any
 import grpc
 import pytest
 
-import mixed_svc.app
+import baton.worker.start
+from baton.config.worker import MixedConfig
 from baton.engine.fake import FakeEngine, expected_tokens
-from baton.errors import EngineError
+from baton.errors import ConfigError, EngineError
 from baton.pb import decode_pb2, prefill_pb2
 from baton.request import SamplingParams
 from baton.rpc.convert import export_to_proto, sampling_to_proto
 from baton.telemetry.metrics import TRANSFER_BYTES
 from baton.worker.status import WorkerRole
-from mixed_svc.app import load_report
+from mixed_svc import passes
+from mixed_svc.app import load_report, run
 from prefill_svc.prefix import PrefixLoader
 from tests.checkpoints import lively_prompt, load_reference, prompt_ids
 from tests.decode_rig import WAIT_S, key
@@ -169,10 +172,10 @@ PROMPT = [(7 * i) % 1000 for i in range(60)]
 
 
 @contextlib.asynccontextmanager
-async def mixing() -> AsyncIterator[tuple[Gated, Workers, Worker, Request, Request]]:
+async def mixing(**settings: Any) -> AsyncIterator[tuple[Gated, Workers, Worker, Request, Request]]:
     """A worker in a pass with a step of one request and a chunk of another; the gate opens at the end."""
     engine = Gated()
-    async with mixed(engine, chunk_size=8) as (app, workers):
+    async with mixed(engine, chunk_size=8, **settings) as (app, workers):
         worker = await workers.connect(app)
         first = await workers.ask(worker, worker, [5, 7], LONG)
         await worker.session.until(lambda: len(worker.session.tokens[first.name, 0]) > 1)
@@ -259,9 +262,82 @@ async def test_a_mixed_pass_that_fails_fails_both_kinds_and_the_worker_goes_on()
         assert answer.tokens == [expected_tokens(PROMPT, TOKENS)]
 
 
+async def test_a_mixed_pass_that_never_ends_fails_both_services_and_tells_routers() -> None:
+    async with mixing(stall_s=0.1) as (_, _, worker, first, second):
+        async with asyncio.timeout(WAIT_S):
+            for service in (worker.app.decode, worker.app.prefill):
+                with pytest.raises(EngineError, match="it hangs"):
+                    await asyncio.shield(service.failed)
+        await worker.session.until(lambda: {first.name, second.name} <= set(worker.session.failures))
+        kinds = [worker.session.failures.pop(each.name).kind for each in (first, second)]
+        assert kinds == [decode_pb2.AttemptFailure.KIND_ENGINE] * 2
+        with pytest.raises(grpc.aio.AioRpcError, match="it hangs"):
+            await asyncio.wait_for(read(worker.prefill.Prefill(prefill_request("x", range(9)))), WAIT_S)
+        assert "failed" in (await worker.session.reserve("late", 4, 4)).reason
+
+
+class Poisoned(FakeEngine):
+    """A fake engine with NaN in the KV of the first token of `poisoned` requests, in passes with chunks and steps."""
+
+    def __init__(self) -> None:
+        super().__init__(page_size=4, pages=512, slots=4, step_time=0.001)
+        self.poisoned: set[str] = set()
+        self.mixed = threading.Event()
+
+    def launch(self, chunks: Any = (), **more: Any) -> Any:
+        handles = [each.handle for each in (*self.batch, *chunks)]
+        poisoned = [handle for handle in handles if handle.owner in self.poisoned]
+        if len(poisoned) == len(self.poisoned) and all(chunk.start for chunk in chunks):
+            for handle in poisoned:
+                self.memory.put(handle.pages, 0, b"\xff" * self.spec.kv_format.token_bytes)
+            if chunks:
+                self.mixed.set()
+        return super().launch(chunks, **more)
+
+
+async def test_nan_in_a_chunk_and_in_a_step_of_one_pass_fails_both_alone_and_leaves_no_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(passes, "CHUNK_S", 0.0)
+    engine = Poisoned()
+    async with mixed(engine, chunk_size=4) as (app, workers):
+        worker = await workers.connect(app)
+        prompts = {"good": [3, 1, 4], "step": [(3 * i) % 1000 for i in range(40)], "chunk": PROMPT}
+        good = await workers.ask(worker, worker, prompts["good"], LONG)
+        step = await workers.ask(worker, worker, prompts["step"], LONG)
+        for each in (good, step):
+            await worker.session.until(lambda each=each: len(worker.session.tokens[each.name, 0]) > 1)  # type: ignore[misc]
+        assert engine.match_prefix(digests(engine, prompts["step"])) == 32
+        chunk = await workers.ask(worker, worker, prompts["chunk"], LONG)
+        engine.poisoned = {f"{step.name}/0", f"{chunk.name}/0"}
+        await worker.session.until(lambda: {step.name, chunk.name} <= set(worker.session.failures))
+        with pytest.raises(grpc.aio.AioRpcError, match="logits are not finite") as caught:
+            await asyncio.wait_for(chunk.reading, WAIT_S)
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert engine.mixed.is_set()
+        kinds = [worker.session.failures.pop(each.name).kind for each in (step, chunk)]
+        assert kinds == [decode_pb2.AttemptFailure.KIND_ENGINE, decode_pb2.AttemptFailure.KIND_TRANSFER]
+        assert (await good.answer()).tokens == [expected_tokens(prompts["good"], 200)]
+        await until_free(engine)
+        assert [engine.match_prefix(digests(engine, prompts[name])) for name in ("step", "chunk")] == [0, 0]
+
+
 async def test_stopping_in_a_mixed_pass_leaves_nothing() -> None:
     async with mixing() as (engine, *_):
         asyncio.get_running_loop().call_later(0.1, engine.gate.set)
+
+
+async def test_a_listener_that_can_t_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may take a port while the model loads."""
+    monkeypatch.setattr(baton.worker.start, "check_addresses", lambda _: None)
+    before = asyncio.all_tasks()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"control: {address} is already in use"):
+            async with run(MixedConfig(control=address), engine=FakeEngine()):
+                pytest.fail("it has started")
+    assert asyncio.all_tasks() == before
+    assert not any(thread.name.startswith("mixed-engine") for thread in threading.enumerate())
 
 
 async def test_a_drain_lets_both_kinds_end(caplog: pytest.LogCaptureFixture) -> None:
@@ -332,11 +408,24 @@ async def test_a_second_call_for_a_prompt_in_place_is_refused_and_ends_nothing()
         assert (await second.answer()).tokens == [expected_tokens(PROMPT, 200)]
 
 
+async def test_a_second_start_with_the_same_transfer_fails_alone() -> None:
+    async with mixing() as (engine, _, worker, _, second):
+        assert (await worker.session.reserve("late", len(PROMPT), 4)).granted
+        source = export_to_proto(worker.export(f"{second.name}/0/t"))
+        await worker.session.say(start=decode_pb2.Start(key=key("late"), source=source))
+        await worker.session.until(lambda: "late" in worker.session.failures)
+        failure = worker.session.failures.pop("late")
+        assert failure.kind == decode_pb2.AttemptFailure.KIND_TRANSFER
+        assert "was offered before" in failure.message
+        engine.gate.set()
+        assert (await second.answer()).tokens == [expected_tokens(PROMPT, 200)]
+
+
 async def test_a_drain_waits_for_the_blocks_of_a_prompt_whose_attempt_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cache, copy = MemoryPrefixCache(), asyncio.Event()
-    monkeypatch.setattr(mixed_svc.app, "open_worker_cache", lambda *_, **__: cache)
+    monkeypatch.setattr(baton.worker.start, "open_worker_cache", lambda *_, **__: cache)
     find = PrefixLoader.unsaved_digests
 
     async def slowly(self: PrefixLoader, job: Any) -> Sequence[bytes]:
@@ -438,7 +527,7 @@ async def test_the_blocks_of_a_prompt_in_place_go_to_the_cache_and_are_loaded_fr
 ) -> None:
     fetch_all(monkeypatch)
     cache = MemoryPrefixCache()
-    monkeypatch.setattr(mixed_svc.app, "open_worker_cache", lambda *_, **__: cache)
+    monkeypatch.setattr(baton.worker.start, "open_worker_cache", lambda *_, **__: cache)
     async with mixed() as (app, workers):
         worker = await workers.connect(app)
         first = await workers.complete(worker, worker, PROMPT, GREEDY)

@@ -183,7 +183,7 @@ async def test_a_worker_whose_pages_do_not_audit_is_done() -> None:
 
 
 async def test_a_drain_refuses_new_work_and_waits_for_jobs_and_pulls(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "prefill_svc")
+    caplog.set_level(logging.INFO)
     async with gated() as (client, gate):
         running_job = asyncio.create_task(client.done(transfer_id="t"))
         await gate.reached()
@@ -199,7 +199,7 @@ async def test_a_drain_refuses_new_work_and_waits_for_jobs_and_pulls(caplog: pyt
             engine.free(handle)
         async with asyncio.timeout(WAIT_S):
             await draining
-        assert [text for name, _, text in caplog.record_tuples if name.startswith("prefill_svc")] == ["drained"]
+        assert "drained" in caplog.messages
 
 
 async def test_a_drain_waits_until_reports_are_sent() -> None:

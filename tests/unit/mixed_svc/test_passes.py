@@ -12,7 +12,7 @@ import pytest
 
 from baton.engine.contract import ChunkResult
 from baton.engine.fake import FakeEngine, expected_tokens
-from baton.errors import BatonError, Cancelled, EngineError
+from baton.errors import BatonError, Cancelled, EngineError, NoToken
 from baton.request import SamplingParams, SequenceState
 from baton.worker.health import Watchdog
 from decode_svc.loop import DecodeLoop, StepReport
@@ -226,6 +226,25 @@ async def test_a_cancelled_job_waits_for_the_end_of_the_pass_and_its_tokens_coun
         await asyncio.wait_for(computing, 60)
     assert job.computed_tokens == 8
     assert not bench.passes.waiting
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+async def test_a_cancelled_job_learns_that_its_kv_may_be_wrong(ahead: int) -> None:
+    bench = Bench(steps_ahead=ahead)
+    bench.sequence([5, 7])
+    await bench.run(2)
+    computing = bench.prompt("p", range(16))
+    await started()
+    await bench.run()
+    pages = cast(Any, bench.job("p").allocated_handle).pages
+    bench.engine.memory.put(pages, 0, b"\xff" * bench.engine.spec.kv_format.token_bytes)
+    bench.loop.drop([])
+    assert bench.loop.run_once()
+    computing.cancel()
+    await started()
+    await bench.run(1 + ahead)
+    with pytest.raises(NoToken, match="logits are not finite"):
+        await asyncio.wait_for(computing, 60)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

@@ -169,7 +169,7 @@ async def test_probes_answer_while_the_model_loads_and_live_follows_its_progress
     address = ""
 
     async def load() -> str:
-        async with start_runtime(WorkerConfig(), WorkerRole.DECODE) as runtime:
+        async with start_runtime(WorkerConfig(), WorkerRole.DECODE, WorkerLoad) as runtime:
             return runtime.probes.address
 
     monkeypatch.setattr(start, "_build", build)

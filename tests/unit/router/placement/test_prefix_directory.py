@@ -53,3 +53,12 @@ async def test_sent_blocks_are_expected_for_a_while_and_counted(writes: bool) ->
     assert directory.match_prefill(DIGESTS).tokens("a") == 160
     (tier,) = await directory.tiers()
     assert (tier.name, tier.blocks, tier.hits, tier.misses, tier.state) == ("index", 10, 10, 30, "")
+
+
+async def test_a_block_of_a_mixed_worker_is_counted_once() -> None:
+    directory = PrefixDirectory()
+    directory.update(WorkerRole.MIXED, "a", news(ONE, 10))
+    directory.update(WorkerRole.PREFILL, "b", news(ONE, 3))
+    directory.update(WorkerRole.DECODE, "c", news(ONE, 4))
+    (tier,) = await directory.tiers()
+    assert tier.blocks == 17

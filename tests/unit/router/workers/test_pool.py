@@ -231,6 +231,25 @@ def test_a_session_that_breaks_before_the_watch_is_the_same_loss(monkeypatch: py
     in_simulated_time(fleet, monkeypatch, run)
 
 
+def test_a_worker_whose_session_breaks_has_no_view_when_its_attempts_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are placed anew at once. To count a prompt at a mixed worker would remove the view in the middle of that."""
+    fleet = Fleet(mixed=1)
+
+    async def run() -> None:
+        async with fleet.pool() as pool:
+            link, views = pool.prefill_link("mixed-0:1"), list[int]()
+            assert link.session is not None
+            link.session.begin_call("r", 0, lambda _: views.append(len(pool.fleet.decode)))
+            worker = fleet.workers["mixed-0:1"]
+            session = next(call for call in worker.calls if call not in worker.watches)
+            session.fail(link_module.grpc.StatusCode.UNAVAILABLE)
+            await asyncio.sleep(0.01)
+            assert views == [0]
+            link.assign(10)
+
+    in_simulated_time(fleet, monkeypatch, run)
+
+
 def test_prefixes_of_a_mixed_worker_count_for_both_roles(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet, namespace = Fleet(mixed=1), BlockNamespace("f" * 64, KV.digest, 16)
     digests = {namespace: PackedDigests(b"".join(bytes([i] * 32) for i in range(4)))}
@@ -265,7 +284,7 @@ def test_a_worker_in_the_list_of_another_role_is_refused_by_name(flag: str, monk
             assert pool.serving
             pool.update_prefixes(right, PrefixChange(True, (b"a" * NAME_BYTES,), ()))
             await pool.forget_prefixes(wrong)
-            assert [tier.blocks for tier in await pool.prefixes.tiers()] == [2]
+            assert [tier.blocks for tier in await pool.prefixes.tiers()] == [1]
             fleet.workers["mixed-0:1"].die()
             await asyncio.sleep(0.05)
             assert not pool.serving
