@@ -74,17 +74,17 @@ def make_torch(
     if ranks > 1:
         return build(config, steps_ahead, start_rank=RankThread)
     torch.set_num_threads(1)
-    return assemble(loaded(checkpoint, device, kernels, chosen["kv_dtype"]), config, steps_ahead)
+    return assemble(loaded(checkpoint, device, kernels, config.dtype, config.kv_dtype), config, steps_ahead)
 
 
 @cache
-def loaded(checkpoint: Path, device: str, kernels: str, kv_dtype: str) -> LoadedModel:
+def loaded(checkpoint: Path, device: str, kernels: str, dtype: str, kv_dtype: str) -> LoadedModel:
     """A model for all engines of a process, because engines leave it as it is."""
     from baton.engine.config import EngineConfig
     from baton.engine.factory import load
     from baton.process.load_progress import LoadProgress
 
-    config = EngineConfig(str(checkpoint), device=device, threads=1, kernels=kernels, kv_dtype=kv_dtype)
+    config = EngineConfig(str(checkpoint), device=device, threads=1, kernels=kernels, dtype=dtype, kv_dtype=kv_dtype)
     return load(config, LoadProgress())
 
 

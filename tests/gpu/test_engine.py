@@ -47,7 +47,10 @@ def made_for_flash(tmp_path: Path, **sizes: Any) -> EngineCore:
     """bfloat16, pages of 256, heads of 64, contexts of 1,024."""
     path = make_checkpoint("llama", tmp_path, head_dim=64)
     fitting = {"dtype": "bfloat16", "kv_dtype": "bfloat16", "page_size": 256, "pages": 24, "max_model_len": 1024}
-    return make_torch(path, 1, device="cuda", **{**fitting, **sizes})
+    engine = make_torch(path, 1, device="cuda", **{**fitting, **sizes})
+    runner: Any = engine.executor
+    assert runner.runner._graphs is not None
+    return engine
 
 
 @pytest.mark.parametrize("params", MIXED)
