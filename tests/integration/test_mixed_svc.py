@@ -21,11 +21,11 @@ from baton.errors import ConfigError, EngineError
 from baton.pb import decode_pb2, prefill_pb2
 from baton.request import SamplingParams
 from baton.rpc.convert import export_to_proto, sampling_to_proto
-from baton.telemetry.metrics import TRANSFER_BYTES
+from baton.telemetry.metrics import RUNNING, TRANSFER_BYTES, WAITING
 from baton.worker.status import WorkerRole
 from decode_svc.app import run as run_decode
 from mixed_svc import passes
-from mixed_svc.app import load_report, run
+from mixed_svc.app import load_report, run, set_gauges
 from prefill_svc.app import run as run_prefill
 from prefill_svc.prefix import PrefixLoader
 from tests.checkpoints import lively_prompt, load_reference, prompt_ids
@@ -575,10 +575,14 @@ async def test_the_blocks_of_a_prompt_in_place_go_to_the_cache_and_are_loaded_fr
         assert (again.pinned, again.cached) == (0, (60 + TOKENS - 1) // 16 * 16)
 
 
-async def test_the_status_has_the_load_of_both_roles() -> None:
+async def test_status_and_gauges_have_the_load_of_both_roles() -> None:
     async with mixing() as (_, _, worker, _, _):
         load = load_report(worker.app.prefill, worker.app.decode)
         assert worker.app.status.identity.role is WorkerRole.MIXED
         assert (load.slots_used, load.requests_without_token) == (1, 1)
         assert 0 < load.pending_tokens <= len(PROMPT)
         assert load.tokens_per_second >= 0
+        set_gauges(worker.app.prefill, worker.app.decode)
+        assert (count(RUNNING), count(WAITING)) == (1, 1), (
+            "a sequence in the batch, and a prompt before its first chunk"
+        )
