@@ -31,7 +31,7 @@ from prefill_svc.prefix import PrefixLoader
 from tests.checkpoints import lively_prompt, load_reference, prompt_ids
 from tests.decode_rig import WAIT_S, key
 from tests.decoding import digests
-from tests.metrics import count
+from tests.metrics import count, sample
 from tests.mixed_rig import Request, Worker, Workers, mixed
 from tests.prefill import fetch_all, read
 from tests.prefix_cache import MemoryPrefixCache
@@ -441,6 +441,25 @@ async def test_a_second_call_for_a_prompt_in_place_is_refused_and_ends_nothing()
             await asyncio.wait_for(read(worker.prefill.Prefill(request)), WAIT_S)
         engine.gate.set()
         assert (await second.answer()).tokens == [expected_tokens(PROMPT, 200)]
+
+
+@pytest.mark.parametrize("first_fails", [False, True])
+async def test_prompts_in_place_that_come_together_compute_their_common_beginning_once(first_fails: bool) -> None:
+    engine = FakeEngine(page_size=4, pages=512, slots=4, chunk_time=0.02)
+    async with mixed(engine, chunk_size=20) as (app, workers):
+        worker, before = await workers.connect(app), sample("baton_prefill_tokens_total", source="computed")
+        prompts = [[*PROMPT, number] for number in range(4)]
+        asked = [await workers.ask(worker, worker, prompt, GREEDY) for prompt in prompts]
+        if first_fails:
+            await worker.session.until(lambda: app.prefill.running_prompts > 0)
+            await worker.session.cancel(asked[0].name)
+            await asyncio.wait([asked[0].reading])
+            del asked[0], prompts[0]
+        answers = [await each.answer() for each in asked]
+        assert [each.tokens for each in answers] == [[expected_tokens(prompt, TOKENS)] for prompt in prompts]
+        assert sorted(each.cached for each in answers)[-2:] == [48, 48]
+        computed = sample("baton_prefill_tokens_total", source="computed") - before
+        assert computed <= len(PROMPT) + 1 + 3 * (len(PROMPT) + 1 - 48) + (20 if first_fails else 0)
 
 
 async def test_a_second_start_with_the_same_transfer_fails_alone() -> None:
