@@ -33,7 +33,7 @@ from tests.decode_rig import WAIT_S, key
 from tests.decoding import digests
 from tests.metrics import count, sample
 from tests.mixed_rig import Request, Worker, Workers, mixed
-from tests.prefill import fetch_all, read
+from tests.prefill import fetch_all, read, watch_aborts
 from tests.prefix_cache import MemoryPrefixCache
 
 TOKENS = 48
@@ -254,8 +254,10 @@ async def until_free(engine: FakeEngine, but: int = 0) -> None:
 
 async def test_a_call_that_ends_in_a_mixed_pass_ends_its_reservation_and_no_other() -> None:
     async with mixing() as (engine, _, worker, first, second):
+        aborted = watch_aborts(worker.app.prefill)
         second.call.cancel()
         await asyncio.wait([second.reading])
+        await asyncio.wait_for(aborted.wait(), WAIT_S)
         engine.gate.set()
         await worker.session.until(lambda: second.name in worker.session.failures)
         failure = worker.session.failures.pop(second.name)
