@@ -126,6 +126,10 @@ class PrefixLoader:
         if not job.request.reads:
             return
         tokens = job.allocated_handle.cached_tokens
+        if job.request.in_place:
+            # Other prompts may have published blocks since its pages were reserved.
+            most = len(job.token_ids) - 1
+            tokens = max(tokens, self._engine.share_prefix(job.allocated_handle, job.readable_digests, most))
         if tokens:
             job.prefix.origins.append((POOL, tokens))
         blocks = -(-tokens // self._block_size)
@@ -170,6 +174,7 @@ class PrefixLoader:
         """Publish the job's final blocks, so that others can share them."""
         if job.handle is not None and job.request.cache.writes:
             self._engine.publish(job.handle, job.prefix.digests[: job.computed_tokens // self._block_size])
+            job.prefix.published_tokens = job.computed_tokens
 
     async def publish_loaded(self, job: PrefillJob) -> None:
         """Publish the job's final blocks after a load, in slices between which the event loop runs."""
@@ -177,6 +182,7 @@ class PrefixLoader:
             await self._blocks.publish(
                 job.allocated_handle, job.prefix.digests[: job.computed_tokens // self._block_size]
             )
+            job.prefix.published_tokens = job.computed_tokens
 
     async def save(self, job: PrefillJob) -> None:
         """Save the final blocks of a long prompt during its next chunk.
@@ -230,7 +236,7 @@ class PrefixLoader:
         if behind > common - done:
             common = min(common, other.computing_end // unit * unit)
         saved = min(common, len(job.token_ids) - 1) - done
-        return other.computed_tokens < -(-common // unit) * unit and 2 * saved >= job.scheduled.remaining
+        return other.prefix.published_tokens < -(-common // unit) * unit and 2 * saved >= job.scheduled.remaining
 
     async def _look_up_in_cache(self, job: PrefillJob) -> None:
         wanted = job.prefix.digests[job.prefix.looked_up_from : self._useful_blocks(job)]

@@ -16,7 +16,8 @@ many tokens are final. Then it runs the chunks of jobs that the scheduler has ch
 
 On a mixed worker decode uses the same engine (`SharedEngine`). Then other chunks share the passes of the batch, and a
 prompt never waits for pages: a job in place takes those of its reservation (`baton.worker.in_place`), which decode
-frees, and another one gets its pages at once or is refused. So two mixed workers never wait for each other's pages.
+frees, and another one gets its pages at once or is refused. So two mixed workers never wait for each other's pages. A
+job in place may wait for another prompt that computes their common beginning, and then shares its pages.
 """
 
 from __future__ import annotations
@@ -422,10 +423,16 @@ class PrefillWorker:
     def _allocate_pages(self) -> None:
         """Allocate pages to the prompts whose turn it is, and end their wait for `pages_ready`.
 
-        Called whenever a prompt may have become able to get pages.
+        Called whenever a prompt may have become able to get pages. If decode uses the engine too, all look whether
+        they still wait for the beginning of another prompt.
         """
         refused: set[ScheduledJob] = set()
-        while not self._closing and self._shared is None:
+        if self._shared is not None:
+            for job in self._open_jobs.values():
+                if job.pages_ready is not None and not job.pages_ready.done():
+                    job.pages_ready.set_result(None)
+            return
+        while not self._closing:
             now = time.monotonic()
             scheduled = self._scheduler.next_allocation(now, self._deferred(), refused)
             if scheduled is None:
@@ -459,6 +466,9 @@ class PrefillWorker:
                     f"{job.request.name}: its reservation was not started in {shared.start_s:g} s"
                 ) from None
             self._check_offer(job, offer)
+            while self._should_defer(job):
+                job.pages_ready = self._loop.create_future()
+                await job.pages_ready
             job.handle = offer.handle
         else:
             # Nothing is evicted for a prompt that is refused.

@@ -28,6 +28,7 @@ from baton.transfer.transport import GrpcSource
 from baton.transfer.wire import KvSlice
 from prefill_svc.app import PrefillApp, run
 from prefill_svc.job import PrefillJob
+from prefill_svc.worker import PrefillWorker
 from tests.engine_calls import insert
 from tests.metrics import sample
 
@@ -136,18 +137,6 @@ class Client:
                     return status
         raise AssertionError("the watch ended")
 
-    def watch_aborts(self) -> asyncio.Event:
-        """Set when the worker learns, from now on, that the caller of a job that goes on is gone."""
-        aborted, abort = asyncio.Event(), self.app.worker.abort
-
-        def watched(job: PrefillJob, error: BatonError) -> None:
-            if not job.finished:
-                aborted.set()
-            abort(job, error)
-
-        self.app.worker.abort = watched  # type: ignore[method-assign]
-        return aborted
-
     def begin(self, *args: Any, **kwargs: Any) -> "tuple[Any, asyncio.Task[list[prefill_pb2.PrefillEvent]]]":
         """A call as in `call`, and the task that reads it."""
         call = self.call(*args, **kwargs)
@@ -155,7 +144,7 @@ class Client:
 
     async def cancel(self, call: Any, reading: "asyncio.Task[Any]") -> None:
         """Cancel a call that a task reads; return when the worker has learnt it."""
-        aborted = self.watch_aborts()
+        aborted = watch_aborts(self.app.worker)
         call.cancel()
         await asyncio.wait([reading])
         assert reading.cancelled()
@@ -163,6 +152,19 @@ class Client:
 
     async def pages_back(self) -> None:
         await self.status(lambda status: status.load.pages_used == 0)
+
+
+def watch_aborts(worker: PrefillWorker) -> asyncio.Event:
+    """Set when the worker learns, from now on, that the caller of a job that goes on is gone."""
+    aborted, abort = asyncio.Event(), worker.abort
+
+    def watched(job: PrefillJob, error: BatonError) -> None:
+        if not job.finished:
+            aborted.set()
+        abort(job, error)
+
+    worker.abort = watched  # type: ignore[method-assign]
+    return aborted
 
 
 @contextlib.asynccontextmanager

@@ -237,6 +237,14 @@ class Engine(Protocol):
         replace the blocks of thousands of others, which takes many milliseconds: a caller may yield after each slice.
         """
 
+    def share_prefix(self, handle: KvHandle, prefix: Sequence[bytes], max_tokens: int) -> int:
+        """Let a handle without KV of its own share pages of blocks that were cached since it was reserved.
+
+        These are the full units (as for `reserve`) of the longest cached run of `prefix`, up to `max_tokens` tokens.
+        They take the place of its own pages, which return to the pool. Returns the number of tokens in shared pages; 0
+        if the handle is dead or in use, and then nothing changes.
+        """
+
     def publish(self, handle: KvHandle, digests: Sequence[bytes]) -> None:
         """Cache the handle's leading full blocks, whose KV is final, under these digests, so that `reserve` finds them.
 

@@ -74,6 +74,9 @@ class EngineCore:
     def evict_for(self, tokens: int, prefix: Sequence[bytes] = (), max_cached_tokens: int | None = None) -> bool:
         return self._kv.pool.evict_for(tokens, prefix, max_cached_tokens)
 
+    def share_prefix(self, handle: KvHandle, prefix: Sequence[bytes], max_tokens: int) -> int:
+        return self._kv.pool.share_prefix(_page_handle(handle), prefix, max_tokens)
+
     def publish(self, handle: KvHandle, digests: Sequence[bytes]) -> None:
         self._kv.pool.publish(_page_handle(handle), digests)
 

@@ -434,6 +434,22 @@ class PagePool:
             copy = PageCopy(int(pages[full]), int(own[0]), rest) if rest else None
             return self._handle(owner, np.concatenate([pages[:full], own])), copy
 
+    def share_prefix(self, handle: PageHandle, prefix: Sequence[bytes], max_tokens: int) -> int:
+        """As `Engine.share_prefix`."""
+        with self._locked():
+            allocation, pages = handle._allocation, handle._allocation.listed
+            if not handle.alive or allocation.pins:
+                return 0
+            shared = self._match(handle.owner, max_tokens, prefix, None).shared
+            differs = pages[: len(shared)] != shared
+            own = pages[: len(shared)][differs]
+            if not self._allocator.are_writable(own):
+                return 0
+            self._allocator.share(shared[differs])
+            self._returns += self._allocator.release(own)
+            allocation.pages = _array(np.concatenate([shared, pages[len(shared) :]]))
+            return len(shared) * self.page_size
+
     @contextmanager
     def pin(self, handle: PageHandle, writes: range = range(0)) -> Iterator[array[int]]:
         """Keep the handle's pages from returning to the pool; yields them in token order.

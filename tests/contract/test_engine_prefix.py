@@ -97,6 +97,26 @@ def test_a_prompt_that_goes_on_differently_finds_the_blocks_in_common(rig: Rig, 
         assert engine.match_prefix(digests(engine, prompt)) == whole(engine, 110, sizes)
 
 
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_handle_can_share_what_was_published_after_its_reservation(rig: Rig, sizes: dict[str, int]) -> None:
+    engine, prompt = rig.engine(**sizes, pages=96), rig.prompt(110)
+    expected = generate(rig.engine(**sizes, pages=96), state(prompt), 5)
+    late = engine.reserve("late/0", 120)
+    leave(engine, prompt)
+    names, full, free = digests(engine, prompt), whole(engine, 109, sizes), engine.stats().free
+    with engine._kv.pool.pin(late):
+        assert engine.share_prefix(late, names, 109) == 0, "it is in use"
+    for _ in range(2):
+        assert engine.share_prefix(late, names, 109) == full
+        assert engine.stats().free == free + full // sizes["page_size"]
+    result = prefill_chunk(engine, late, prompt, full, 110, on_layer=ignore, sample=[state(prompt)])
+    insert(engine, late, state(prompt, outputs=[result.tokens[0].token_id]))
+    assert [result.tokens[0].token_id, *(step(engine)[late] for _ in range(4))] == expected
+    engine.free(late)
+    engine.launch()
+    assert engine.share_prefix(late, names, 109) == 0, "it is dead"
+
+
 def test_pages_are_shared_with_a_sequence_that_still_runs(rig: Rig) -> None:
     engine = rig.engine(page_size=16, pages=16)
     prompt = rig.prompt(70)

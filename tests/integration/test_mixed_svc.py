@@ -21,17 +21,17 @@ from baton.errors import ConfigError, EngineError
 from baton.pb import decode_pb2, prefill_pb2
 from baton.request import SamplingParams
 from baton.rpc.convert import export_to_proto, sampling_to_proto
-from baton.telemetry.metrics import TRANSFER_BYTES
+from baton.telemetry.metrics import RUNNING, TRANSFER_BYTES, WAITING
 from baton.worker.status import WorkerRole
 from mixed_svc import passes
-from mixed_svc.app import load_report, run
+from mixed_svc.app import load_report, run, set_gauges
 from prefill_svc.prefix import PrefixLoader
 from tests.checkpoints import lively_prompt, load_reference, prompt_ids
 from tests.decode_rig import WAIT_S, key
 from tests.decoding import digests
-from tests.metrics import count
+from tests.metrics import count, sample
 from tests.mixed_rig import Request, Worker, Workers, fleet, mixed
-from tests.prefill import fetch_all, read
+from tests.prefill import fetch_all, read, watch_aborts
 from tests.prefix_cache import MemoryPrefixCache
 
 TOKENS = 48
@@ -212,13 +212,9 @@ async def until_free(engine: FakeEngine, but: int = 0) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_call_that_ends_in_a_mixed_pass_ends_its_reservation_and_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_call_that_ends_in_a_mixed_pass_ends_its_reservation_and_no_other() -> None:
     async with mixing() as (engine, _, worker, first, second):
-        # The caller sees its own cancellation before the worker does, which could compute the prompt until then.
-        aborted, abort = asyncio.Event(), worker.app.prefill.abort
-        monkeypatch.setattr(worker.app.prefill, "abort", lambda *args: (abort(*args), aborted.set()))
+        aborted = watch_aborts(worker.app.prefill)
         second.call.cancel()
         await asyncio.wait_for(aborted.wait(), WAIT_S)
         engine.gate.set()
@@ -408,6 +404,25 @@ async def test_a_second_call_for_a_prompt_in_place_is_refused_and_ends_nothing()
         assert (await second.answer()).tokens == [expected_tokens(PROMPT, 200)]
 
 
+@pytest.mark.parametrize("first_fails", [False, True])
+async def test_prompts_in_place_that_come_together_compute_their_common_beginning_once(first_fails: bool) -> None:
+    engine = FakeEngine(page_size=4, pages=512, slots=4, chunk_time=0.02)
+    async with mixed(engine, chunk_size=20) as (app, workers):
+        worker, before = await workers.connect(app), sample("baton_prefill_tokens_total", source="computed")
+        prompts = [[*PROMPT, number] for number in range(4)]
+        asked = [await workers.ask(worker, worker, prompt, GREEDY) for prompt in prompts]
+        if first_fails:
+            await worker.session.until(lambda: app.prefill.running_prompts > 0)
+            await worker.session.cancel(asked[0].name)
+            await asyncio.wait([asked[0].reading])
+            del asked[0], prompts[0]
+        answers = [await each.answer() for each in asked]
+        assert [each.tokens for each in answers] == [[expected_tokens(prompt, TOKENS)] for prompt in prompts]
+        assert sorted(each.cached for each in answers)[-2:] == [48, 48]
+        computed = sample("baton_prefill_tokens_total", source="computed") - before
+        assert computed <= len(PROMPT) + 1 + 3 * (len(PROMPT) + 1 - 48) + (20 if first_fails else 0)
+
+
 async def test_a_second_start_with_the_same_transfer_fails_alone() -> None:
     async with mixing() as (engine, _, worker, _, second):
         assert (await worker.session.reserve("late", len(PROMPT), 4)).granted
@@ -540,10 +555,14 @@ async def test_the_blocks_of_a_prompt_in_place_go_to_the_cache_and_are_loaded_fr
         assert (again.pinned, again.cached) == (0, (60 + TOKENS - 1) // 16 * 16)
 
 
-async def test_the_status_has_the_load_of_both_roles() -> None:
+async def test_status_and_gauges_have_the_load_of_both_roles() -> None:
     async with mixing() as (_, _, worker, _, _):
         load = load_report(worker.app.prefill, worker.app.decode)
         assert worker.app.status.identity.role is WorkerRole.MIXED
         assert (load.slots_used, load.requests_without_token) == (1, 1)
         assert 0 < load.pending_tokens <= len(PROMPT)
         assert load.tokens_per_second >= 0
+        set_gauges(worker.app.prefill, worker.app.decode)
+        assert (count(RUNNING), count(WAITING)) == (1, 1), (
+            "a sequence in the batch, and a prompt before its first chunk"
+        )

@@ -26,7 +26,7 @@ from baton.rpc.errors import from_rpc_error
 from baton.worker import prefix_cache
 from prefill_svc.job import PrefillJob
 from tests.metrics import sample
-from tests.prefill import PROMPT, WAIT_S, Client, Gate, decode, decoder, gated, read, serving, status_of
+from tests.prefill import PROMPT, WAIT_S, Client, Gate, decode, decoder, gated, read, serving, status_of, watch_aborts
 from tests.prefix_cache import MemoryPrefixCache
 from tests.unit.transfer.support import Gate as CopyGate
 
@@ -38,7 +38,7 @@ async def test_a_deadline_stops_the_chunk() -> None:
         await gate.reached()
         gate.pass_layers(2)
         await gate.reached()
-        aborted = client.watch_aborts()
+        aborted = watch_aborts(client.app.worker)
         assert (await reading)[0] is grpc.StatusCode.DEADLINE_EXCEEDED
         await asyncio.wait_for(aborted.wait(), WAIT_S)
         gate.pass_layers(1)
@@ -163,7 +163,7 @@ async def test_a_cancel_during_the_audit_after_a_fault_does_not_lose_its_result(
         call = client.call()
         reading = asyncio.create_task(status_of(call))
         assert await asyncio.to_thread(engine.auditing.wait, WAIT_S)
-        aborted = client.watch_aborts()
+        aborted = watch_aborts(client.app.worker)
         call.cancel()
         await asyncio.wait_for(aborted.wait(), WAIT_S)
         reading.cancel()

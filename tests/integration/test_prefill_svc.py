@@ -17,7 +17,7 @@ from baton.pb import inference_pb2, prefill_pb2
 from baton.request import SamplingParams
 from baton.transfer.export import Export
 from baton.transfer.wire import KvSlice
-from tests.prefill import GREEDY, PROMPT, Gate, decode, decoder, gated, serving, status_of
+from tests.prefill import GREEDY, PROMPT, Gate, decode, decoder, gated, serving, status_of, watch_aborts
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 7, 16, 64])
@@ -251,7 +251,7 @@ async def gone_router(number: signal.Signals) -> None:
         child(ROUTER, client.app.addresses.control) as router,
     ):
         await gate.reached()
-        aborted = client.watch_aborts()
+        aborted = watch_aborts(client.app.worker)
         os.kill(router.pid, number)
         async with asyncio.timeout(HANG_S):
             await aborted.wait()

@@ -95,7 +95,7 @@ async def test_serves_drains_and_ends(module: str, use: Callable[[Process, grpc.
 async def test_ranks_end_with_their_leader_killed_or_drained() -> None:
     """Two workers of two ranks: one is killed, the other one drains."""
     flags = ("--dtype", "float32", "--kv-memory", "16MiB", "--tensor-parallel", "2")
-    killed, drained = await asyncio.gather(start("decode_svc", *flags), start("decode_svc", *flags))
+    killed, drained = await asyncio.gather(start("decode_svc", *flags), start("mixed_svc", *flags))
     try:
         async with asyncio.timeout(START_S):
             lines = [(await each.stdout.readline()).decode() for each in (killed, drained)]

@@ -58,16 +58,22 @@ async def test_fleet_equals_generate(family: str, tied: bool, tmp_path: Path) ->
         await check(16, 16, decode, **IN_HOST_MEMORY)
 
 
-async def test_preempted_requests_equal_generate(tmp_path: Path) -> None:
-    """In a pool that can't hold all of them: they need 25 pages at their ends, and more for several choices."""
+@pytest.mark.parametrize("mixed", [False, True])
+async def test_preempted_requests_equal_generate(mixed: bool, tmp_path: Path) -> None:
+    """In a pool that can't hold all of them: they need 25 pages at their ends, and more for several choices.
+
+    A mixed worker computes prompts meanwhile.
+    """
     checkpoint = make_checkpoint("llama", tmp_path)
     expected, preempted = references(checkpoint), count(SEQUENCES_PREEMPTED)
     async with Fleet(checkpoint, dtype="float32") as fleet:
         prefill = await fleet.prefill(page_size=16)
         token_bytes = prefill.engine.spec.kv_format.token_bytes
-        small = {"kv_memory": 14 * 16 * token_bytes, "max_model_len": 224, "reserve_tokens": 8}
-        decode = await fleet.decode(page_size=16, **small)
-        client = await fleet.router([prefill], [decode])
+        small = {"page_size": 16, "kv_memory": 14 * 16 * token_bytes, "max_model_len": 224, "reserve_tokens": 8}
+        if mixed:
+            client = await fleet.router([], [], mixed=[await fleet.mixed(chunk_size=7, **small)])
+        else:
+            client = await fleet.router([prefill], [await fleet.decode(**small)])
         completions = await asyncio.gather(
             *(
                 client.complete(prompt, max_tokens=TOKENS, temperature=0, ignore_eos=True, n=n)
