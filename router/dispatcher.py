@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -529,6 +530,7 @@ class Reservations:
         self._timeout_s = timeout_s
         self._on_change = on_change
         self._loop = asyncio.get_running_loop()
+        self._numbers = itertools.count()
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._incarnations: dict[str, str] = {}
         self._error: Exception | None = None
@@ -581,7 +583,8 @@ class Reservations:
         if view.has_room(request.context_tokens):
             # The worker will grant it, and no status tells so until then.
             link.subtract_free(request.context_tokens, len(request.choices))
-        call = link.session.begin_call(request.request_id, request.attempt_number, self._deliver)
+        number = next(self._numbers)
+        call = link.session.begin_call(request.request_id, request.attempt_number, number, self._deliver)
         self.calls[address] = call
         self.asks_left -= 1
         self._incarnations[address] = view.incarnation

@@ -132,6 +132,7 @@ class FakePool:
         self.isolated: frozenset[str] = frozenset()
         self.incarnations: dict[str, str] = {}
         self._worker = ""
+        self._keys: set[tuple[str, int, int]] = set()
 
     @property
     def assignments(self) -> int:
@@ -200,8 +201,10 @@ class FakePool:
     def assign(self, tokens: int, cached_tokens: int = 0) -> FakeAssignment:
         return FakeAssignment(self, self._worker)
 
-    def begin_call(self, request_id: str, number: int, deliver: object) -> FakeAttempt:
+    def begin_call(self, request_id: str, number: int, reservation: int, deliver: object) -> FakeAttempt:
         self.order.append(f"{request_id} {self._worker}" if self._names else request_id)
+        assert (request_id, number, reservation) not in self._keys, "a late answer could be of two calls"
+        self._keys.add((request_id, number, reservation))
         return FakeAttempt(self, request_id, self._worker)
 
 
