@@ -24,6 +24,7 @@ import contextlib
 import itertools
 import logging
 import math
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -279,14 +280,14 @@ class Dispatcher:
             self._free_place(reservations)
         most = reservations.asks_left if calls else min(reservations.asks_left, 1)
         if most and not reservations.unanswered and self._usable - known:
-            excluded = known | self._breakers.open_breakers().workers if calls else known
+            excluded = (
+                known.union(*(key for key in self._breakers.open_breakers() if len(key) == 1)) if calls else known
+            )
             criteria = self._criteria(reservations, excluded)
-            open_breakers = self._breakers.open_breakers()
-            for pair in rank_pairs(
-                self._pool.fleet, criteria, prefill_limit=math.inf, open_breakers=open_breakers, most=most
-            ):
+            for pair in rank_pairs(self._pool.fleet, criteria, prefill_limit=math.inf, most=most):
                 reservations.ask(pair.decode)
-        waiter.unused = reservations.left_out | {decode for _, decode in request.avoided_pairs} - calls.keys()
+        unused = reservations.left_out | {decode for _, decode in request.avoided_pairs} - calls.keys()
+        waiter.restricted = not unused.isdisjoint(self._pool.fleet.decode)
         waiter.waits = bool(reservations.waiting) or (bool(calls) and waiter.waits)
 
     def _find_placement(self, reservations: Reservations) -> Placement | None:
@@ -350,7 +351,6 @@ class Dispatcher:
                 step = self._isolation.next_step(
                     request.request_id,
                     self._criteria(reservations, reservations.too_small.keys()),
-                    self._breakers.open_breakers(),
                     suspected,
                     reservations.calls,
                     self._loop.time(),
@@ -421,13 +421,13 @@ class Dispatcher:
             (each, fleet.prefill.get(each.address) or fleet.decode.get(each.address))
             for each in request.avoided_workers
         )
+        avoided = {(each.address,) for each, view in views if view is not None and each.applies(view)}
         return SelectionCriteria(
             request.context_tokens,
             request.needs_decode,
-            avoided_workers=frozenset(each.address for each, view in views if view is not None and each.applies(view)),
-            avoided_pairs=request.avoided_pairs,
-            excluded_decodes=frozenset(excluded),
+            blame=Counter([*avoided, *request.avoided_pairs, *self._breakers.open_breakers()]),
             in_place_only=request.in_place_only,
+            excluded_decodes=frozenset(excluded),
             prefill_match=prefixes.match_prefill(request.digests),
             decode_match=prefixes.match_decode(request.digests),
         )
@@ -439,7 +439,6 @@ class Dispatcher:
             self._pool.fleet,
             self._criteria(reservations, excluded),
             prefill_limit=limit,
-            open_breakers=self._breakers.open_breakers(),
             only=only,
         )
         return pairs[0] if pairs else None

@@ -22,7 +22,7 @@ from functools import partial
 from typing import NamedTuple
 
 from baton.errors import Unavailable
-from router.placement.policy import OpenBreakers, SelectionCriteria, WorkerPair, can_serve, least_loaded_pair
+from router.placement.policy import SelectionCriteria, WorkerPair, can_serve, least_loaded_pair
 from router.workers.failures import Suspicion
 from router.workers.pool import WorkerPool
 
@@ -76,7 +76,6 @@ class Isolation:
         self,
         request_id: str,
         criteria: SelectionCriteria,
-        open_breakers: OpenBreakers,
         suspicion: Suspicion,
         asked: Collection[str],
         now: float,
@@ -98,7 +97,7 @@ class Isolation:
         if not first:
             return IsolationStep(None, math.inf)
         isolates_decode = suspicion is Suspicion.PAIR
-        found = self._select(criteria, open_breakers, asked, isolates_decode=isolates_decode)
+        found = self._select(criteria, asked, isolates_decode=isolates_decode)
         if found is None:
             return None
         pair, empty = found
@@ -123,7 +122,7 @@ class Isolation:
         return frozenset(pair if suspicion is Suspicion.PAIR and pair.decode else pair[:1])
 
     def _select(
-        self, criteria: SelectionCriteria, open_breakers: OpenBreakers, asked: Collection[str], *, isolates_decode: bool
+        self, criteria: SelectionCriteria, asked: Collection[str], *, isolates_decode: bool
     ) -> tuple[WorkerPair, bool] | None:
         """The pair to use, and whether its isolated workers serve no other request; None if there is no pair."""
         fleet = self._pool.fleet
@@ -134,7 +133,7 @@ class Isolation:
         ):
             if keep and pair is not None and all(address in fleet for address in pair if address):
                 return pair, True
-        return least_loaded_pair(fleet, criteria, open_breakers, isolates_decode=isolates_decode)
+        return least_loaded_pair(fleet, criteria, isolates_decode=isolates_decode)
 
 
 class IsolationGrant:

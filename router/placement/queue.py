@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Container, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from baton.errors import DeadlineExceeded, Overloaded
 from baton.lifecycle import Lifecycle
-from baton.rates import DecayingSum
 from baton.request import CachePolicy
 from router.placement.policy import FleetView, can_serve
 from router.placement.prefix_directory import Digests
@@ -130,8 +129,9 @@ class PlacementRequest:
     avoided_workers: frozenset[AvoidedWorker] = frozenset()
     """Workers that failed the request in earlier attempts."""
     avoided_pairs: frozenset[tuple[str, str]] = frozenset()
-    in_place_only: frozenset[str] = frozenset()
     """Addresses of (prefill, decode) pairs that failed it."""
+    in_place_only: frozenset[str] = frozenset()
+    """Addresses of mixed workers that should not prefill for another worker."""
 
     @property
     def deadline(self) -> float:
@@ -147,21 +147,15 @@ class Waiter:
     queued_at: float
     waits: bool = False
     """Whether it is registered, and decode workers lack room for it, as far as is known."""
-    unused: Collection[str] = ()
-    """Addresses of decode workers that it can't use, though others can."""
+    restricted: bool = False
+    """Whether there is a decode worker that others can use, and it can't."""
 
 
 _MAX_SCANNED = 256
 """Most waiters that one search looks at, besides the first one of each tenant and those that are registered."""
 
-_SPAN_S = 3.0
-"""Seconds in which the weight of a departure in the measured pace falls to 1/e."""
-
-_MAX_INTERVAL_RATIO = 3.0
-"""An interval between departures counts as at most this multiple of the usual interval, or as `_SPAN_S` if longer."""
-
-_MIN_DEPARTURES = 8
-"""Number of departures needed to know the pace of the queue: workers are cold at the first ones."""
+_MIN_INTERVALS, _MAX_INTERVALS = 8, 64
+"""Number of intervals between departures needed to know the pace of the queue, and number of the latest that count."""
 
 _FIRST_GUESS_S = 1.0
 _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 60.0
@@ -184,10 +178,8 @@ class PlacementQueue:
         """Waiters that have asked decode workers, or need none."""
         self._at_prefill: Counter[str] = Counter()
         """Number of requests at prefill workers, by tenant."""
-        self._busy_s, self._departures = DecayingSum(_SPAN_S), DecayingSum(_SPAN_S)
-        self._busy_clock = 0.0
-        """Seconds of all busy periods together: the clock of the two decaying sums."""
-        self._counted = 0
+        self._intervals: deque[float] = deque(maxlen=_MAX_INTERVALS)
+        """Seconds between departures of late, in which the queue was never empty."""
         self._last_departure: float | None = None
 
     def __len__(self) -> int:
@@ -254,14 +246,10 @@ class PlacementQueue:
             # Waiters that need decode workers must not keep others from prefill workers.
             order = (each for each in order if not each.request.needs_decode)
         first = next(order, None)
-        # One that waits hides others if it can use all workers. A worker with room for the context may lack room for
-        # several choices.
-        hiding = [
-            each for each in self.registered if each.waits and not any(map(fleet.decode.__contains__, each.unused))
-        ]
-        least = min((each.request.context_tokens for each in hiding), default=math.inf)
-        single = (each.request.context_tokens for each in hiding if len(each.request.choices) == 1)
-        least_single = min(single, default=math.inf)
+        # A worker with room for a context may lack room for it with several choices.
+        hiding = [each.request for each in self.registered if each.waits and not each.restricted]
+        least = min((each.context_tokens for each in hiding), default=math.inf)
+        least_single = min((each.context_tokens for each in hiding if len(each.choices) == 1), default=math.inf)
         rest = (each for each in order if each not in self.registered and each not in passed)
         candidates = itertools.islice(rest, len(self._queue.tenants) + _MAX_SCANNED)
         for waiter in itertools.chain(() if first is None else (first,), candidates):
@@ -309,27 +297,18 @@ class PlacementQueue:
         """Remove a waiter that is placed, and put its tenant behind the others. Departures make the pace."""
         self.registered.discard(waiter)
         self._queue.pop(waiter)
-        # Only intervals within a busy period tell the pace; an idle queue has none.
         if self._last_departure is not None:
-            latest = now - self._last_departure
-            if self._counted:
-                # One standstill of a quick queue does not make it a slow one; several do.
-                latest = min(latest, max(_SPAN_S, _MAX_INTERVAL_RATIO * self._interval))
-            self._busy_clock += latest
-            self._busy_s.add(latest, self._busy_clock)
-            self._departures.add(1, self._busy_clock)
-            self._counted += 1
+            self._intervals.append(now - self._last_departure)
         self._last_departure = now if len(self._queue) else None
 
     @property
     def _interval(self) -> float:
         """Mean seconds between two recent departures; 0 while unknown."""
-        now = self._busy_clock
-        return self._busy_s.value(now) / self._departures.value(now) if self._counted else 0.0
+        return sum(self._intervals) / max(len(self._intervals), 1)
 
     def retry_after(self) -> float:
         """Seconds until a client should retry: those until the queue is empty at its recent pace, within limits."""
-        estimate = len(self) * self._interval if self._interval else _FIRST_GUESS_S
+        estimate = len(self) * self._interval if self._intervals else _FIRST_GUESS_S
         return min(max(estimate, _MIN_RETRY_S), _MAX_RETRY_S)
 
     def expected_wait_s(self, tenant: str, now: float) -> float:
@@ -341,7 +320,7 @@ class PlacementQueue:
         own = self._queue.count(tenant)
         # Until the new waiter is reached, no other tenant is served more often than this one.
         before = own + sum(min(self._queue.count(name), own + 1) for name in self._queue.tenants if name != tenant)
-        if not before or self._counted < _MIN_DEPARTURES:
+        if not before or len(self._intervals) < _MIN_INTERVALS:
             return 0.0
         standstill = 0.0 if self._last_departure is None else now - self._last_departure
         return before * self._interval + max(standstill - self._interval, 0.0)

@@ -199,6 +199,7 @@ async def test_where_all_workers_have_refused_they_are_asked_again_at_the_next_s
     pool.answer(d=GRANTED)
     await held.until_placed()
     assert pool.order == ["r d", "r d"]
+    assert len({*pool.numbers}) == 2, "a late answer to the first reservation is not about the second"
     await held.end()
 
 
@@ -445,7 +446,7 @@ class RoomPool(FakePool):
     @property
     def fleet(self) -> FleetView:
         fleet = super().fleet
-        fleet.put_decode(replace(fleet.decode["d"], free_tokens=self.most))
+        fleet.set_decode("d", replace(fleet.decode["d"], free_tokens=self.most))
         return fleet
 
 

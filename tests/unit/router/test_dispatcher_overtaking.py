@@ -91,7 +91,7 @@ class Slots(FakePool):
     def fleet(self) -> FleetView:
         fleet = super().fleet
         for view in list(fleet.decode.values()):
-            fleet.put_decode(replace(view, free_slots=self.shown[view.address]))
+            fleet.set_decode(view.address, replace(view, free_slots=self.shown[view.address]))
         return fleet
 
 
