@@ -49,18 +49,14 @@ CONTEXTS_DIVISOR = 2
 SPAN_S = 10.0
 """Seconds after which a completion counts with a weight of 1/e."""
 
-FORK_HEADROOM_DIVISOR, FORK_HEADROOM_S = 8, 0.5
-"""Forks leave 1 / FORK_HEADROOM_DIVISOR of the slots free, or as many slots as were reserved in the last
-FORK_HEADROOM_S seconds if that is more."""
+FORK_HEADROOM_DIVISOR = 8
+"""Forks leave 1 / FORK_HEADROOM_DIVISOR of the slots free when it is not their turn."""
 
 Party = tuple[int, AttemptKey | None]
 """A session and its attempt."""
 
 FORKS: Party = (-1, None)
 """All pending forks together."""
-
-PROMPTS: Party = (-2, None)
-"""All prompts that a mixed worker computes for other decode workers."""
 
 _LEAD_WEIGHT = 0.1
 
@@ -71,7 +67,7 @@ class SlotForecast:
     def __init__(self, slots: int, now: float) -> None:
         self.slots = slots
         self._began = now
-        self._ends, self._grants = DecayingSum(SPAN_S), DecayingSum(SPAN_S)
+        self._ends = DecayingSum(SPAN_S)
         self._lead_s = DecayingAverage(_LEAD_WEIGHT)
 
     def record_end(self, now: float, count: int = 1) -> None:
@@ -82,73 +78,55 @@ class SlotForecast:
         """Record that a sequence was ready to run `lead_s` seconds after its reservation."""
         self._lead_s.add(lead_s)
 
-    def record_grant(self, now: float) -> None:
-        """Record that a reservation was granted."""
-        self._grants.add(1, now)
-
     def rate(self, now: float) -> float:
         """Recent completions per second."""
-        return self._ends.value(now) / self._span_s(now)
-
-    def fork_headroom(self, now: float) -> int:
-        """Number of slots that forks leave free when it is not their turn."""
-        wanted = int(FORK_HEADROOM_S * self._grants.value(now) / self._span_s(now))
-        return min(max(self.slots // FORK_HEADROOM_DIVISOR, wanted), self.slots // 2)
+        # At first the weights stand for less than SPAN_S seconds, because only the time since the start counts.
+        span_s = SPAN_S * -math.expm1(-max(now - self._began, 1.0) / SPAN_S)
+        return self._ends.value(now) / span_s
 
     def lookahead(self, now: float) -> int:
         """Number of sequences that may be held beyond the slots, because slots will come free in time."""
         return min(int(self.rate(now) * self._lead_s.value), self.slots // 4)
-
-    def _span_s(self, now: float) -> float:
-        """Seconds that the weights stand for; less at first, because only the time since the start counts."""
-        return SPAN_S * -math.expm1(-max(now - self._began, 1.0) / SPAN_S)
-
-
-@dataclass(eq=False, slots=True)
-class _Place:
-    party: Party
-    pages: int
 
 
 class PageLine:
     """The line of parties that lack pages; each session has one place. The first one has pages set aside."""
 
     def __init__(self) -> None:
-        self._places: dict[int, _Place] = {}
-        self._first: _Place | None = None
+        self._places: dict[int, tuple[Party, int]] = {}
+        """The party with the place of each session, and the pages that it lacks."""
+        self._first: Party | None = None
         # Twice the pages set aside for the first party, and the number of free pages when that was computed.
         self._set_aside_doubled = self._free = 0
 
     @property
-    def first(self) -> _Place | None:
-        """The first place; None if nobody lacks pages."""
-        return next(iter(self._places.values()), None)
+    def first(self) -> Party | None:
+        """The first party; None if nobody lacks pages."""
+        return next((party for party, _ in self._places.values()), None)
 
-    def room(self, party: Party, free: int) -> int:
+    def room(self, party: Party | None, free: int) -> int:
         """Number of pages that the party may take, if `free` pages are free: all but those set aside for another.
 
         Half of the pages that came free since the last call are set aside.
         """
-        first = self.first
-        if first is not self._first:
+        if (first := self.first) != self._first:
             self._first, self._set_aside_doubled, self._free = first, 0, 0
         if first is None:
             return free
-        self._set_aside_doubled = min(max(self._set_aside_doubled + free - self._free, 0), 2 * first.pages)
+        pages = self._places[first[0]][1]
+        self._set_aside_doubled = min(max(self._set_aside_doubled + free - self._free, 0), 2 * pages)
         self._free = free
-        return free if first.party == party else free - (self._set_aside_doubled + 1) // 2
+        return free if first == party else free - (self._set_aside_doubled + 1) // 2
 
     def add(self, party: Party, pages: int, free: int) -> None:
         """Give a party that lacks `pages` pages a place in the line, unless another one has that of its session."""
-        place = self._places.setdefault(party[0], _Place(party, pages))
-        if place.party == party:
-            place.pages = pages
+        if self._places.setdefault(party[0], (party, pages))[0] == party:
+            self._places[party[0]] = party, pages
         self.room(party, free)
 
     def remove(self, party: Party, free: int | None = None) -> None:
         """Remove a party that does not wait any more; if it has taken its pages, `free` are left."""
-        place = self._places.get(party[0])
-        if place is not None and place.party == party:
+        if self._places.get(party[0], (None, 0))[0] == party:
             del self._places[party[0]]
         if free is not None:
             self._free = free
@@ -158,8 +136,8 @@ class PageLine:
 class WaitingReservation:
     """A reservation that is not granted yet.
 
-    `cancelled` are choices that its router has ended. `told` is whether its router knows that it waits. `tried_free`
-    and `tried_ready` are the free pages and the attempts with complete KV when its pages were last missing.
+    `cancelled` are choices that its router has ended. `told` is whether its router knows that it waits. `tried` are
+    the free pages and the number of attempts with complete KV when the engine last lacked pages for it.
     """
 
     session_number: int
@@ -168,8 +146,7 @@ class WaitingReservation:
     deadline: float
     cancelled: set[int] = field(default_factory=set)
     told: bool = False
-    tried_free: int = -1
-    tried_ready: int = -1
+    tried: tuple[int, int] = -1, -1
 
     @property
     def party(self) -> Party:
@@ -284,7 +261,7 @@ class Admission:
         if not self._attempts.pending:
             self._line.remove(FORKS)
         slots = self.forecast.slots
-        limit, headroom = slots + self.forecast.lookahead(now), self.forecast.fork_headroom(now)
+        limit, headroom = slots + self.forecast.lookahead(now), slots // FORK_HEADROOM_DIVISOR
         while (
             (self._forks_next and self._fork_next(progress, limit))
             or self._grant_next(progress, limit, now)
@@ -294,23 +271,17 @@ class Admission:
         for waiting in self._in_turn():
             if not waiting.told and waiting is not self._evicting:
                 waiting.told = True
-                progress.answers.append((waiting, ReserveResult(False, self._reason(waiting, now), waiting=True)))
+                progress.answers.append((waiting, ReserveResult(False, waiting=True)))
         return progress
 
     def may_take_for_prompt(self, pages: int, new_pages: int) -> bool:
         """Whether a prompt for another decode worker may take its `pages` now; `new_pages` of them are not shared."""
-        return new_pages <= self._free() and self._may_take(PROMPTS, pages)
+        return new_pages <= self._free() and self._may_take(None, pages)
 
-    def wake_at(self, now: float) -> float:
-        """Time at which the caller must call `advance` even if nothing happens; infinite if it need not."""
-        wake_at = min((waiting.deadline for waiting in self._in_turn()), default=math.inf)
-        if self._attempts.pending:
-            # The headroom for frequent reservations shrinks with time.
-            least, slots = self.forecast.slots // FORK_HEADROOM_DIVISOR, self.forecast.slots
-            held = self._attempts.held_sequences
-            if held + least < slots <= held + self.forecast.fork_headroom(now):
-                wake_at = min(wake_at, now + FORK_HEADROOM_S)
-        return wake_at
+    @property
+    def deadline(self) -> float:
+        """The earliest deadline of a waiting reservation, at which `advance` refuses it; infinite if there is none."""
+        return min((waiting.deadline for waiting in self._in_turn()), default=math.inf)
 
     # Reservations.
 
@@ -336,7 +307,7 @@ class Admission:
             is_evicted_for = waiting is self._evicting and progress.evicting
             if not is_evicted_for and self._grant(waiting, progress, now):
                 return True
-        return self._line.first is not first
+        return self._line.first != first
 
     def _grant(self, waiting: WaitingReservation, progress: Progress, now: float) -> bool:
         """Grant a reservation, or refuse it if the engine fails; returns False if it must wait on."""
@@ -354,20 +325,20 @@ class Admission:
                     lambda: self._attempts.take_pages(session_number, reservation, size, now, limit_s, deadline)
                 )
             except OutOfPages:
-                waiting.tried_free, waiting.tried_ready = self._free(), self._ready_attempts
+                waiting.tried = self._free(), self._ready_attempts
                 self._line.add(waiting.party, size.pages, self._free())
             except Exception as error:
                 self._refuse(waiting, f"{type(error).__name__}: {error}", progress)
                 return True
             else:
-                self._record_grant(waiting, attempt, now)
+                self._record_grant(waiting, attempt)
                 progress.granted.append(attempt)
                 return True
         if self._evicting is waiting:
             self._evicting = None
         return False
 
-    def _record_grant(self, waiting: WaitingReservation, attempt: DecodeAttempt, now: float) -> None:
+    def _record_grant(self, waiting: WaitingReservation, attempt: DecodeAttempt) -> None:
         self._remove(waiting)
         self._line.remove(waiting.party, self._free())
         self._context_line.remove(waiting.party, self._free_context_pages)
@@ -375,7 +346,6 @@ class Admission:
         if (others := self._waiting.pop(waiting.session_number, None)) is not None:
             self._waiting[waiting.session_number] = others
         attempt.cancelled |= waiting.cancelled
-        self.forecast.record_grant(now)
         self._forks_next = bool(self._attempts.pending)
 
     def _refuse(self, waiting: WaitingReservation, reason: str, progress: Progress) -> None:
@@ -410,16 +380,15 @@ class Admission:
         if waiting is self._evicting:
             return not self._batch_pages.kept_pages or waiting.size.pages <= self._free_beside_batch()
         pages, free = waiting.size.pages, self._free()
-        shares = bool(waiting.reservation.pinnable_digests)
+        tried_free, tried_ready = waiting.tried
+        shares = waiting.reservation.pinnable_digests and self._ready_attempts != tried_ready
         # Pages that it would share are not counted here, so the engine is asked when the answer may be another one.
-        if self._may_take(waiting.party, pages) and (
-            pages <= free or free > waiting.tried_free or (shares and self._ready_attempts != waiting.tried_ready)
-        ):
+        if self._may_take(waiting.party, pages) and (pages <= free or free > tried_free or shares):
             return True
         self._line.add(waiting.party, pages, free)
         return False
 
-    def _may_take(self, party: Party, pages: int) -> bool:
+    def _may_take(self, party: Party | None, pages: int) -> bool:
         """Whether pages that are kept for the batch or set aside for others leave room for so many pages.
 
         Pages that are shared count too, so that a shared prefix can't keep the first in line out.
@@ -437,21 +406,6 @@ class Admission:
         return self._evicting not in (None, waiting) or self._engine.evict_for(
             size.tokens, reservation.pinnable_digests, size.pinnable_tokens
         )
-
-    def _reason(self, waiting: WaitingReservation, now: float) -> str:
-        """The reason for which a reservation waits, with numbers."""
-        held, slots, ahead = self._attempts.held_sequences, self.forecast.slots, self.forecast.lookahead(now)
-        if held >= slots + ahead:
-            return f"{held} sequences are held for {slots} slots, of which {ahead} will be free in time"
-        if not self._has_context_room(waiting):
-            free = self._context_line.room(waiting.party, self._free_context_pages)
-            note = " for contexts whose further choices wait"
-            return str(OutOfPages(self._context_pages(waiting), free, self._max_context_pages, note))
-        stats, free, kept = self._engine.stats(), self._free(), self._batch_pages.kept_pages
-        set_aside = free - self._line.room(waiting.party, free)
-        note = f", {kept} are kept for sequences that run" if kept else ""
-        note += f", {set_aside} are set aside for a request that waits longer" if set_aside else ""
-        return str(OutOfPages(waiting.size.pages, stats.free + stats.cached, stats.total, note))
 
     # Forks.
 
