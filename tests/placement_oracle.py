@@ -67,9 +67,7 @@ def rank(fleet: FleetView, criteria: SelectionCriteria, limit: float) -> list[Wo
         if not usable or decode.address in excluded:
             continue
         # The best other worker of a KV format computes the prompt, or the decode worker itself, if that costs less.
-        usable.sort(
-            key=lambda view: (criteria.pair_penalty(view.address, decode.address), *costs.of_prefill(view))
-        )
+        usable.sort(key=lambda view: (criteria.pair_penalty(view.address, decode.address), *costs.of_prefill(view)))
         others = {view.kv_format: view for view in reversed(usable) if view.address != decode.address}
         candidates = [*others.values(), *(view for view in usable if view.address == decode.address)]
         best.append(min(costs.of_pair(prefill, decode) for prefill in candidates))

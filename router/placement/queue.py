@@ -65,13 +65,12 @@ class FairQueue(Generic[T]):
         self.append(item, tenant)
         self._queues[tenant].move_to_end(item, last=False)
 
-    def pop(self, item: T) -> str:
-        """Remove an item, and put its tenant behind the others. Returns the tenant."""
+    def pop(self, item: T) -> None:
+        """Remove an item, and put its tenant behind the others."""
         tenant = self._tenants[item]
         self.remove(item)
         if tenant in self._queues:
             self._queues.move_to_end(tenant)
-        return tenant
 
     def remove(self, item: T) -> bool:
         """Remove an item; False if it was not in the queue."""
@@ -139,17 +138,18 @@ class PlacementRequest:
         return self.lifecycle.request_deadline
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Waiter:
-    """A request in the queue, which it joined at `queued_at`, in seconds on the caller's clock."""
+    """A request in the queue."""
 
     request: PlacementRequest
-    queued_at: float
     waits: bool = False
     """Whether it is registered, and decode workers lack room for it, as far as is known."""
     restricted: bool = False
     """Whether there is a decode worker that others can use, and it can't."""
 
+
+W = TypeVar("W", bound=Waiter)
 
 _MAX_SCANNED = 256
 """Most waiters that one search looks at, besides the first one of each tenant and those that are registered."""
@@ -157,11 +157,14 @@ _MAX_SCANNED = 256
 _MIN_INTERVALS, _MAX_INTERVALS = 8, 64
 """Number of intervals between departures needed to know the pace of the queue, and number of the latest that count."""
 
+_STANDSTILL_S = 3.0
+"""Seconds without a departure that are a standstill, if they are more than three usual intervals."""
+
 _FIRST_GUESS_S = 1.0
 _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 60.0
 
 
-class PlacementQueue:
+class PlacementQueue(Generic[W]):
     """Waiters of all tenants in order, and the pace at which they leave.
 
     `capacity` is the most first attempts of a single tenant. A prefill worker with `prefill_limit` requests of this
@@ -173,8 +176,8 @@ class PlacementQueue:
         self._capacity = capacity
         self._prefill_limit = prefill_limit
         self._max_wait_s = max_wait_s
-        self._queue: FairQueue[Waiter] = FairQueue()
-        self.registered: set[Waiter] = set()
+        self._queue: FairQueue[W] = FairQueue()
+        self.registered: set[W] = set()
         """Waiters that have asked decode workers, or need none."""
         self._at_prefill: Counter[str] = Counter()
         """Number of requests at prefill workers, by tenant."""
@@ -185,7 +188,7 @@ class PlacementQueue:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def __iter__(self) -> Iterator[Waiter]:
+    def __iter__(self) -> Iterator[W]:
         return iter(self._queue)
 
     @property
@@ -203,13 +206,16 @@ class PlacementQueue:
             problem = f"{waiting} requests are waiting, the limit is {share}; try again later"
             raise Overloaded(problem, self.retry_after(), reason="queue_full")
 
-    def push(self, waiter: Waiter, fleet: FleetView, now: float) -> None:
+    def push(self, waiter: W, fleet: FleetView, now: float) -> None:
         """Add a waiter: a retry to the front of its tenant's queue, another one to the end.
 
         Raises Overloaded if the queue is full or the expected wait too long, DeadlineExceeded after the deadline; a
         retry is refused in no case.
         """
         request = waiter.request
+        if not len(self._queue):
+            # The time for which the queue was empty is no standstill.
+            self._last_departure = None
         if request.is_retry:
             self._queue.prepend(waiter, request.tenant)
             return
@@ -219,9 +225,6 @@ class PlacementQueue:
             # The pace of the queue does not tell when a worker will come.
             self._check_wait(request, now)
         self.check_capacity(request.tenant)
-        if not len(self._queue):
-            # The time for which the queue was empty is no standstill.
-            self._last_departure = None
         self._queue.append(waiter, request.tenant)
 
     def _check_wait(self, request: PlacementRequest, now: float) -> None:
@@ -235,34 +238,32 @@ class PlacementQueue:
 
     # Order.
 
-    def next_to_register(self, fleet: FleetView, now: float, passed: Container[Waiter]) -> Waiter | None:
+    def next_to_register(self, fleet: FleetView, now: float, passed: Container[W]) -> W | None:
         """The next waiter that may ask decode workers; None if there is none. Waiters in `passed` are left out.
 
         One call sorts the tenants, and looks at one waiter for each and `_MAX_SCANNED` more, at most, besides those
         that are registered.
         """
-        order: Iterator[Waiter] = self._queue.round_robin(self._at_prefill.__getitem__)
+        order: Iterator[W] = self._queue.round_robin(self._at_prefill.__getitem__)
         if not can_serve(fleet, needs_decode=True):
             # Waiters that need decode workers must not keep others from prefill workers.
             order = (each for each in order if not each.request.needs_decode)
         first = next(order, None)
+        order = itertools.chain(() if first is None else (first,), order)
+        fresh = (each for each in order if each not in self.registered and each not in passed)
         # A worker with room for a context may lack room for it with several choices.
         hiding = [each.request for each in self.registered if each.waits and not each.restricted]
         least = min((each.context_tokens for each in hiding), default=math.inf)
         least_single = min((each.context_tokens for each in hiding if len(each.choices) == 1), default=math.inf)
-        rest = (each for each in order if each not in self.registered and each not in passed)
-        candidates = itertools.islice(rest, len(self._queue.tenants) + _MAX_SCANNED)
-        for waiter in itertools.chain(() if first is None else (first,), candidates):
+        for waiter in itertools.islice(fresh, len(self._queue.tenants) + _MAX_SCANNED):
             request = waiter.request
             hidden_from = least if len(request.choices) > 1 else least_single
             must_not_hide = waiter is first or request.is_retry or not request.needs_decode
-            if waiter in self.registered or waiter in passed or request.deadline <= now:
-                continue
-            if must_not_hide or request.context_tokens < hidden_from:
+            if request.deadline > now and (must_not_hide or request.context_tokens < hidden_from):
                 return waiter
         return None
 
-    def register(self, waiter: Waiter) -> None:
+    def register(self, waiter: W) -> None:
         """Record that the waiter asks decode workers now, or that it needs none and is placed at once."""
         self.registered.add(waiter)
 
@@ -288,17 +289,19 @@ class PlacementQueue:
 
     # Leaving.
 
-    def remove(self, waiter: Waiter) -> bool:
+    def remove(self, waiter: W) -> bool:
         """Remove a waiter that gives up; False if it was not in the queue."""
         self.registered.discard(waiter)
         return self._queue.remove(waiter)
 
-    def pop(self, waiter: Waiter, now: float) -> None:
+    def pop(self, waiter: W, now: float) -> None:
         """Remove a waiter that is placed, and put its tenant behind the others. Departures make the pace."""
         self.registered.discard(waiter)
         self._queue.pop(waiter)
         if self._last_departure is not None:
-            self._intervals.append(now - self._last_departure)
+            # One standstill of a quick queue does not make it a slow one; several do.
+            most = max(_STANDSTILL_S, 3 * self._interval) if self._intervals else math.inf
+            self._intervals.append(min(now - self._last_departure, most))
         self._last_departure = now if len(self._queue) else None
 
     @property

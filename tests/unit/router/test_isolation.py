@@ -75,7 +75,10 @@ def test_the_second_isolated_request_waits_until_its_caller_cancels_it() -> None
         loop.run_until_complete(run())
 
 
-async def test_an_isolated_request_asks_the_next_worker_if_one_is_too_small_and_fails_without_any() -> None:
+async def test_an_isolated_request_asks_the_next_worker_if_one_is_too_small_and_fails_without_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("router.dispatcher._TICK_S", 0.02)
     d = dispatcher(pool := FakePool(a=TOO_LARGE, b=GRANTED), worker_wait_s=0.05)
     held = await place(d, "big", again=True, isolated=Suspicion.PAIR)
     assert pool.order == ["big a", "big b"]
