@@ -19,8 +19,8 @@ in the line, and all forks together are one party there (decision 28 has the bou
 forks may use at most half of the pages, with a line of their own; a larger one may be kept only alone. Every fork ends;
 decision 10 has the proof. Pages that the batch needs after a preemption are not free (`BatchPages.kept_pages`).
 
-A long context may replace many cached blocks. They are evicted in slices, one in each call of `advance`, and until the
-last one the slot and the pages are the reservation's.
+A long context may replace many cached blocks. They are evicted in slices, one in each call of `advance`, so that the
+event loop is not held up. Meanwhile it stands in the line for pages, as it may lose some of them to others.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from __future__ import annotations
 import math
 from collections import abc
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TypeVar
 
 from baton.engine.contract import Engine
 from baton.errors import InvalidRequest, OutOfPages
@@ -40,8 +38,6 @@ from decode_svc.attempts import Attempts, DecodeAttempt
 from decode_svc.messages import AttemptKey, Reserve
 from decode_svc.reservation import ReservationSize, size_reservation
 from decode_svc.scheduler import BatchPages, DecodeSequence
-
-T = TypeVar("T")
 
 CONTEXTS_DIVISOR = 2
 """Contexts that are kept for further choices use at most 1 / CONTEXTS_DIVISOR of the pages."""
@@ -64,9 +60,8 @@ _LEAD_WEIGHT = 0.1
 class SlotForecast:
     """Measures how fast slots come free; times are seconds on the caller's clock."""
 
-    def __init__(self, slots: int, now: float) -> None:
+    def __init__(self, slots: int) -> None:
         self.slots = slots
-        self._began = now
         self._ends = DecayingSum(SPAN_S)
         self._lead_s = DecayingAverage(_LEAD_WEIGHT)
 
@@ -79,10 +74,8 @@ class SlotForecast:
         self._lead_s.add(lead_s)
 
     def rate(self, now: float) -> float:
-        """Recent completions per second."""
-        # At first the weights stand for less than SPAN_S seconds, because only the time since the start counts.
-        span_s = SPAN_S * -math.expm1(-max(now - self._began, 1.0) / SPAN_S)
-        return self._ends.value(now) / span_s
+        """Recent completions per second; less than that in the first SPAN_S seconds of a worker."""
+        return self._ends.value(now) / SPAN_S
 
     def lookahead(self, now: float) -> int:
         """Number of sequences that may be held beyond the slots, because slots will come free in time."""
@@ -201,7 +194,7 @@ class Admission:
         self._waiting: dict[int, dict[AttemptKey, WaitingReservation]] = {}
         """Waiting reservations by session, in the order of the sessions' turns."""
         self._evicting: WaitingReservation | None = None
-        """The reservation for which blocks are being evicted; it has a slot and its pages."""
+        """The reservation for which blocks are being evicted."""
         self._line, self._context_line = PageLine(), PageLine()
         self._max_context_pages = engine.spec.pages // CONTEXTS_DIVISOR
         self._forks_next = False
@@ -269,7 +262,7 @@ class Admission:
         ):
             pass
         for waiting in self._in_turn():
-            if not waiting.told and waiting is not self._evicting:
+            if not waiting.told and not (progress.evicting and waiting is self._evicting):
                 waiting.told = True
                 progress.answers.append((waiting, ReserveResult(False, waiting=True)))
         return progress
@@ -286,45 +279,34 @@ class Admission:
     # Reservations.
 
     def _in_turn(self) -> abc.Iterator[WaitingReservation]:
-        """The waiting reservations in the order of their turns; first the one for which blocks are being evicted."""
-        if (evicting := self._evicting) is not None:
-            yield evicting
+        """The waiting reservations in the order of their turns."""
         for is_replay in (True, False):
             for session in self._waiting.values():
-                yield from (
-                    each for key, each in session.items() if (key.attempt > 0) == is_replay and each is not evicting
-                )
+                yield from (each for key, each in session.items() if (key.attempt > 0) == is_replay)
 
     def _grant_next(self, progress: Progress, limit: int, now: float) -> bool:
         """Grant the next reservation for which there are pages, if fewer than `limit` sequences are held.
 
         Returns False if there is none, and no other pages are set aside than before.
         """
-        held, first = self._attempts.held_sequences if self._waiting else 0, self._line.first
-        for waiting in self._in_turn():
-            if held + (self._evicting not in (None, waiting)) >= limit:
-                return False
-            is_evicted_for = waiting is self._evicting and progress.evicting
-            if not is_evicted_for and self._grant(waiting, progress, now):
-                return True
-        return self._line.first != first
+        first = self._line.first
+        if not self._waiting or self._attempts.held_sequences >= limit:
+            return False
+        return any(self._grant(waiting, progress, now) for waiting in self._in_turn()) or self._line.first != first
 
     def _grant(self, waiting: WaitingReservation, progress: Progress, now: float) -> bool:
         """Grant a reservation, or refuse it if the engine fails; returns False if it must wait on."""
         session_number, reservation, size = waiting.session_number, waiting.reservation, waiting.size
         if self._has_context_room(waiting) and self._has_pages(waiting):
-            if self._evict_for(waiting):
-                progress.evicting = True
-                if self._evicting is None:
-                    self._evicting = waiting
-                    self._line.remove(waiting.party, self._free())
+            if self._evict_for(waiting, progress):
+                self._line.add(waiting.party, size.pages, self._free())
                 return False
             try:
                 limit_s, deadline = self._start_limit_s, waiting.deadline
-                attempt = self._with_reclaim(
-                    lambda: self._attempts.take_pages(session_number, reservation, size, now, limit_s, deadline)
-                )
+                attempt = self._attempts.take_pages(session_number, reservation, size, now, limit_s, deadline)
             except OutOfPages:
+                if self._reclaim():
+                    return self._grant(waiting, progress, now)
                 waiting.tried = self._free(), self._ready_attempts
                 self._line.add(waiting.party, size.pages, self._free())
             except Exception as error:
@@ -377,8 +359,6 @@ class Admission:
 
     def _has_pages(self, waiting: WaitingReservation) -> bool:
         """Whether its pages may be free for it; if not, it gets a place in line."""
-        if waiting is self._evicting:
-            return not self._batch_pages.kept_pages or waiting.size.pages <= self._free_beside_batch()
         pages, free = waiting.size.pages, self._free()
         tried_free, tried_ready = waiting.tried
         shares = waiting.reservation.pinnable_digests and self._ready_attempts != tried_ready
@@ -395,24 +375,27 @@ class Admission:
         """
         free = self._free()
         room = self._line.room(party, free)
-        is_free = room == free and self._evicting is None and not self._batch_pages.kept_pages
-        return is_free or pages <= room
+        return (room == free and not self._batch_pages.kept_pages) or pages <= room
 
-    def _evict_for(self, waiting: WaitingReservation) -> bool:
-        """Evict a slice of the cached blocks that a long context replaces; False if its pages may be taken now."""
+    def _evict_for(self, waiting: WaitingReservation, progress: Progress) -> bool:
+        """Evict a slice of the cached blocks that a long context replaces; False if its pages may be taken now.
+
+        Blocks are evicted for one context at a time: two could evict each other's prefix.
+        """
         reservation, size = waiting.reservation, waiting.size
         if self._context_pages(waiting) <= SLICE_NODES:
             return False
-        return self._evicting not in (None, waiting) or self._engine.evict_for(
-            size.tokens, reservation.pinnable_digests, size.pinnable_tokens
-        )
+        if not progress.evicting and self._evicting in (None, waiting):
+            progress.evicting = self._engine.evict_for(size.tokens, reservation.pinnable_digests, size.pinnable_tokens)
+            self._evicting = waiting if progress.evicting else None
+        return self._evicting is not None
 
     # Forks.
 
     def _fork_next(self, progress: Progress, limit: int) -> bool:
         """Fork the first attempt that has the pages, if fewer than `limit` sequences are held; False if none has."""
         turns = self._fork_order()
-        if progress.failed or not turns or self._attempts.held_sequences + (self._evicting is not None) >= limit:
+        if progress.failed or not turns or self._attempts.held_sequences >= limit:
             self._forks_next = self._forks_next and bool(turns)
             return False
         # The turn is over even if pages are missing.
@@ -422,8 +405,10 @@ class Admission:
             if makes_progress and not self._may_take(FORKS, self._attempts.fork_pages(attempt)):
                 continue
             try:
-                progress.forked.append(self._with_reclaim(partial(self._attempts.fork, attempt)))
+                progress.forked.append(self._attempts.fork(attempt))
             except OutOfPages:
+                if self._reclaim():
+                    return self._fork_next(progress, limit)
                 continue
             except Exception as error:
                 progress.failed.append((attempt, error))
@@ -465,20 +450,7 @@ class Admission:
     def _ready_attempts(self) -> int:
         return sum(attempt.committed for attempt in self._attempts)
 
-    def _free_beside_batch(self) -> int:
+    def _free(self) -> int:
         """Number of free and cached pages that the batch does not need."""
         stats = self._engine.stats()
         return max(stats.free + stats.cached - self._batch_pages.kept_pages, 0)
-
-    def _free(self) -> int:
-        """Number of these pages without those for which blocks are being evicted."""
-        return max(self._free_beside_batch() - (self._evicting.size.pages if self._evicting is not None else 0), 0)
-
-    def _with_reclaim(self, take: abc.Callable[[], T]) -> T:
-        """Call `take`; if pages are missing, free those that no request holds and call it again."""
-        try:
-            return take()
-        except OutOfPages:
-            if not self._reclaim():
-                raise
-        return take()

@@ -130,7 +130,7 @@ class DecodeWorker:
             engine,
             self.attempts,
             config.reserve_tokens,
-            SlotForecast(engine.spec.slots, loop.time()),
+            SlotForecast(engine.spec.slots),
             self.batch_pages,
             self.write_backs.release_pages,
             start_limit_s=config.start_timeout_s,

@@ -129,12 +129,9 @@ class Dispatcher:
 
         Raises Unavailable if no worker can serve the request and `worker_wait_s` is 0.
         """
-        self._check_workers(needs_decode=needs_decode)
-        self.queue.check_capacity(tenant)
-
-    def _check_workers(self, *, needs_decode: bool) -> None:
         if not self._config.worker_wait_s and not can_serve(self._pool.fleet, needs_decode=needs_decode):
             raise Unavailable(self._pool.describe_missing())
+        self.queue.check_capacity(tenant)
 
     def close(self) -> None:
         """Fail all requests that wait with Unavailable."""
@@ -187,9 +184,6 @@ class Dispatcher:
         self._schedule()
 
     def _join_queue(self, reservations: Reservations) -> None:
-        request = reservations.request
-        if not request.is_retry:
-            self._check_workers(needs_decode=request.needs_decode)
         self.queue.push(reservations, self._pool.fleet, self._loop.time())
         self._schedule()
 
@@ -243,7 +237,8 @@ class Dispatcher:
         """Ask the decode worker of the best pair for pages, if a prefill worker has room."""
         request, fleet = reservations.request, self._pool.fleet
         limit = self.queue.prefill_limit(request.tenant, fleet)
-        pair = self._best(reservations, limit) if fleet.has_capacity(limit) else None
+        has_capacity = any(view.open_requests < limit for view in fleet.usable_prefills)
+        pair = self._best(reservations, limit) if has_capacity else None
         if pair is None:
             return
         self.queue.register(reservations)
@@ -271,18 +266,16 @@ class Dispatcher:
         The best one is asked first, then others, and at last those that failed the request before. Workers with open
         breakers are asked only if no other one is there.
         """
-        request, known, asked, fleet = reservations.request, reservations.known, reservations.asked, self._pool.fleet
+        known, asked = reservations.known, reservations.asked
         most = reservations.asks_left if asked else min(reservations.asks_left, 1)
         if most and not reservations.unanswered and self._usable - known:
             open_workers = (key for key in self._breakers.open_breakers() if len(key) == 1)
             criteria = self._criteria(reservations, known.union(*open_workers) if asked else known)
-            for pair in rank_pairs(fleet, criteria, prefill_limit=math.inf, most=most):
+            for pair in rank_pairs(self._pool.fleet, criteria, prefill_limit=math.inf, most=most):
                 reservations.ask(pair.decode)
         if reservations.waiting or not reservations.unanswered:
             # The prompt may be computed long after others, which can use the place until then.
             self._free_place(reservations)
-        unused = reservations.left_out | {decode for _, decode in request.avoided_pairs} - asked.keys()
-        reservations.restricted = not unused.isdisjoint(fleet.decode)
         reservations.waits = reservations.waiting or (bool(asked) and reservations.waits)
 
     def _place_granted(self, reservations: Reservations) -> bool:
@@ -299,19 +292,19 @@ class Dispatcher:
                 self._placed(reservations, self._assign(request, pair), address)
                 return True
             # It drains, or another request has it for itself.
-            reservations.leave_out(address)
+            reservations.leave_out(address, ReserveResult(False, "it takes no requests"))
         return False
 
     def _is_too_large(self, reservations: Reservations) -> bool:
         """Whether the request is too large for every decode worker that is there."""
-        matching = compatible_decode_addresses(self._pool.fleet) if reservations.too_small else frozenset()
-        return bool(matching) and reservations.too_small.keys() >= matching
+        too_small = reservations.too_small
+        return bool(too_small) and too_small >= compatible_decode_addresses(self._pool.fleet)
 
     def _isolate(self, reservations: Reservations) -> None:
         """Place an attempt on workers of its own, or let it join the queue if it may run among others."""
         request, suspected, waits, pair = reservations.request, reservations.suspicion(), False, None
         if suspected:
-            criteria, asked = self._criteria(reservations, reservations.too_small.keys()), reservations.asked
+            criteria, asked = self._criteria(reservations, reservations.too_small), reservations.asked
             waits, pair = self._isolation.select(request.request_id, criteria, suspected, asked, self._loop.time())
         if not waits:
             reservations.isolating = False
@@ -431,20 +424,20 @@ class Dispatcher:
         self._timer = self._loop.call_later(_TICK_S, self._tick) if self._waiting else None
         fleet, now, wait_s = self._pool.fleet, self._loop.time(), self._config.worker_wait_s
         served = {needs_decode: can_serve(fleet, needs_decode=needs_decode) for needs_decode in (False, True)}
+        for reservations in self._waiting:
+            too_large = self._is_too_large(reservations)
+            unserved = too_large or not served[reservations.request.needs_decode]
+            reservations.unserved_since = min(reservations.unserved_since, now) if unserved else math.inf
+            if now - reservations.unserved_since < wait_s:
+                continue
+            problem = self._pool.describe_missing(wait_s)
+            if too_large:
+                waited, why = f"after a wait of {wait_s:g} s", reservations.describe_too_large()
+                problem = f"no decode worker is left that could hold the request, {waited}: {why}"
+            reservations.fail(Unavailable(problem))
         self._ask_more(self._usable)
         for reservations in self._waiting:
             reservations.end_silent(now - self._config.reserve_timeout_s)
-            if not served[reservations.request.needs_decode]:
-                problem = self._pool.describe_missing(wait_s)
-            elif self._is_too_large(reservations):
-                waited, why = f"after a wait of {wait_s:g} s", reservations.describe_too_large()
-                problem = f"no decode worker is left that could hold the request, {waited}: {why}"
-            else:
-                reservations.unserved_since = math.inf
-                continue
-            reservations.unserved_since = min(reservations.unserved_since, now)
-            if now - reservations.unserved_since >= wait_s:
-                reservations.fail(Unavailable(problem))
 
     def _ask_more(self, addresses: frozenset[str]) -> None:
         """Let all that wait, but not those that have not asked yet, ask the workers at `addresses` again."""
@@ -497,17 +490,20 @@ class Reservations(Waiter):
         """The place that is kept until decode workers have answered."""
         self.asked: dict[str, _Ask] = {}
         """Reservations that have no answer yet, wait for pages, or have them."""
-        self.too_small: dict[str, tuple[str, str]] = {}
-        """The incarnation of each worker that can never hold the request, and the reason."""
-        self.left_out: set[str] = set()
-        """Workers that have refused for another reason, or have not answered."""
+        self.refused: dict[str, ReserveResult] = {}
+        """Answers of workers that have refused, or have not answered, since the last call of `forget_refusals`."""
         self.asks_left = ASKED_AT_MOST
         """Number of workers that may be asked before the next call of `forget_refusals`."""
 
     @property
     def known(self) -> set[str]:
         """Addresses of workers that are not asked for now."""
-        return {*self.asked, *self.left_out, *self.too_small}
+        return {*self.asked, *self.refused}
+
+    @property
+    def too_small(self) -> set[str]:
+        """Addresses of workers that can never hold the request."""
+        return {address for address, answer in self.refused.items() if answer.too_small}
 
     @property
     def unanswered(self) -> bool:
@@ -526,10 +522,11 @@ class Reservations(Waiter):
 
     def describe_too_large(self) -> str:
         """An error text for clients if no decode worker can hold the request."""
-        request, reasons = self.request, "; ".join(reason for _, reason in self.too_small.values())
+        request, links = self.request, ((address, self._pool.decode_link(address)) for address in self.too_small)
+        reasons = [f"decode worker {link.name}: {self.refused[address].reason}" for address, link in links if link]
         return (
             f"{request.context_tokens} tokens of context and {request.max_new_tokens} of output need more than any "
-            f"decode worker can hold (--kv-memory, --max-model-len): {reasons}"
+            f"decode worker can hold (--kv-memory, --max-model-len): {'; '.join(reasons)}"
         )
 
     def fail(self, error: Exception) -> None:
@@ -580,10 +577,10 @@ class Reservations(Waiter):
         ask.call.keep()
         return ask.call, ask.answer.cached_tokens if ask.answer is not None else 0
 
-    def leave_out(self, address: str) -> None:
+    def leave_out(self, address: str, answer: ReserveResult) -> None:
         """End the reservation at a worker, and don't ask it again for now."""
         self.asked.pop(address).call.close()
-        self.left_out.add(address)
+        self.refused[address] = answer
 
     def end_silent(self, asked_by: float) -> None:
         """Leave out workers that were asked at or before `asked_by` and have not answered."""
@@ -594,26 +591,13 @@ class Reservations(Waiter):
             self._on_answer(address, ReserveResult(False, "no answer"))
 
     def forget_refusals(self, addresses: frozenset[str]) -> None:
-        """Allow more questions, also to workers at `addresses` that have refused.
-
-        A worker that is too small is asked again only if it is another one now.
-        """
+        """Allow more questions, also to workers at `addresses` that have refused."""
         self.asks_left = ASKED_AT_MOST
-        self.left_out -= addresses
-        views = self._pool.fleet.decode
-        self.too_small = {
-            address: known
-            for address, known in self.too_small.items()
-            if address in views and views[address].incarnation == known[0]
-        }
+        self.refused = {address: answer for address, answer in self.refused.items() if address not in addresses}
 
     def _on_answer(self, address: str, answer: ReserveResult) -> None:
-        self.asked[address].answer = answer
-        if answer.too_small:
-            self.asked.pop(address).call.close()
-            view, link = self._pool.fleet.decode.get(address), self._pool.decode_link(address)
-            reason = f"decode worker {link.name if link else address}: {answer.reason}"
-            self.too_small[address] = view.incarnation if view else "", reason
-        elif not (answer.granted or answer.waiting):
-            self.leave_out(address)
+        if answer.granted or answer.waiting:
+            self.asked[address].answer = answer
+        else:
+            self.leave_out(address, answer)
         self._on_change(self)

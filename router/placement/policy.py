@@ -184,16 +184,9 @@ class FleetView:
         return self._groups
 
     @property
-    def usable_prefills(self) -> int:
-        """Number of prefill workers that take new requests: they neither drain nor are isolated."""
-        return sum(not view.draining and view.address not in self.isolated for view in self.prefill.values())
-
-    def has_capacity(self, limit: float) -> bool:
-        """Whether some prefill worker takes new requests and has fewer than `limit` requests of this router."""
-        return any(
-            view.open_requests < limit and not view.draining and view.address not in self.isolated
-            for view in self.prefill.values()
-        )
+    def usable_prefills(self) -> list[PrefillView]:
+        """The prefill workers that take new requests: they neither drain nor are isolated."""
+        return [view for view in self.prefill.values() if not view.draining and view.address not in self.isolated]
 
     def set_prefill(self, address: str, view: PrefillView | None) -> None:
         """Replace the view of the prefill worker at an address; None removes it."""

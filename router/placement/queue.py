@@ -8,10 +8,10 @@ may fill an equal part of the queue's capacity, so that a flood fills only the p
 holds at most capacity × (1 + 1/2 + 1/3 + ...) first attempts.
 
 A reservation for which a decode worker lacks room waits at that worker. So waiters need not ask again, and few of them
-are registered: a waiter is *hidden* while a registered one *waits* that would be granted no later. That is one with no
-larger context, which can use every worker. The first waiter of the queue is registered in
-any case, and so are all replays. So a flood of large contexts registers one of them, small contexts behind it go on,
-and while these pass, the first one is in line at the workers.
+are registered: a waiter is *hidden* while a registered one *waits* that would be granted no later, because its context
+is not larger. The first waiter of the queue is registered in any case, and so are all replays. So a flood of large
+contexts registers one of them, small contexts behind it go on, and while these pass, the first one is in line at the
+workers.
 """
 
 from __future__ import annotations
@@ -145,8 +145,6 @@ class Waiter:
     request: PlacementRequest
     waits: bool = False
     """Whether it is registered, and decode workers lack room for it, as far as is known."""
-    restricted: bool = False
-    """Whether there is a decode worker that others can use, and it can't."""
 
 
 W = TypeVar("W", bound=Waiter)
@@ -252,7 +250,7 @@ class PlacementQueue(Generic[W]):
         order = itertools.chain(() if first is None else (first,), order)
         fresh = (each for each in order if each not in self.registered and each not in passed)
         # A worker with room for a context may lack room for it with several choices.
-        hiding = [each.request for each in self.registered if each.waits and not each.restricted]
+        hiding = [each.request for each in self.registered if each.waits]
         least = min((each.context_tokens for each in hiding), default=math.inf)
         least_single = min((each.context_tokens for each in hiding if len(each.choices) == 1), default=math.inf)
         for waiter in itertools.islice(fresh, len(self._queue.tenants) + _MAX_SCANNED):
@@ -274,7 +272,7 @@ class PlacementQueue(Generic[W]):
         wait until long prompts of another tenant have ended, and a worker computes its shortest prompt first.
         """
         limit, tenants = self._prefill_limit, len(self._at_prefill.keys() | self._queue.tenants)
-        share = limit * fleet.usable_prefills // max(tenants, 1)
+        share = limit * len(fleet.usable_prefills) // max(tenants, 1)
         return 2 * limit if tenants > 1 and self._at_prefill[tenant] < max(share, 1) else limit
 
     def begin_prefill(self, tenant: str) -> None:

@@ -35,7 +35,7 @@ class Worker:
     def __init__(self, slots: int, pages: int) -> None:
         self.engine = FakeEngine(page_size=PAGE, pages=pages, slots=slots, max_model_len=pages * PAGE)
         self.attempts, self.batch_pages = Attempts(self.engine), BatchPages()
-        forecast = SlotForecast(slots, 0.0)
+        forecast = SlotForecast(slots)
         self.admission = Admission(self.engine, self.attempts, 1, forecast, self.batch_pages, lambda: False)
         self.slots, self.now, self.numbers = slots, 0.0, itertools.count()
         self.came: dict[str, float] = {}

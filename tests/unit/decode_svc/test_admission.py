@@ -27,7 +27,6 @@ from decode_svc.admission import (
     SPAN_S,
     Admission,
     PageLine,
-    Party,
     Progress,
     SlotForecast,
 )
@@ -82,7 +81,7 @@ class Worker:
         self.batch_pages = BatchPages()
         self.loop = DecodeLoop(self.engine, Watchdog(), self.reports.append, batch_pages=self.batch_pages)
         self.attempts = Attempts(self.engine)
-        forecast = SlotForecast(slots, 0.0)
+        forecast = SlotForecast(slots)
         self.admission = Admission(
             self.engine, self.attempts, reserve_tokens, forecast, self.batch_pages, lambda: False
         )
@@ -205,20 +204,6 @@ def test_more_choices_than_slots_all_end_with_the_tokens_that_each_has_alone(slo
     assert max(map(len, worker.engine.steps)) == slots - slots // FORK_HEADROOM_DIVISOR
 
 
-def test_after_a_preemption_a_request_is_granted_that_leaves_the_batch_its_next_pages() -> None:
-    worker = Worker(8, pages=20)
-    for name in ("old", "young"):
-        assert worker.ask(name, [1, 2, 3], 60, 1)
-    while not worker.asked["young"].failed:
-        worker.run_once()
-    # The other one has 11 pages, and needs 16 at its end.
-    assert not worker.ask("large", [5] * 16, 4)
-    worker.cancel("large")
-    assert worker.ask("small", [5] * 12, 4, 1)
-    worker.finish()
-    assert [name for name, asked in worker.asked.items() if asked.failed] == ["young"]
-
-
 def test_a_key_is_not_given_twice_but_each_session_has_its_own() -> None:
     worker, asked = Worker(2), Reserve(AttemptKey("r", 0), 4, 4, 1)
     admission = worker.admission
@@ -327,87 +312,48 @@ def test_any_mix_of_requests_ends_in_any_pool_that_holds_each_alone_and_every_at
     worker.finish(replay=True)
 
 
-def party(session: int, name: str = "large") -> Party:
-    return session, AttemptKey(name, 0)
-
-
-def set_aside(line: PageLine, free: int, asking: Party = (99, None)) -> int:
+def set_aside(line: PageLine, free: int) -> int:
     """Pages that are set aside for others when `free` are free."""
-    return free - line.room(asking, free)
+    return free - line.room(None, free)
 
 
-def test_growth_takes_from_both_halves_and_what_it_gives_back_counts_once() -> None:
+def test_half_of_what_comes_free_is_set_aside_and_no_more_than_the_first_in_line_needs_now() -> None:
     line = PageLine()
-    line.add(party(0), 50, 20)
-    assert set_aside(line, 20) == 10
-    assert set_aside(line, 10) == 5
-    assert set_aside(line, 20) == 10
-    assert set_aside(line, 0) == 0
-    assert set_aside(line, 200) == 50
-
-
-def test_no_more_is_set_aside_than_the_first_in_line_needs_now() -> None:
-    line = PageLine()
-    line.add(FORKS, 10, 20)
-    assert set_aside(line, 20) == 10
-    line.add(FORKS, 4, 20)
-    assert set_aside(line, 20) == 4
+    line.add(FORKS, 50, 20)
+    # Growth takes from both halves, and what it gives back counts once.
+    assert [set_aside(line, free) for free in (20, 10, 20, 0, 200)] == [10, 5, 10, 0, 50]
+    line.add(FORKS, 4, 200)
+    assert set_aside(line, 200) == 4
 
 
 def test_what_others_take_is_not_taken_from_the_first_in_line() -> None:
     line = PageLine()
-    line.add(party(0), 50, 20)
-    line.remove(party(1), 12)
+    line.add(FORKS, 50, 20)
+    line.remove((1, AttemptKey("other", 0)), 12)
     assert set_aside(line, 12) == 10
 
 
-def busy(slots: int, rate: float, lead_s: float, until: float = 10 * SPAN_S) -> SlotForecast:
+def busy(slots: int, rate: float, lead_s: float) -> SlotForecast:
     """SlotForecast that has seen `rate` completions a second for long, and readiness `lead_s` after reservation."""
-    admission = SlotForecast(slots, 0.0)
-    admission.record_ready(lead_s)
-    for n in range(int(until * rate)):
-        admission.record_end((n + 1) / rate)
-    return admission
+    forecast = SlotForecast(slots)
+    forecast.record_ready(lead_s)
+    for n in range(int(10 * SPAN_S * rate)):
+        forecast.record_end((n + 1) / rate)
+    return forecast
 
 
-def granted_of(slots: int, asking: int, forecast: SlotForecast, now: float) -> int:
-    """The number of reservations that are granted of `asking`."""
-    worker = Worker(slots)
-    worker.admission.forecast = forecast
-    for number in range(asking):
-        worker.admission.register(1, Reserve(AttemptKey(f"r{number}", 0), 1, 1, 1), now)
-    return len(worker.admission.advance(now).granted)
-
-
-def test_admission_allows_for_the_slots_that_become_free_in_time() -> None:
-    assert granted_of(8, 9, SlotForecast(8, 0.0), 0.0) == 8
-    admission, now = busy(32, rate=10.0, lead_s=0.5), 10 * SPAN_S
-    assert admission.rate(now) == pytest.approx(10.0, rel=0.02)
-    assert admission.lookahead(now) == 5
-    assert granted_of(32, 39, admission, now) == 37
-
-
-def test_no_more_than_a_quarter_of_the_slots_is_ahead_whatever_was_measured() -> None:
-    assert busy(32, rate=10.0, lead_s=60.0).lookahead(10 * SPAN_S) == 8
-    assert busy(3, rate=10.0, lead_s=60.0).lookahead(10 * SPAN_S) == 0
-
-
-def test_a_rate_is_of_late_and_right_from_the_first_second_on() -> None:
-    admission = busy(32, rate=10.0, lead_s=0.5, until=2.0)
-    assert admission.rate(2.0) == pytest.approx(10.0, rel=0.1)
-    assert admission.rate(2.0 + 3 * SPAN_S) < 1.0
-    assert admission.lookahead(2.0 + 3 * SPAN_S) == 0
-    eager = SlotForecast(32, 0.0)
-    eager.record_end(0.001, 4)
-    assert eager.rate(0.001) < 5.0
-
-
-def test_the_lead_follows_what_is_measured() -> None:
-    admission, now = busy(64, rate=10.0, lead_s=0.2), 10 * SPAN_S
-    assert admission.lookahead(now) == 2
+@pytest.mark.parametrize(
+    ("slots", "lead_s", "ahead"),
+    [(32, 0.5, 5), (32, 60.0, 8), (3, 60.0, 0)],
+    ids=["measured", "a quarter", "few slots"],
+)
+def test_as_many_are_held_beyond_the_slots_as_become_free_in_time(slots: int, lead_s: float, ahead: int) -> None:
+    forecast, now = busy(slots, 10.0, lead_s), 10 * SPAN_S
+    assert forecast.lookahead(now) == ahead
+    assert forecast.lookahead(now + 9 * SPAN_S) == 0
     for _ in range(60):
-        admission.record_ready(1.0)
-    assert admission.lookahead(now) == 10
+        forecast.record_ready(0.2)
+    assert forecast.lookahead(now) == min(ahead, 2)
 
 
 class CountedAttempts(Attempts):
@@ -452,7 +398,7 @@ class SlotWorker:
     def __init__(self, slots: int, forks: int = 1000, asking: int = 0) -> None:
         engine = FakeEngine(slots=slots)
         self.attempts, self.now, self.numbers = CountedAttempts(engine, forks), 0.0, itertools.count()
-        self.admission = Admission(engine, self.attempts, 1, SlotForecast(slots, 0.0), BatchPages(), lambda: False)
+        self.admission = Admission(engine, self.attempts, 1, SlotForecast(slots), BatchPages(), lambda: False)
         self.ask(asking)
 
     def ask(self, count: int = 1) -> None:
@@ -471,7 +417,7 @@ class SlotWorker:
 def test_forks_and_reservations_take_turns_where_both_want_every_slot(slots: int, ahead: int) -> None:
     worker = SlotWorker(slots, asking=1000)
     if ahead:
-        worker.admission.forecast, worker.now = busy(slots, rate=10.0, lead_s=60.0), 10 * SPAN_S
+        worker.admission.forecast, worker.now = busy(slots, 10.0, 60.0), 10 * SPAN_S
     worker.advance()
     assert worker.attempts.held == slots + ahead
     got = list(itertools.chain.from_iterable(worker.advance(1) for _ in range(40)))
@@ -628,7 +574,7 @@ def test_pages_that_no_request_holds_are_freed_for_a_reservation() -> None:
             worker.engine.free(copies.pop())
         return True
 
-    admission = Admission(worker.engine, worker.attempts, 4, SlotForecast(4, 0.0), BatchPages(), reclaim)
+    admission = Admission(worker.engine, worker.attempts, 4, SlotForecast(4), BatchPages(), reclaim)
     admission.register(1, Reserve(AttemptKey("r", 0), 20, 4, 1), 0.0)
     assert len(admission.advance(0.0).granted) == 1
 
@@ -638,7 +584,7 @@ def test_the_token_that_prefill_computes_here_is_not_pinned() -> None:
     names = digests(worker.engine, ids)
     worker.engine.free(worker.engine.reserve("cached", 32), names)
     for computed in (0, 1):
-        forecast = SlotForecast(4, 0.0)
+        forecast = SlotForecast(4)
         admission = Admission(
             worker.engine, worker.attempts, 4, forecast, BatchPages(), lambda: False, computed_tokens=computed
         )

@@ -328,7 +328,7 @@ async def test_without_a_worker_wait_new_requests_are_refused_at_once() -> None:
     d = dispatcher(pool := FakePool(), worker_wait_s=0)
     pool.there = False
     with pytest.raises(Unavailable, match=r"no decode worker is there$"):
-        await Held(d, "new").task
+        d.check_admission("", needs_decode=True)
 
 
 async def test_a_decode_worker_that_does_not_answer_is_left_out_and_another_one_is_asked(

@@ -12,7 +12,6 @@ from router.placement.policy import FleetView
 from tests.unit.router.dispatching import (
     FULL,
     GRANTED,
-    REFUSED,
     TOO_LARGE,
     FakeAttempt,
     FakePool,
@@ -131,18 +130,6 @@ async def test_of_many_restricted_waiters_with_the_same_workers_one_asks() -> No
     smaller = await ask(asked, "smaller", tokens=LARGE - 1)
     assert len(workers.order) == 4
     await end(asked, *large, smaller)
-
-
-async def test_a_waiter_that_can_ask_fewer_workers_does_not_stop_one_that_can_ask_more() -> None:
-    """Worker b has refused the first one, so it only waits at worker a."""
-    asked = dispatcher(workers := FakePool(a=FULL, b=REFUSED))
-    first = await ask(asked, "first")
-    workers.by_name["b"] = GRANTED
-    other = await ask(asked, "other")
-    assert other.place is not None
-    assert other.place.decode_address == "b"
-    assert not first.placed.is_set()
-    await end(asked, first, other)
 
 
 async def test_a_waiter_without_a_pair_is_overtaken_while_prefill_workers_have_room() -> None:

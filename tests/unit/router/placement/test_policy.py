@@ -99,16 +99,12 @@ def test_alone_goes_where_least_of_ours_runs_and_says_whether_that_is_nothing() 
     )
 
 
-def test_workers_that_drain_or_are_isolated_count_for_no_room() -> None:
-    drains, isolated, full = (
-        replace(P, address="x", draining=True),
-        replace(P, address="y"),
-        replace(P, open_requests=4),
-    )
-    fleet = FleetView((drains, isolated, full))
-    assert (fleet.usable_prefills, fleet.has_capacity(4)) == (2, True)
+def test_workers_that_drain_or_are_isolated_take_no_requests() -> None:
+    isolated = replace(P, address="y")
+    fleet = FleetView((P, replace(P, address="x", draining=True), isolated))
+    assert fleet.usable_prefills == [P, isolated]
     fleet.isolated = frozenset({"y", "d"})
-    assert (fleet.usable_prefills, fleet.has_capacity(4), fleet.has_capacity(5)) == (1, False, True)
+    assert fleet.usable_prefills == [P]
 
 
 M = PrefillView("m", KV, rate=100), DecodeView("m", KV, free_tokens=100, free_slots=4, slots=4)

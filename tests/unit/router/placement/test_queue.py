@@ -129,8 +129,6 @@ def test_a_waiter_hides_those_that_would_be_granted_no_earlier() -> None:
         assert not hides(first, behind), "it has room, as far as is known"
         first.waits = True
         assert hides(first, behind) is hidden
-        first.restricted = True
-        assert not hides(first, behind), "the other one can use a worker that it can't"
 
 
 def test_any_number_of_registered_waiters_keeps_none_behind_them_from_being_found() -> None:
