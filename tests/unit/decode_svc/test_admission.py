@@ -351,7 +351,7 @@ def test_as_many_are_held_beyond_the_slots_as_become_free_in_time(slots: int, le
     forecast, now = busy(slots, 10.0, lead_s), 10 * SPAN_S
     assert forecast.lookahead(now) == ahead
     assert forecast.lookahead(now + 9 * SPAN_S) == 0
-    for _ in range(60):
+    for _ in range(200):
         forecast.record_ready(0.2)
     assert forecast.lookahead(now) == min(ahead, 2)
 
