@@ -313,22 +313,19 @@ class Admission:
                 self._refuse(waiting, f"{type(error).__name__}: {error}", progress)
                 return True
             else:
-                self._record_grant(waiting, attempt)
+                self._remove(waiting)
+                self._line.remove(waiting.party, self._free())
+                self._context_line.remove(waiting.party, self._free_context_pages)
+                # The next turn of its session comes after those of the others.
+                if (others := self._waiting.pop(waiting.session_number, None)) is not None:
+                    self._waiting[waiting.session_number] = others
+                attempt.cancelled |= waiting.cancelled
+                self._forks_next = bool(self._attempts.pending)
                 progress.granted.append(attempt)
                 return True
         if self._evicting is waiting:
             self._evicting = None
         return False
-
-    def _record_grant(self, waiting: WaitingReservation, attempt: DecodeAttempt) -> None:
-        self._remove(waiting)
-        self._line.remove(waiting.party, self._free())
-        self._context_line.remove(waiting.party, self._free_context_pages)
-        # The next turn of its session comes after those of the others.
-        if (others := self._waiting.pop(waiting.session_number, None)) is not None:
-            self._waiting[waiting.session_number] = others
-        attempt.cancelled |= waiting.cancelled
-        self._forks_next = bool(self._attempts.pending)
 
     def _refuse(self, waiting: WaitingReservation, reason: str, progress: Progress) -> None:
         self._remove(waiting)
@@ -394,7 +391,10 @@ class Admission:
 
     def _fork_next(self, progress: Progress, limit: int) -> bool:
         """Fork the first attempt that has the pages, if fewer than `limit` sequences are held; False if none has."""
-        turns = self._fork_order()
+        turns = self._attempts.pending
+        if not self._oldest_leads:
+            # So contexts are freed one after the other, and requests with few choices do not wait for all others.
+            turns = sorted(turns, key=lambda attempt: attempt.pending_choices)
         if progress.failed or not turns or self._attempts.held_sequences >= limit:
             self._forks_next = self._forks_next and bool(turns)
             return False
@@ -418,15 +418,6 @@ class Admission:
             return True
         self._line.add(FORKS, self._fork_need(turns), self._free())
         return False
-
-    def _fork_order(self) -> abc.Sequence[DecodeAttempt]:
-        """Attempts with pending choices, in the order of their turns.
-
-        The oldest attempt and the one with the fewest such choices take turns at the front. So contexts are freed one
-        after the other, and neither requests with few choices nor requests with many wait for all others.
-        """
-        oldest = self._attempts.pending
-        return oldest if self._oldest_leads else sorted(oldest, key=lambda attempt: attempt.pending_choices)
 
     def _fork_need(self, turns: abc.Sequence[DecodeAttempt]) -> int:
         """Number of pages for which forks wait: of the first in `turns` that fits in the pool beside all kept contexts.

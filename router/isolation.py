@@ -17,6 +17,7 @@ this request.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 
 from router.placement.policy import SelectionCriteria, WorkerPair, can_serve, least_loaded_pair
@@ -89,7 +90,7 @@ class Isolation:
         """The right of an attempt that is placed on the pair; other choices of the request may be placed there now."""
         self._pair, self._own = pair, self._own | self._addresses(pair, suspicion)
         self._pool.isolate(self._own)
-        return IsolationGrant(partial(self.leave, request_id), isolates_decode=suspicion is Suspicion.PAIR)
+        return IsolationGrant(partial(self.leave, request_id), suspicion is Suspicion.PAIR)
 
     @property
     def first(self) -> str | None:
@@ -115,16 +116,13 @@ class Isolation:
         return least_loaded_pair(fleet, criteria, isolates_decode=isolates_decode)
 
 
+@dataclass(eq=False, slots=True)
 class IsolationGrant:
-    """The right of an attempt to a prefill worker without other requests.
+    """The right of an attempt to a prefill worker and, if `isolates_decode`, a decode worker without other requests."""
 
-    If `isolates_decode`, also to a decode worker.
-    """
-
-    def __init__(self, on_release: Callable[[], None], *, isolates_decode: bool) -> None:
-        self._on_release = on_release
-        self.isolates_decode = isolates_decode
-        self.released = False
+    _on_release: Callable[[], None]
+    isolates_decode: bool
+    released: bool = False
 
     def release(self) -> None:
         """End the right; others may use the workers when all attempts of the request have released it. Idempotent."""

@@ -233,11 +233,6 @@ class SelectionCriteria:
     decode_match: PrefixMatch = NO_MATCH
     excluded_decodes: frozenset[str] = frozenset()
 
-    @property
-    def blamed_pairs(self) -> int:
-        """Number of prefill workers, at most, whose pair with a decode worker has a penalty."""
-        return sum(len(key) == 2 for key in self.blame) + len(self.in_place_only)
-
     def worker_penalty(self, address: str) -> int:
         """The penalty of a worker; 0 is best."""
         return self.blame.get((address,), 0)
@@ -317,7 +312,8 @@ def rank_pairs(
             continue
         decodes = [each for each in decode_addresses if only in (None, each) and each not in excluded]
         # For each decode worker, at least one of the first prefill workers is in no pair with a penalty.
-        first = heapq.nsmallest(1 + criteria.blamed_pairs, prefills)
+        blamed_pairs = sum(len(key) == 2 for key in criteria.blame) + len(criteria.in_place_only)
+        first = heapq.nsmallest(1 + blamed_pairs, prefills)
         found = pair_costs(criteria, first, map(fleet.decode.__getitem__, decodes))
         if mixed := fleet.prefill.keys() & decodes:
             for each in prefills:

@@ -235,6 +235,25 @@ def test_the_oldest_attempt_and_the_one_with_the_fewest_pending_choices_lead_alt
     assert [sequence.request_id for sequence in forked] == ["a", "c", "a", "a", "a", "a", "b", "b", "b"]
 
 
+def test_an_attempt_whose_forks_lack_pages_lets_the_forks_of_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(2, pages=36, reserve_tokens=20)
+    other = worker.engine.reserve("other", 18 * PAGE)
+    # Nothing is forked before all is set up.
+    monkeypatch.setattr(worker.admission, "_fork_next", lambda *_: False)
+    for name, length, max_tokens in (("large", 33, 20), ("small", 29, 2)):
+        assert worker.ask(name, list(range(2, 2 + length)), max_tokens, 4)
+        while worker.attempts.held_sequences:
+            worker.run_once()
+    # Beside both contexts there is one page, and a choice of the first needs six.
+    assert (worker.attempts.pending_choices, worker.engine.stats().free) == (6, 1)
+    monkeypatch.undo()
+    worker.advance()
+    assert {attempt.key.request_id for attempt in worker.attempts if attempt.held_sequences} == {"small"}
+    worker.engine.free(other)
+    worker.finish()
+    assert not any(asked.failed for asked in worker.asked.values())
+
+
 def test_choices_that_alone_hold_pages_are_forked_whatever_is_set_aside_for_others() -> None:
     worker = Worker(4, pages=10, reserve_tokens=8)
     assert worker.ask("many", list(range(2, 23)), 8, 4)
