@@ -20,7 +20,7 @@ forks may use at most half of the pages, with a line of their own; a larger one 
 decision 10 has the proof. Pages that the batch needs after a preemption are not free (`BatchPages.kept_pages`).
 
 A long context may replace many cached blocks. They are evicted in slices, one in each call of `advance`, so that the
-event loop is not held up. Meanwhile it stands in the line for pages, as it may lose some of them to others.
+event loop is not held up. If others take its pages meanwhile, it gets a place in the line.
 """
 
 from __future__ import annotations
@@ -193,8 +193,6 @@ class Admission:
         self._computed_tokens = computed_tokens
         self._waiting: dict[int, dict[AttemptKey, WaitingReservation]] = {}
         """Waiting reservations by session, in the order of the sessions' turns."""
-        self._evicting: WaitingReservation | None = None
-        """The reservation for which blocks are being evicted."""
         self._line, self._context_line = PageLine(), PageLine()
         self._max_context_pages = engine.spec.pages // CONTEXTS_DIVISOR
         self._forks_next = False
@@ -261,8 +259,8 @@ class Admission:
             or self._fork_next(progress, slots - headroom)
         ):
             pass
-        for waiting in self._in_turn():
-            if not waiting.told and not (progress.evicting and waiting is self._evicting):
+        for waiting in () if progress.evicting else self._in_turn():
+            if not waiting.told:
                 waiting.told = True
                 progress.answers.append((waiting, ReserveResult(False, waiting=True)))
         return progress
@@ -297,10 +295,7 @@ class Admission:
     def _grant(self, waiting: WaitingReservation, progress: Progress, now: float) -> bool:
         """Grant a reservation, or refuse it if the engine fails; returns False if it must wait on."""
         session_number, reservation, size = waiting.session_number, waiting.reservation, waiting.size
-        if self._has_context_room(waiting) and self._has_pages(waiting):
-            if self._evict_for(waiting, progress):
-                self._line.add(waiting.party, size.pages, self._free())
-                return False
+        if self._has_context_room(waiting) and self._has_pages(waiting) and not self._evict_for(waiting, progress):
             try:
                 limit_s, deadline = self._start_limit_s, waiting.deadline
                 attempt = self._attempts.take_pages(session_number, reservation, size, now, limit_s, deadline)
@@ -323,8 +318,6 @@ class Admission:
                 self._forks_next = bool(self._attempts.pending)
                 progress.granted.append(attempt)
                 return True
-        if self._evicting is waiting:
-            self._evicting = None
         return False
 
     def _refuse(self, waiting: WaitingReservation, reason: str, progress: Progress) -> None:
@@ -338,8 +331,6 @@ class Admission:
             del self._waiting[waiting.session_number]
         self._line.remove(waiting.party)
         self._context_line.remove(waiting.party)
-        if self._evicting is waiting:
-            self._evicting = None
 
     def _has_context_room(self, waiting: WaitingReservation) -> bool:
         """Whether kept contexts have room for its context; if not, it gets a place in their line."""
@@ -375,17 +366,13 @@ class Admission:
         return (room == free and not self._batch_pages.kept_pages) or pages <= room
 
     def _evict_for(self, waiting: WaitingReservation, progress: Progress) -> bool:
-        """Evict a slice of the cached blocks that a long context replaces; False if its pages may be taken now.
-
-        Blocks are evicted for one context at a time: two could evict each other's prefix.
-        """
-        reservation, size = waiting.reservation, waiting.size
+        """Evict a slice of the cached blocks that a long context replaces; False if its pages may be taken now."""
+        digests, size = waiting.reservation.pinnable_digests, waiting.size
         if self._context_pages(waiting) <= SLICE_NODES:
             return False
-        if not progress.evicting and self._evicting in (None, waiting):
-            progress.evicting = self._engine.evict_for(size.tokens, reservation.pinnable_digests, size.pinnable_tokens)
-            self._evicting = waiting if progress.evicting else None
-        return self._evicting is not None
+        # Once in a call, so that the first in turn comes first.
+        progress.evicting = progress.evicting or self._engine.evict_for(size.tokens, digests, size.pinnable_tokens)
+        return progress.evicting
 
     # Forks.
 

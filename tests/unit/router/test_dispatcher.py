@@ -381,7 +381,7 @@ async def test_a_replay_that_only_a_lost_worker_could_hold_waits_for_one_like_it
     monkeypatch.setattr("router.dispatcher._TICK_S", 0.02)
     d = dispatcher(pool := FakePool(small=TOO_LARGE), worker_wait_s=5)
     held = await ask(d, "r", again=True)
-    assert not held.task.done()
+    assert (held.task.done(), pool.assignments) == (False, 0)
     pool.answer(large=GRANTED)
     await held.finish()
     del pool.by_name["large"]
