@@ -257,6 +257,7 @@ class Admission:
             (self._forks_next and self._fork_next(progress, limit))
             or self._grant_next(progress, limit, now)
             or self._fork_next(progress, slots - headroom)
+            or (self._line.first is not None and self._reclaim())
         ):
             pass
         for waiting in () if progress.evicting else self._in_turn():
@@ -300,8 +301,6 @@ class Admission:
                 limit_s, deadline = self._start_limit_s, waiting.deadline
                 attempt = self._attempts.take_pages(session_number, reservation, size, now, limit_s, deadline)
             except OutOfPages:
-                if self._reclaim():
-                    return self._grant(waiting, progress, now)
                 waiting.tried = self._free(), self._ready_attempts
                 self._line.add(waiting.party, size.pages, self._free())
             except Exception as error:
@@ -349,9 +348,10 @@ class Admission:
         """Whether its pages may be free for it; if not, it gets a place in line."""
         pages, free = waiting.size.pages, self._free()
         tried_free, tried_ready = waiting.tried
-        shares = waiting.reservation.pinnable_digests and self._ready_attempts != tried_ready
-        # Pages that it would share are not counted here, so the engine is asked when the answer may be another one.
-        if self._may_take(waiting.party, pages) and (pages <= free or free > tried_free or shares):
+        is_news = free > tried_free or self._ready_attempts != tried_ready
+        # Only the engine knows how many pages it would share, so it is asked when its answer may be another one.
+        may_share = bool(waiting.reservation.pinnable_digests) and is_news
+        if self._may_take(waiting.party, pages) and (pages <= free or may_share):
             return True
         self._line.add(waiting.party, pages, free)
         return False
@@ -394,8 +394,6 @@ class Admission:
             try:
                 progress.forked.append(self._attempts.fork(attempt))
             except OutOfPages:
-                if self._reclaim():
-                    return self._fork_next(progress, limit)
                 continue
             except Exception as error:
                 progress.failed.append((attempt, error))
