@@ -8,13 +8,13 @@
 4. The first worker that grants pages wins. `_place_granted` selects the prefill worker anew, by what is known then.
    The other reservations are cancelled, and the next request is registered.
 
-A worker answers again when it has room, so a status of a worker wakes nobody. Once a second, and when decode workers
-join, requests that wait ask workers which they have not asked, and those that refused. All of this runs in `_work`, in
-slices of time, because a large fleet and a long queue take longer than a stream may be held up.
+A worker answers again when it has room, so a status of a worker wakes nobody. Once a second, requests that wait ask
+workers which they have not asked, and those that refused. All of this runs in `_work`, in slices of time, because a
+large fleet and a long queue take longer than a stream may be held up.
 
 Requests also wait while a role has no workers, and retries while no worker is large enough, for at most
 `worker_wait_s` seconds; then they fail with Unavailable. A request that is suspected of killing workers waits outside
-the queue for workers of its own (`isolation.py`).
+the queue for workers of its own (`isolation.py`), and looks for them once a second.
 """
 
 from __future__ import annotations
@@ -115,8 +115,6 @@ class Dispatcher:
         self._changed: dict[Reservations, None] = {}
         """Those with news that `_work` has not handled yet."""
         self._tenants: dict[PrefillAssignment, str] = {}
-        self._usable: frozenset[str] = frozenset()
-        """Addresses of the decode workers that take new requests."""
         self._scheduled = False
         self._timer: asyncio.TimerHandle | None = None
         self._breakers = Breakers(self._loop.time)
@@ -196,7 +194,6 @@ class Dispatcher:
         reservations.ask_only("")
         if reservations.isolating:
             self._isolation.leave(reservations.request.request_id)
-            self._on_update()
         self._schedule()
 
     def _on_change(self, reservations: Reservations) -> None:
@@ -268,7 +265,7 @@ class Dispatcher:
         """
         known, asked = reservations.known, reservations.asked
         most = reservations.asks_left if asked else min(reservations.asks_left, 1)
-        if most and not reservations.unanswered and self._usable - known:
+        if most and not reservations.unanswered:
             open_workers = (key for key in self._breakers.open_breakers() if len(key) == 1)
             criteria = self._criteria(reservations, known.union(*open_workers) if asked else known)
             for pair in rank_pairs(self._pool.fleet, criteria, prefill_limit=math.inf, most=most):
@@ -410,13 +407,6 @@ class Dispatcher:
         workers, pairs = self._breakers.count_open()
         BREAKERS_OPEN.labels("worker").set(workers)
         BREAKERS_OPEN.labels("pair").set(pairs)
-        before, self._usable = self._usable, compatible_decode_addresses(fleet) - fleet.isolated
-        if joined := self._usable - before:
-            self._ask_more(joined)
-        if (first := self._isolation.first) is not None:
-            for reservations in self._waiting:
-                if reservations.isolating and reservations.request.request_id == first:
-                    self._on_change(reservations)
         self._schedule()
 
     def _tick(self) -> None:
@@ -428,23 +418,16 @@ class Dispatcher:
             too_large = self._is_too_large(reservations)
             unserved = too_large or not served[reservations.request.needs_decode]
             reservations.unserved_since = min(reservations.unserved_since, now) if unserved else math.inf
-            if now - reservations.unserved_since < wait_s:
-                continue
-            problem = self._pool.describe_missing(wait_s)
-            if too_large:
-                waited, why = f"after a wait of {wait_s:g} s", reservations.describe_too_large()
-                problem = f"no decode worker is left that could hold the request, {waited}: {why}"
-            reservations.fail(Unavailable(problem))
-        self._ask_more(self._usable)
-        for reservations in self._waiting:
-            reservations.end_silent(now - self._config.reserve_timeout_s)
-
-    def _ask_more(self, addresses: frozenset[str]) -> None:
-        """Let all that wait, but not those that have not asked yet, ask the workers at `addresses` again."""
-        for reservations in self._waiting:
-            if reservations.isolating or reservations in self.queue.registered:
-                reservations.forget_refusals(addresses)
+            if now - reservations.unserved_since >= wait_s:
+                problem = self._pool.describe_missing(wait_s)
+                if too_large:
+                    waited, why = f"after a wait of {wait_s:g} s", reservations.describe_too_large()
+                    problem = f"no decode worker is left that could hold the request, {waited}: {why}"
+                reservations.fail(Unavailable(problem))
+            elif reservations.isolating or reservations in self.queue.registered:
+                reservations.forget_refusals()
                 self._on_change(reservations)
+                reservations.end_silent(now - self._config.reserve_timeout_s)
 
 
 @dataclass(slots=True)
@@ -590,10 +573,10 @@ class Reservations(Waiter):
             _logger.warning(words, name, address, extra=about(name))
             self._on_answer(address, ReserveResult(False, "no answer"))
 
-    def forget_refusals(self, addresses: frozenset[str]) -> None:
-        """Allow more questions, also to workers at `addresses` that have refused."""
+    def forget_refusals(self) -> None:
+        """Allow more questions, also to workers that have refused."""
         self.asks_left = ASKED_AT_MOST
-        self.refused = {address: answer for address, answer in self.refused.items() if address not in addresses}
+        self.refused.clear()
 
     def _on_answer(self, address: str, answer: ReserveResult) -> None:
         if answer.granted or answer.waiting:

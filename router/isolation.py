@@ -47,7 +47,7 @@ class Isolation:
 
     def leave(self, request_id: str) -> None:
         """Count one attempt fewer. The next request is first when no attempt of the first one is left."""
-        was_first = self.first == request_id
+        was_first = self._is_first(request_id)
         self._attempts[request_id] -= 1
         if self._attempts[request_id]:
             if was_first and self._own:
@@ -68,7 +68,7 @@ class Isolation:
         empty in time, or no present worker can hold it.
         """
         fleet = self._pool.fleet
-        if self.first != request_id:
+        if not self._is_first(request_id):
             return True, None
         if not can_serve(fleet, needs_decode=criteria.needs_decode):
             # The time in which a pair must become empty starts when there is a pair.
@@ -92,10 +92,8 @@ class Isolation:
         self._pool.isolate(self._own)
         return IsolationGrant(partial(self.leave, request_id), suspicion is Suspicion.PAIR)
 
-    @property
-    def first(self) -> str | None:
-        """The id of the request that is isolated now; None if there is none."""
-        return next(iter(self._attempts), None)
+    def _is_first(self, request_id: str) -> bool:
+        return next(iter(self._attempts), None) == request_id
 
     def _addresses(self, pair: WorkerPair, suspicion: Suspicion) -> frozenset[str]:
         """Addresses of the workers in the pair that the request has for itself."""
