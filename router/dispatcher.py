@@ -430,13 +430,16 @@ class Dispatcher:
                 reservations.end_silent(now - self._config.reserve_timeout_s)
 
 
+_NO_ANSWER = ReserveResult(False, "no answer")
+
+
 @dataclass(slots=True)
 class _Ask:
     """A reservation at a decode worker, asked for at `at` seconds, and the latest answer."""
 
     call: DecodeCall
     at: float
-    answer: ReserveResult | None = None
+    answer: ReserveResult = _NO_ANSWER
 
 
 class Reservations(Waiter):
@@ -491,17 +494,17 @@ class Reservations(Waiter):
     @property
     def unanswered(self) -> bool:
         """Whether a worker has not answered yet, though it must answer at once."""
-        return any(each.answer is None for each in self.asked.values())
+        return any(each.answer is _NO_ANSWER for each in self.asked.values())
 
     @property
     def waiting(self) -> bool:
         """Whether a reservation waits at a worker."""
-        return any(each.answer is not None and each.answer.waiting for each in self.asked.values())
+        return any(each.answer.waiting for each in self.asked.values())
 
     @property
     def granted(self) -> list[str]:
         """Addresses of workers with pages that are not in use yet."""
-        return [address for address, each in self.asked.items() if each.answer is not None and each.answer.granted]
+        return [address for address, each in self.asked.items() if each.answer.granted]
 
     def describe_too_large(self) -> str:
         """An error text for clients if no decode worker can hold the request."""
@@ -558,7 +561,7 @@ class Reservations(Waiter):
         self.ask_only(address)
         ask = self.asked.pop(address)
         ask.call.keep()
-        return ask.call, ask.answer.cached_tokens if ask.answer is not None else 0
+        return ask.call, ask.answer.cached_tokens
 
     def leave_out(self, address: str, answer: ReserveResult) -> None:
         """End the reservation at a worker, and don't ask it again for now."""
@@ -567,11 +570,13 @@ class Reservations(Waiter):
 
     def end_silent(self, asked_by: float) -> None:
         """Leave out workers that were asked at or before `asked_by` and have not answered."""
-        for address in [address for address, each in self.asked.items() if each.answer is None and each.at <= asked_by]:
+        for address, ask in list(self.asked.items()):
+            if ask.answer is not _NO_ANSWER or ask.at > asked_by:
+                continue
             name = f"{self.request.request_id}/{self.request.attempt_number}"
             words = "reservation %s: decode worker at %s has not answered in time"
             _logger.warning(words, name, address, extra=about(name))
-            self._on_answer(address, ReserveResult(False, "no answer"))
+            self._on_answer(address, _NO_ANSWER)
 
     def forget_refusals(self) -> None:
         """Allow more questions, also to workers that have refused."""

@@ -40,6 +40,15 @@ async def test_a_replay_falls_back_on_what_failed_it_when_the_others_refuse_and_
     await end(asked, replay, *others)
 
 
+async def test_a_request_that_waits_asks_no_worker_with_an_open_breaker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.workers.failures.WORKER_FAULTS", 1)
+    asked = dispatcher(workers := FakePool(a=GRANTED, b=FULL))
+    asked._breakers.record_fault(("a",))
+    held = await ask(asked, "r")
+    assert (workers.order, held.placed.is_set()) == (["r b"], False)
+    await end(asked, held)
+
+
 async def test_a_context_that_only_a_full_worker_can_hold_stops_nobody_who_has_another_one() -> None:
     asked = dispatcher(workers := FakePool(a=TOO_LARGE, b=FULL), prefill_limit=99)
     large = await ask(asked, "large", tokens=1000)
