@@ -8,9 +8,9 @@
 4. The first worker that grants pages wins. `_place_granted` selects the prefill worker anew, by what is known then.
    The other reservations are cancelled, and the next request is registered.
 
-A worker answers again when it has room, so a status of a worker wakes nobody. Once a second, requests that wait ask
-workers which they have not asked, and those that refused. All of this runs in `_work`, in slices of time, because a
-large fleet and a long queue take longer than a stream may be held up.
+A worker answers again when it has room, so a status of a worker wakes nobody. Once a second, and when decode workers
+join, requests that wait ask workers which they have not asked, and those that refused. All of this runs in `_work`, in
+slices of time, because a large fleet and a long queue take longer than a stream may be held up.
 
 Requests also wait while a role has no workers, and retries while no worker is large enough, for at most
 `worker_wait_s` seconds; then they fail with Unavailable. A request that is suspected of killing workers waits outside
@@ -115,6 +115,8 @@ class Dispatcher:
         self._changed: dict[Reservations, None] = {}
         """Those with news that `_work` has not handled yet."""
         self._tenants: dict[PrefillAssignment, str] = {}
+        self._usable: frozenset[str] = frozenset()
+        """Addresses of the decode workers that take new requests."""
         self._scheduled = False
         self._timer: asyncio.TimerHandle | None = None
         self._breakers = Breakers(self._loop.time)
@@ -407,7 +409,18 @@ class Dispatcher:
         workers, pairs = self._breakers.count_open()
         BREAKERS_OPEN.labels("worker").set(workers)
         BREAKERS_OPEN.labels("pair").set(pairs)
+        before, self._usable = self._usable, compatible_decode_addresses(fleet) - fleet.isolated
+        if self._usable - before:
+            # Those that have waited for a worker must not be overtaken by new requests.
+            self._look_again()
         self._schedule()
+
+    def _look_again(self) -> None:
+        """Let all that have asked workers ask more, and those that have refused again."""
+        for reservations in self._waiting:
+            if reservations.isolating or reservations in self.queue.registered:
+                reservations.forget_refusals()
+                self._on_change(reservations)
 
     def _tick(self) -> None:
         """Let all that wait go on, and fail those that no worker could serve for `worker_wait_s` seconds."""
@@ -424,10 +437,9 @@ class Dispatcher:
                     waited, why = f"after a wait of {wait_s:g} s", reservations.describe_too_large()
                     problem = f"no decode worker is left that could hold the request, {waited}: {why}"
                 reservations.fail(Unavailable(problem))
-            elif reservations.isolating or reservations in self.queue.registered:
-                reservations.forget_refusals()
-                self._on_change(reservations)
-                reservations.end_silent(now - self._config.reserve_timeout_s)
+        self._look_again()
+        for reservations in self._waiting:
+            reservations.end_silent(now - self._config.reserve_timeout_s)
 
 
 _NO_ANSWER = ReserveResult(False, "no answer")

@@ -159,7 +159,8 @@ async def test_while_smaller_ones_pass_the_first_of_the_queue_is_in_line_at_the_
     d.close()
 
 
-async def test_a_worker_that_joins_or_takes_requests_again_is_asked_too() -> None:
+async def test_a_worker_that_joins_or_takes_requests_again_is_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.dispatcher._TICK_S", 600.0)
     d = dispatcher(pool := FakePool(d=FULL))
     held = await ask(d, "r")
     pool.isolated = frozenset({"e"})
