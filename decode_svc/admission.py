@@ -19,8 +19,8 @@ in the line, and all forks together are one party there (decision 28 has the bou
 forks may use at most half of the pages, with a line of their own; a larger one may be kept only alone. Every fork ends;
 decision 10 has the proof. Pages that the batch needs after a preemption are not free (`BatchPages.kept_pages`).
 
-A long context may replace many cached blocks. They are evicted in slices, one in each call of `advance`, and until the
-last one the slot and the pages are the reservation's.
+A long context may replace many cached blocks. They are evicted in slices, one in each call of `advance`, so that the
+event loop is not held up. If others take its pages meanwhile, it gets a place in the line.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from __future__ import annotations
 import math
 from collections import abc
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TypeVar
 
 from baton.engine.contract import Engine
 from baton.errors import InvalidRequest, OutOfPages
@@ -41,17 +39,14 @@ from decode_svc.messages import AttemptKey, Reserve
 from decode_svc.reservation import ReservationSize, size_reservation
 from decode_svc.scheduler import BatchPages, DecodeSequence
 
-T = TypeVar("T")
-
 CONTEXTS_DIVISOR = 2
 """Contexts that are kept for further choices use at most 1 / CONTEXTS_DIVISOR of the pages."""
 
 SPAN_S = 10.0
 """Seconds after which a completion counts with a weight of 1/e."""
 
-FORK_HEADROOM_DIVISOR, FORK_HEADROOM_S = 8, 0.5
-"""Forks leave 1 / FORK_HEADROOM_DIVISOR of the slots free, or as many slots as were reserved in the last
-FORK_HEADROOM_S seconds if that is more."""
+FORK_HEADROOM_DIVISOR = 8
+"""Forks leave 1 / FORK_HEADROOM_DIVISOR of the slots free when it is not their turn."""
 
 Party = tuple[int, AttemptKey | None]
 """A session and its attempt."""
@@ -59,19 +54,15 @@ Party = tuple[int, AttemptKey | None]
 FORKS: Party = (-1, None)
 """All pending forks together."""
 
-PROMPTS: Party = (-2, None)
-"""All prompts that a mixed worker computes for other decode workers."""
-
 _LEAD_WEIGHT = 0.1
 
 
 class SlotForecast:
     """Measures how fast slots come free; times are seconds on the caller's clock."""
 
-    def __init__(self, slots: int, now: float) -> None:
+    def __init__(self, slots: int) -> None:
         self.slots = slots
-        self._began = now
-        self._ends, self._grants = DecayingSum(SPAN_S), DecayingSum(SPAN_S)
+        self._ends = DecayingSum(SPAN_S)
         self._lead_s = DecayingAverage(_LEAD_WEIGHT)
 
     def record_end(self, now: float, count: int = 1) -> None:
@@ -82,73 +73,53 @@ class SlotForecast:
         """Record that a sequence was ready to run `lead_s` seconds after its reservation."""
         self._lead_s.add(lead_s)
 
-    def record_grant(self, now: float) -> None:
-        """Record that a reservation was granted."""
-        self._grants.add(1, now)
-
     def rate(self, now: float) -> float:
-        """Recent completions per second."""
-        return self._ends.value(now) / self._span_s(now)
-
-    def fork_headroom(self, now: float) -> int:
-        """Number of slots that forks leave free when it is not their turn."""
-        wanted = int(FORK_HEADROOM_S * self._grants.value(now) / self._span_s(now))
-        return min(max(self.slots // FORK_HEADROOM_DIVISOR, wanted), self.slots // 2)
+        """Recent completions per second; less than that in the first SPAN_S seconds of a worker."""
+        return self._ends.value(now) / SPAN_S
 
     def lookahead(self, now: float) -> int:
         """Number of sequences that may be held beyond the slots, because slots will come free in time."""
         return min(int(self.rate(now) * self._lead_s.value), self.slots // 4)
-
-    def _span_s(self, now: float) -> float:
-        """Seconds that the weights stand for; less at first, because only the time since the start counts."""
-        return SPAN_S * -math.expm1(-max(now - self._began, 1.0) / SPAN_S)
-
-
-@dataclass(eq=False, slots=True)
-class _Place:
-    party: Party
-    pages: int
 
 
 class PageLine:
     """The line of parties that lack pages; each session has one place. The first one has pages set aside."""
 
     def __init__(self) -> None:
-        self._places: dict[int, _Place] = {}
-        self._first: _Place | None = None
+        self._places: dict[int, tuple[Party, int]] = {}
+        """The party with the place of each session, and the pages that it lacks."""
+        self._first: Party | None = None
         # Twice the pages set aside for the first party, and the number of free pages when that was computed.
         self._set_aside_doubled = self._free = 0
 
     @property
-    def first(self) -> _Place | None:
-        """The first place; None if nobody lacks pages."""
-        return next(iter(self._places.values()), None)
+    def first(self) -> Party | None:
+        """The first party; None if nobody lacks pages."""
+        return next((party for party, _ in self._places.values()), None)
 
-    def room(self, party: Party, free: int) -> int:
+    def room(self, party: Party | None, free: int) -> int:
         """Number of pages that the party may take, if `free` pages are free: all but those set aside for another.
 
         Half of the pages that came free since the last call are set aside.
         """
-        first = self.first
-        if first is not self._first:
+        if (first := self.first) != self._first:
             self._first, self._set_aside_doubled, self._free = first, 0, 0
         if first is None:
             return free
-        self._set_aside_doubled = min(max(self._set_aside_doubled + free - self._free, 0), 2 * first.pages)
+        pages = self._places[first[0]][1]
+        self._set_aside_doubled = min(max(self._set_aside_doubled + free - self._free, 0), 2 * pages)
         self._free = free
-        return free if first.party == party else free - (self._set_aside_doubled + 1) // 2
+        return free if first == party else free - (self._set_aside_doubled + 1) // 2
 
     def add(self, party: Party, pages: int, free: int) -> None:
         """Give a party that lacks `pages` pages a place in the line, unless another one has that of its session."""
-        place = self._places.setdefault(party[0], _Place(party, pages))
-        if place.party == party:
-            place.pages = pages
+        if self._places.setdefault(party[0], (party, pages))[0] == party:
+            self._places[party[0]] = party, pages
         self.room(party, free)
 
     def remove(self, party: Party, free: int | None = None) -> None:
         """Remove a party that does not wait any more; if it has taken its pages, `free` are left."""
-        place = self._places.get(party[0])
-        if place is not None and place.party == party:
+        if self._places.get(party[0], (None, 0))[0] == party:
             del self._places[party[0]]
         if free is not None:
             self._free = free
@@ -158,8 +129,8 @@ class PageLine:
 class WaitingReservation:
     """A reservation that is not granted yet.
 
-    `cancelled` are choices that its router has ended. `told` is whether its router knows that it waits. `tried_free`
-    and `tried_ready` are the free pages and the attempts with complete KV when its pages were last missing.
+    `cancelled` are choices that its router has ended. `told` is whether its router knows that it waits. `tried` are
+    the free pages and the number of attempts with complete KV when the engine last lacked pages for it.
     """
 
     session_number: int
@@ -168,8 +139,7 @@ class WaitingReservation:
     deadline: float
     cancelled: set[int] = field(default_factory=set)
     told: bool = False
-    tried_free: int = -1
-    tried_ready: int = -1
+    tried: tuple[int, int] = -1, -1
 
     @property
     def party(self) -> Party:
@@ -223,8 +193,6 @@ class Admission:
         self._computed_tokens = computed_tokens
         self._waiting: dict[int, dict[AttemptKey, WaitingReservation]] = {}
         """Waiting reservations by session, in the order of the sessions' turns."""
-        self._evicting: WaitingReservation | None = None
-        """The reservation for which blocks are being evicted; it has a slot and its pages."""
         self._line, self._context_line = PageLine(), PageLine()
         self._max_context_pages = engine.spec.pages // CONTEXTS_DIVISOR
         self._forks_next = False
@@ -284,99 +252,72 @@ class Admission:
         if not self._attempts.pending:
             self._line.remove(FORKS)
         slots = self.forecast.slots
-        limit, headroom = slots + self.forecast.lookahead(now), self.forecast.fork_headroom(now)
+        limit, headroom = slots + self.forecast.lookahead(now), slots // FORK_HEADROOM_DIVISOR
         while (
             (self._forks_next and self._fork_next(progress, limit))
             or self._grant_next(progress, limit, now)
             or self._fork_next(progress, slots - headroom)
+            or (self._line.first is not None and self._reclaim())
         ):
             pass
-        for waiting in self._in_turn():
-            if not waiting.told and waiting is not self._evicting:
+        for waiting in () if progress.evicting else self._in_turn():
+            if not waiting.told:
                 waiting.told = True
-                progress.answers.append((waiting, ReserveResult(False, self._reason(waiting, now), waiting=True)))
+                progress.answers.append((waiting, ReserveResult(False, waiting=True)))
         return progress
 
     def may_take_for_prompt(self, pages: int, new_pages: int) -> bool:
         """Whether a prompt for another decode worker may take its `pages` now; `new_pages` of them are not shared."""
-        return new_pages <= self._free() and self._may_take(PROMPTS, pages)
+        return new_pages <= self._free() and self._may_take(None, pages)
 
-    def wake_at(self, now: float) -> float:
-        """Time at which the caller must call `advance` even if nothing happens; infinite if it need not."""
-        wake_at = min((waiting.deadline for waiting in self._in_turn()), default=math.inf)
-        if self._attempts.pending:
-            # The headroom for frequent reservations shrinks with time.
-            least, slots = self.forecast.slots // FORK_HEADROOM_DIVISOR, self.forecast.slots
-            held = self._attempts.held_sequences
-            if held + least < slots <= held + self.forecast.fork_headroom(now):
-                wake_at = min(wake_at, now + FORK_HEADROOM_S)
-        return wake_at
+    @property
+    def deadline(self) -> float:
+        """The earliest deadline of a waiting reservation, at which `advance` refuses it; infinite if there is none."""
+        return min((waiting.deadline for waiting in self._in_turn()), default=math.inf)
 
     # Reservations.
 
     def _in_turn(self) -> abc.Iterator[WaitingReservation]:
-        """The waiting reservations in the order of their turns; first the one for which blocks are being evicted."""
-        if (evicting := self._evicting) is not None:
-            yield evicting
+        """The waiting reservations in the order of their turns."""
         for is_replay in (True, False):
             for session in self._waiting.values():
-                yield from (
-                    each for key, each in session.items() if (key.attempt > 0) == is_replay and each is not evicting
-                )
+                yield from (each for key, each in session.items() if (key.attempt > 0) == is_replay)
 
     def _grant_next(self, progress: Progress, limit: int, now: float) -> bool:
         """Grant the next reservation for which there are pages, if fewer than `limit` sequences are held.
 
         Returns False if there is none, and no other pages are set aside than before.
         """
-        held, first = self._attempts.held_sequences if self._waiting else 0, self._line.first
-        for waiting in self._in_turn():
-            if held + (self._evicting not in (None, waiting)) >= limit:
-                return False
-            is_evicted_for = waiting is self._evicting and progress.evicting
-            if not is_evicted_for and self._grant(waiting, progress, now):
-                return True
-        return self._line.first is not first
+        first = self._line.first
+        if not self._waiting or self._attempts.held_sequences >= limit:
+            return False
+        return any(self._grant(waiting, progress, now) for waiting in self._in_turn()) or self._line.first != first
 
     def _grant(self, waiting: WaitingReservation, progress: Progress, now: float) -> bool:
         """Grant a reservation, or refuse it if the engine fails; returns False if it must wait on."""
         session_number, reservation, size = waiting.session_number, waiting.reservation, waiting.size
-        if self._has_context_room(waiting) and self._has_pages(waiting):
-            if self._evict_for(waiting):
-                progress.evicting = True
-                if self._evicting is None:
-                    self._evicting = waiting
-                    self._line.remove(waiting.party, self._free())
-                return False
+        if self._has_context_room(waiting) and self._has_pages(waiting) and not self._evict_for(waiting, progress):
             try:
                 limit_s, deadline = self._start_limit_s, waiting.deadline
-                attempt = self._with_reclaim(
-                    lambda: self._attempts.take_pages(session_number, reservation, size, now, limit_s, deadline)
-                )
+                attempt = self._attempts.take_pages(session_number, reservation, size, now, limit_s, deadline)
             except OutOfPages:
-                waiting.tried_free, waiting.tried_ready = self._free(), self._ready_attempts
+                waiting.tried = self._free(), self._ready_attempts
                 self._line.add(waiting.party, size.pages, self._free())
             except Exception as error:
                 self._refuse(waiting, f"{type(error).__name__}: {error}", progress)
                 return True
             else:
-                self._record_grant(waiting, attempt, now)
+                self._remove(waiting)
+                self._line.remove(waiting.party, self._free())
+                self._context_line.remove(waiting.party, self._free_context_pages)
+                # The next turn of its session comes after those of the others.
+                if (others := self._waiting.pop(waiting.session_number, None)) is not None:
+                    self._waiting[waiting.session_number] = others
+                attempt.cancelled |= waiting.cancelled
+                self._forks_next = bool(self._attempts.pending)
                 progress.granted.append(attempt)
                 return True
-        if self._evicting is waiting:
-            self._evicting = None
         return False
-
-    def _record_grant(self, waiting: WaitingReservation, attempt: DecodeAttempt, now: float) -> None:
-        self._remove(waiting)
-        self._line.remove(waiting.party, self._free())
-        self._context_line.remove(waiting.party, self._free_context_pages)
-        # The next turn of its session comes after those of the others.
-        if (others := self._waiting.pop(waiting.session_number, None)) is not None:
-            self._waiting[waiting.session_number] = others
-        attempt.cancelled |= waiting.cancelled
-        self.forecast.record_grant(now)
-        self._forks_next = bool(self._attempts.pending)
 
     def _refuse(self, waiting: WaitingReservation, reason: str, progress: Progress) -> None:
         self._remove(waiting)
@@ -389,8 +330,6 @@ class Admission:
             del self._waiting[waiting.session_number]
         self._line.remove(waiting.party)
         self._context_line.remove(waiting.party)
-        if self._evicting is waiting:
-            self._evicting = None
 
     def _has_context_room(self, waiting: WaitingReservation) -> bool:
         """Whether kept contexts have room for its context; if not, it gets a place in their line."""
@@ -407,58 +346,43 @@ class Admission:
 
     def _has_pages(self, waiting: WaitingReservation) -> bool:
         """Whether its pages may be free for it; if not, it gets a place in line."""
-        if waiting is self._evicting:
-            return not self._batch_pages.kept_pages or waiting.size.pages <= self._free_beside_batch()
         pages, free = waiting.size.pages, self._free()
-        shares = bool(waiting.reservation.pinnable_digests)
-        # Pages that it would share are not counted here, so the engine is asked when the answer may be another one.
-        if self._may_take(waiting.party, pages) and (
-            pages <= free or free > waiting.tried_free or (shares and self._ready_attempts != waiting.tried_ready)
-        ):
+        tried_free, tried_ready = waiting.tried
+        is_news = free > tried_free or self._ready_attempts != tried_ready
+        # Only the engine knows how many pages it would share, so it is asked when its answer may be another one.
+        may_share = bool(waiting.reservation.pinnable_digests) and is_news
+        if self._may_take(waiting.party, pages) and (pages <= free or may_share):
             return True
         self._line.add(waiting.party, pages, free)
         return False
 
-    def _may_take(self, party: Party, pages: int) -> bool:
+    def _may_take(self, party: Party | None, pages: int) -> bool:
         """Whether pages that are kept for the batch or set aside for others leave room for so many pages.
 
         Pages that are shared count too, so that a shared prefix can't keep the first in line out.
         """
         free = self._free()
         room = self._line.room(party, free)
-        is_free = room == free and self._evicting is None and not self._batch_pages.kept_pages
-        return is_free or pages <= room
+        return (room == free and not self._batch_pages.kept_pages) or pages <= room
 
-    def _evict_for(self, waiting: WaitingReservation) -> bool:
+    def _evict_for(self, waiting: WaitingReservation, progress: Progress) -> bool:
         """Evict a slice of the cached blocks that a long context replaces; False if its pages may be taken now."""
-        reservation, size = waiting.reservation, waiting.size
+        digests, size = waiting.reservation.pinnable_digests, waiting.size
         if self._context_pages(waiting) <= SLICE_NODES:
             return False
-        return self._evicting not in (None, waiting) or self._engine.evict_for(
-            size.tokens, reservation.pinnable_digests, size.pinnable_tokens
-        )
-
-    def _reason(self, waiting: WaitingReservation, now: float) -> str:
-        """The reason for which a reservation waits, with numbers."""
-        held, slots, ahead = self._attempts.held_sequences, self.forecast.slots, self.forecast.lookahead(now)
-        if held >= slots + ahead:
-            return f"{held} sequences are held for {slots} slots, of which {ahead} will be free in time"
-        if not self._has_context_room(waiting):
-            free = self._context_line.room(waiting.party, self._free_context_pages)
-            note = " for contexts whose further choices wait"
-            return str(OutOfPages(self._context_pages(waiting), free, self._max_context_pages, note))
-        stats, free, kept = self._engine.stats(), self._free(), self._batch_pages.kept_pages
-        set_aside = free - self._line.room(waiting.party, free)
-        note = f", {kept} are kept for sequences that run" if kept else ""
-        note += f", {set_aside} are set aside for a request that waits longer" if set_aside else ""
-        return str(OutOfPages(waiting.size.pages, stats.free + stats.cached, stats.total, note))
+        # Once in a call, so that the first in turn comes first.
+        progress.evicting = progress.evicting or self._engine.evict_for(size.tokens, digests, size.pinnable_tokens)
+        return progress.evicting
 
     # Forks.
 
     def _fork_next(self, progress: Progress, limit: int) -> bool:
         """Fork the first attempt that has the pages, if fewer than `limit` sequences are held; False if none has."""
-        turns = self._fork_order()
-        if progress.failed or not turns or self._attempts.held_sequences + (self._evicting is not None) >= limit:
+        turns = self._attempts.pending
+        if not self._oldest_leads:
+            # So contexts are freed one after the other, and requests with few choices do not wait for all others.
+            turns = sorted(turns, key=lambda attempt: attempt.pending_choices)
+        if progress.failed or not turns or self._attempts.held_sequences >= limit:
             self._forks_next = self._forks_next and bool(turns)
             return False
         # The turn is over even if pages are missing.
@@ -468,7 +392,7 @@ class Admission:
             if makes_progress and not self._may_take(FORKS, self._attempts.fork_pages(attempt)):
                 continue
             try:
-                progress.forked.append(self._with_reclaim(partial(self._attempts.fork, attempt)))
+                progress.forked.append(self._attempts.fork(attempt))
             except OutOfPages:
                 continue
             except Exception as error:
@@ -479,15 +403,6 @@ class Admission:
             return True
         self._line.add(FORKS, self._fork_need(turns), self._free())
         return False
-
-    def _fork_order(self) -> abc.Sequence[DecodeAttempt]:
-        """Attempts with pending choices, in the order of their turns.
-
-        The oldest attempt and the one with the fewest such choices take turns at the front. So contexts are freed one
-        after the other, and neither requests with few choices nor requests with many wait for all others.
-        """
-        oldest = self._attempts.pending
-        return oldest if self._oldest_leads else sorted(oldest, key=lambda attempt: attempt.pending_choices)
 
     def _fork_need(self, turns: abc.Sequence[DecodeAttempt]) -> int:
         """Number of pages for which forks wait: of the first in `turns` that fits in the pool beside all kept contexts.
@@ -511,20 +426,7 @@ class Admission:
     def _ready_attempts(self) -> int:
         return sum(attempt.committed for attempt in self._attempts)
 
-    def _free_beside_batch(self) -> int:
+    def _free(self) -> int:
         """Number of free and cached pages that the batch does not need."""
         stats = self._engine.stats()
         return max(stats.free + stats.cached - self._batch_pages.kept_pages, 0)
-
-    def _free(self) -> int:
-        """Number of these pages without those for which blocks are being evicted."""
-        return max(self._free_beside_batch() - (self._evicting.size.pages if self._evicting is not None else 0), 0)
-
-    def _with_reclaim(self, take: abc.Callable[[], T]) -> T:
-        """Call `take`; if pages are missing, free those that no request holds and call it again."""
-        try:
-            return take()
-        except OutOfPages:
-            if not self._reclaim():
-                raise
-        return take()

@@ -194,7 +194,7 @@ def _check_fields(spec: EngineSpec, reservation: Reserve, handoff: Handoff) -> N
     choices = {first.choice_index for first in handoff.first_tokens}
     new_tokens = (handoff.params.max_tokens or 0) - len(handoff.output_ids)
     for what, seen, expected in (
-        ("attempt", AttemptKey(handoff.request_id, handoff.attempt), reservation.key),
+        ("attempt", f"{handoff.request_id}/{handoff.attempt}", str(reservation.key)),
         ("context", len(handoff.prompt_ids) + len(handoff.output_ids), reservation.context_tokens),
         ("first tokens", len(handoff.first_tokens), reservation.choices),
         ("choices", len(choices), reservation.choices),

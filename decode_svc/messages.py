@@ -12,10 +12,11 @@ from baton.request import CachePolicy, Output, RemoteExport, ReserveResult
 
 @dataclass(frozen=True, slots=True)
 class AttemptKey:
-    """The name of an attempt: the id of its request, and the number of the attempt."""
+    """The name of an attempt: the id of its request, its number, and the number of its reservation."""
 
     request_id: str
     attempt: int
+    reservation: int = 0
 
     def __str__(self) -> str:
         return f"{self.request_id}/{self.attempt}"

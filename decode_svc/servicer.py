@@ -153,11 +153,11 @@ def down_to_proto(down: SessionDown) -> decode_pb2.SessionDown:
 
 def _key(key: decode_pb2.AttemptKey, kind: str) -> AttemptKey:
     check_id(f"{kind}.key.request_id", key.request_id)
-    return AttemptKey(key.request_id, key.attempt)
+    return AttemptKey(key.request_id, key.attempt, key.reservation)
 
 
 def _key_to_proto(key: AttemptKey) -> decode_pb2.AttemptKey:
-    return decode_pb2.AttemptKey(request_id=key.request_id, attempt=key.attempt)
+    return decode_pb2.AttemptKey(request_id=key.request_id, attempt=key.attempt, reservation=key.reservation)
 
 
 def _reserved(key: AttemptKey, result: ReserveResult) -> decode_pb2.ReserveResult:
@@ -183,7 +183,7 @@ def _add_output(down: decode_pb2.SessionDown, key: AttemptKey, output: Output) -
         timings=_timings(output.timings),
     )
     name = message.key
-    name.request_id, name.attempt = key.request_id, key.attempt
+    name.request_id, name.attempt, name.reservation = key.request_id, key.attempt, key.reservation
     for token in output.tokens:
         add_token(message.tokens, token)
 

@@ -130,7 +130,7 @@ class DecodeWorker:
             engine,
             self.attempts,
             config.reserve_tokens,
-            SlotForecast(engine.spec.slots, loop.time()),
+            SlotForecast(engine.spec.slots),
             self.batch_pages,
             self.write_backs.release_pages,
             start_limit_s=config.start_timeout_s,
@@ -351,11 +351,11 @@ class DecodeWorker:
             self._fail(attempt, FailureKind.ENGINE, f"{attempt.key}: a choice can't be forked: {error}")
 
     def _set_timer(self) -> None:
-        """Set the timer to the next deadline, or to the next time when a fork may start."""
+        """Set the timer to the next deadline."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        wake_at = min(self.admission.wake_at(self._loop.time()), self.attempts.deadline)
+        wake_at = min(self.admission.deadline, self.attempts.deadline)
         if not (self.failed.done() or math.isinf(wake_at)):
             # `call_soon`: results that the loop has received by the deadline are handled first, and count.
             self._timer = self._loop.call_at(wake_at, self._loop.call_soon, self._wake)

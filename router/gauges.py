@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from baton.telemetry import metrics
 from baton.worker.status import WorkerRole
+from router.dispatcher import Reservations
 from router.placement.policy import FleetView
 from router.placement.queue import PlacementQueue, PlacementRequest
 from router.request_runner import RequestRunner
@@ -18,7 +19,7 @@ class RouterGauges:
     """Sets the gauges of a router."""
 
     pool: WorkerPool
-    queue: PlacementQueue
+    queue: PlacementQueue[Reservations]
     request_runner: RequestRunner
 
     def set_gauges(self) -> None:

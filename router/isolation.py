@@ -16,32 +16,21 @@ this request.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
-from baton.errors import Unavailable
-from router.placement.policy import OpenBreakers, SelectionCriteria, WorkerPair, can_serve, least_loaded_pair
+from router.placement.policy import SelectionCriteria, WorkerPair, can_serve, least_loaded_pair
 from router.workers.failures import Suspicion
 from router.workers.pool import WorkerPool
-
-
-class IsolationStep(NamedTuple):
-    """The next step of a request: to use the pair, if there is one that is empty, or to wait for a change."""
-
-    pair: WorkerPair | None
-    until: float
-    """Time of the next step if nothing changes; infinite if there is none."""
 
 
 class Isolation:
     """Chooses workers that serve no other request; `WorkerPool.isolate` keeps new requests away from them."""
 
-    def __init__(self, pool: WorkerPool, *, wait_s: float, worker_wait_s: float) -> None:
+    def __init__(self, pool: WorkerPool, *, wait_s: float) -> None:
         self._pool = pool
         self._wait_s = wait_s
-        self._worker_wait_s = worker_wait_s
         self._attempts: dict[str, int] = {}
         """Number of attempts of each request, by request id, in order of arrival."""
         self._pair: WorkerPair | None = None
@@ -51,7 +40,6 @@ class Isolation:
         self._own: frozenset[str] = frozenset()
         """Addresses of the workers that the first request has for itself."""
         self._empty_by: float | None = None
-        self._no_workers_since: dict[str, float] = {}
 
     def enter(self, request_id: str) -> None:
         """Count one attempt more of a request; the caller must call `leave`, or `release` of a grant."""
@@ -59,7 +47,7 @@ class Isolation:
 
     def leave(self, request_id: str) -> None:
         """Count one attempt fewer. The next request is first when no attempt of the first one is left."""
-        was_first = self.is_first(request_id)
+        was_first = self._is_first(request_id)
         self._attempts[request_id] -= 1
         if self._attempts[request_id]:
             if was_first and self._own:
@@ -67,55 +55,44 @@ class Isolation:
                 self._pool.isolate(self._own)
             return
         del self._attempts[request_id]
-        self._no_workers_since.pop(request_id, None)
         if was_first:
             self._pair, self._chosen, self._empty_by, self._own = None, None, None, frozenset()
             self._pool.isolate(self._own)
 
-    def next_step(
-        self,
-        request_id: str,
-        criteria: SelectionCriteria,
-        open_breakers: OpenBreakers,
-        suspicion: Suspicion,
-        asked: Collection[str],
-        now: float,
-    ) -> IsolationStep | None:
-        """The next step of an attempt, which waits for pages at the decode worker in `asked`, if at any.
+    def select(
+        self, request_id: str, criteria: SelectionCriteria, suspicion: Suspicion, asked: Collection[str], now: float
+    ) -> tuple[bool, WorkerPair | None]:
+        """Whether an attempt still waits for workers of its own, and the pair to use, if one is empty.
 
-        None if the request may run among others: no workers became empty in time, or no present worker can hold it.
-        Raises Unavailable if there were no workers for `worker_wait_s` seconds.
+        It waits for pages at the decode worker in `asked`, if at any. It may run among others if no workers became
+        empty in time, or no present worker can hold it.
         """
-        fleet, first = self._pool.fleet, self.is_first(request_id)
+        fleet = self._pool.fleet
+        if not self._is_first(request_id):
+            return True, None
         if not can_serve(fleet, needs_decode=criteria.needs_decode):
-            until = self._no_workers_since.setdefault(request_id, now) + self._worker_wait_s
-            if now >= until:
-                raise Unavailable(self._pool.describe_missing(self._worker_wait_s))
             # The time in which a pair must become empty starts when there is a pair.
-            self._empty_by = None if first else self._empty_by
-            return IsolationStep(None, until)
-        self._no_workers_since.pop(request_id, None)
-        if not first:
-            return IsolationStep(None, math.inf)
+            self._empty_by = None
+            return True, None
         isolates_decode = suspicion is Suspicion.PAIR
-        found = self._select(criteria, open_breakers, asked, isolates_decode=isolates_decode)
+        found = self._select(criteria, asked, isolates_decode=isolates_decode)
         if found is None:
-            return None
+            return False, None
         pair, empty = found
         self._pool.isolate(self._own | self._addresses(pair, suspicion) | ({pair.decode} & {*asked}))
         self._empty_by = self._empty_by or now + self._wait_s
         if now >= self._empty_by and (not empty or pair.decode in asked):
-            return None
+            return False, None
         self._chosen = pair
-        return IsolationStep(pair if empty else None, self._empty_by)
+        return True, pair if empty else None
 
     def grant(self, request_id: str, pair: WorkerPair, suspicion: Suspicion) -> IsolationGrant:
         """The right of an attempt that is placed on the pair; other choices of the request may be placed there now."""
         self._pair, self._own = pair, self._own | self._addresses(pair, suspicion)
         self._pool.isolate(self._own)
-        return IsolationGrant(partial(self.leave, request_id), isolates_decode=suspicion is Suspicion.PAIR)
+        return IsolationGrant(partial(self.leave, request_id), suspicion is Suspicion.PAIR)
 
-    def is_first(self, request_id: str) -> bool:
+    def _is_first(self, request_id: str) -> bool:
         return next(iter(self._attempts), None) == request_id
 
     def _addresses(self, pair: WorkerPair, suspicion: Suspicion) -> frozenset[str]:
@@ -123,7 +100,7 @@ class Isolation:
         return frozenset(pair if suspicion is Suspicion.PAIR and pair.decode else pair[:1])
 
     def _select(
-        self, criteria: SelectionCriteria, open_breakers: OpenBreakers, asked: Collection[str], *, isolates_decode: bool
+        self, criteria: SelectionCriteria, asked: Collection[str], *, isolates_decode: bool
     ) -> tuple[WorkerPair, bool] | None:
         """The pair to use, and whether its isolated workers serve no other request; None if there is no pair."""
         fleet = self._pool.fleet
@@ -134,19 +111,16 @@ class Isolation:
         ):
             if keep and pair is not None and all(address in fleet for address in pair if address):
                 return pair, True
-        return least_loaded_pair(fleet, criteria, open_breakers, isolates_decode=isolates_decode)
+        return least_loaded_pair(fleet, criteria, isolates_decode=isolates_decode)
 
 
+@dataclass(eq=False, slots=True)
 class IsolationGrant:
-    """The right of an attempt to a prefill worker without other requests.
+    """The right of an attempt to a prefill worker and, if `isolates_decode`, a decode worker without other requests."""
 
-    If `isolates_decode`, also to a decode worker.
-    """
-
-    def __init__(self, on_release: Callable[[], None], *, isolates_decode: bool) -> None:
-        self._on_release = on_release
-        self.isolates_decode = isolates_decode
-        self.released = False
+    _on_release: Callable[[], None]
+    isolates_decode: bool
+    released: bool = False
 
     def release(self) -> None:
         """End the right; others may use the workers when all attempts of the request have released it. Idempotent."""

@@ -234,7 +234,7 @@ class RequestRunner:
                 event,
                 max_attempts=self._config.max_attempts,
                 charge=charge,
-                elsewhere=self._deps.pool.fleet.usable_prefills > 1,
+                elsewhere=len(self._deps.pool.fleet.usable_prefills) > 1,
             )
         except BatonError:
             _logger.warning("request %s ends: %s", request.id, described, extra=extra)

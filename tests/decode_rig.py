@@ -252,7 +252,7 @@ async def rig(config: dict[str, Any] | None = None, *, admits: int = 0, **engine
         app = await stack.enter_async_context(run(DecodeConfig(**(config or {})), engine=fake))
         stack.callback(fake.gate.set)
         if admits:
-            app.worker.admission.forecast = SlotForecast(admits, 0.0)
+            app.worker.admission.forecast = SlotForecast(admits)
         async with contextlib.AsyncExitStack() as sessions:
             yield Rig(app, fake, exporter, sessions)
         exporter.exports.close()

@@ -3,14 +3,12 @@
 from collections.abc import Mapping, Sequence
 
 from router.placement.policy import (
-    NO_OPEN_BREAKERS,
     SLOT_STEPS,
     TIE_S,
     TRANSFER_S,
     UNKNOWN_BANDWIDTH,
-    AvoidancePenalty,
     DecodeView,
-    OpenBreakers,
+    FleetView,
     PrefillView,
     SelectionCriteria,
     WorkerPair,
@@ -19,102 +17,72 @@ from router.placement.policy import (
 from router.placement.prefix_directory import PrefixMatch
 
 
-def rank(
-    prefills: Sequence[PrefillView],
-    decodes: Sequence[DecodeView],
-    criteria: SelectionCriteria,
-    *,
-    prefill_limit: float,
-    mean_rate: float,
-    open_breakers: OpenBreakers = NO_OPEN_BREAKERS,
-    isolated: frozenset[str] = frozenset(),
-) -> list[WorkerPair]:
-    penalty = AvoidancePenalty(criteria, open_breakers)
-    prefills = [prefill for prefill in prefills if prefill.address not in isolated]
-    decodes = [decode for decode in decodes if decode.address not in isolated | criteria.excluded_decodes]
+class Costs:
+    """The costs of one request, number by number."""
 
-    def full(prefill: PrefillView) -> bool:
-        return prefill.open_requests >= prefill_limit
+    def __init__(self, fleet: FleetView, criteria: SelectionCriteria, limit: float) -> None:
+        self.criteria, self.limit, self.mean_rate = criteria, limit, fleet.mean_rate
 
-    def compute_s(prefill: PrefillView) -> float:
-        rest = max(criteria.tokens - criteria.prefill_match.tokens(prefill.address), 0)
-        return rest / (prefill.rate or mean_rate)
+    def compute_s(self, prefill: PrefillView) -> float:
+        rest = max(self.criteria.tokens - self.criteria.prefill_match.tokens(prefill.address), 0)
+        return rest / (prefill.rate or self.mean_rate)
 
-    def prefill_s(prefill: PrefillView) -> float:
-        computing = compute_s(prefill)
-        return prefill.load_tokens / (prefill.rate or mean_rate) + computing * (1 + prefill.running)
+    def prefill_s(self, prefill: PrefillView) -> float:
+        queue_s = prefill.load_tokens / (prefill.rate or self.mean_rate)
+        return queue_s + self.compute_s(prefill) * (1 + prefill.running)
 
-    def prefill_order(prefill: PrefillView) -> tuple[bool, float, int, int, str]:
-        return full(prefill), prefill_s(prefill), prefill.open_requests, prefill.assigned_total, prefill.address
-
-    if not criteria.needs_decode:
-        usable = [prefill for prefill in prefills if not prefill.draining]
-        usable.sort(key=lambda prefill: (penalty.of_worker(prefill.address), *prefill_order(prefill)))
-        return [WorkerPair(prefill.address) for prefill in usable[:1] if not full(prefill)]
-
-    def seconds(prefill: PrefillView, decode: DecodeView) -> float:
+    def seconds(self, prefill: PrefillView, decode: DecodeView) -> float:
         slot_s = 0.0 if decode.free_slots > 0 else SLOT_STEPS * decode.step_seconds / max(decode.slots, 1)
-        total = prefill_s(prefill) + slot_s
+        total = self.prefill_s(prefill) + slot_s
         if prefill.address == decode.address:
             return total
-        sent = max(criteria.tokens - criteria.decode_match.tokens(decode.address), 0) * decode.kv_format.token_bytes
-        bandwidth = decode.transfer_bytes_per_second or UNKNOWN_BANDWIDTH
-        return total + (TRANSFER_S + max(sent / bandwidth - compute_s(prefill), 0.0))
+        missing = max(self.criteria.tokens - self.criteria.decode_match.tokens(decode.address), 0)
+        sent_s = missing * decode.kv_format.token_bytes / (decode.transfer_bytes_per_second or UNKNOWN_BANDWIDTH)
+        return total + (TRANSFER_S + max(sent_s - self.compute_s(prefill), 0.0))
 
-    def room(decode: DecodeView) -> float:
-        return decode.free_tokens * (
-            1 + min(criteria.decode_match.tokens(decode.address) / max(criteria.tokens, 1), 1.0)
-        )
+    def of_prefill(self, prefill: PrefillView) -> tuple[bool, float, int, int, str]:
+        full, seconds = prefill.open_requests >= self.limit, self.prefill_s(prefill)
+        return full, seconds, prefill.open_requests, prefill.assigned_total, prefill.address
 
-    def of_pair(prefill: PrefillView, decode: DecodeView) -> tuple[int, int]:
-        return penalty.of_pair(prefill.address, decode.address)
+    def of_pair(self, prefill: PrefillView, decode: DecodeView) -> tuple[tuple[int, int], bool, object, str, bool, str]:
+        penalty = self.criteria.pair_penalty(prefill.address, decode.address)
+        cached = self.criteria.decode_match.tokens(decode.address) / max(self.criteria.tokens, 1)
+        room, ties = decode.free_tokens * (1 + min(cached, 1.0)), round(self.seconds(prefill, decode) / TIE_S)
+        order = ties, decode.free_slots <= 0, -room, decode.open_requests
+        full, transfers = prefill.open_requests >= self.limit, prefill.address != decode.address
+        return penalty, full, order, decode.address, transfers, prefill.address
 
+
+def rank(fleet: FleetView, criteria: SelectionCriteria, limit: float) -> list[WorkerPair]:
+    """All pairs for a request, best first, each with another decode worker."""
+    costs, excluded = Costs(fleet, criteria, limit), fleet.isolated | criteria.excluded_decodes
+    prefills = [view for view in fleet.prefill.values() if view.address not in fleet.isolated]
+    if not criteria.needs_decode:
+        alone = [view for view in prefills if not view.draining]
+        alone.sort(key=lambda view: (criteria.worker_penalty(view.address), *costs.of_prefill(view)))
+        return [WorkerPair(view.address) for view in alone[:1] if view.open_requests < limit]
     best = []
-    for decode in decodes:
-        usable = [prefill for prefill, follow in pairs(prefills, [decode], criteria, frozenset()) if follow]
-        if not usable:
+    for decode in fleet.decode.values():
+        usable = [prefill for prefill, follow in pairs(prefills, [decode], criteria) if follow]
+        if not usable or decode.address in excluded:
             continue
         # The best other worker of a KV format computes the prompt, or the decode worker itself, if that costs less.
-        others = sorted(
-            (prefill for prefill in usable if prefill.address != decode.address),
-            key=lambda prefill: (of_pair(prefill, decode), *prefill_order(prefill)),
-        )
-        first_of = {prefill.kv_format: prefill for prefill in reversed(others)}
-        candidates = [*first_of.values(), *(prefill for prefill in usable if prefill.address == decode.address)]
-        best.append(
-            min(
-                (
-                    of_pair(prefill, decode),
-                    full(prefill),
-                    (
-                        round(seconds(prefill, decode) / TIE_S),
-                        decode.free_slots <= 0,
-                        -room(decode),
-                        decode.open_requests,
-                    ),
-                    decode.address,
-                    prefill.address != decode.address,
-                    prefill.address,
-                )
-                for prefill in candidates
-            )
-        )
-    least = min((each[0] for each in best), default=None)
-    best = sorted(each for each in best if each[0] == least and not each[1])
-    return [WorkerPair(each[5], each[3]) for each in best]
+        usable.sort(key=lambda view: (criteria.pair_penalty(view.address, decode.address), *costs.of_prefill(view)))
+        others = {view.kv_format: view for view in reversed(usable) if view.address != decode.address}
+        candidates = [*others.values(), *(view for view in usable if view.address == decode.address)]
+        best.append(min(costs.of_pair(prefill, decode) for prefill in candidates))
+    least = min((cost[0] for cost in best), default=None)
+    return [WorkerPair(cost[5], cost[3]) for cost in sorted(best) if cost[0] == least and not cost[1]]
 
 
 def pairs(
-    prefills: Sequence[PrefillView],
-    decodes: Sequence[DecodeView],
-    criteria: SelectionCriteria,
-    excluded: frozenset[str],
+    prefills: Sequence[PrefillView], decodes: Sequence[DecodeView], criteria: SelectionCriteria
 ) -> list[tuple[PrefillView, list[DecodeView]]]:
     """Each prefill worker that takes work, with the decode workers that may follow it."""
     prefills = [prefill for prefill in prefills if not prefill.draining]
     if not criteria.needs_decode:
         return [(prefill, []) for prefill in prefills]
-    decodes = [decode for decode in decodes if not decode.draining and decode.address not in excluded]
+    decodes = [view for view in decodes if not view.draining and view.address not in criteria.excluded_decodes]
     matched = [
         (prefill, [d for d in decodes if can_pair(prefill.kv_format, d.kv_format, converts=d.converts_kv)])
         for prefill in prefills

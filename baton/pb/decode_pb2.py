@@ -26,7 +26,7 @@ from baton.pb import inference_pb2 as baton_dot_v1_dot_inference__pb2
 from baton.pb import kv_pb2 as baton_dot_v1_dot_kv__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/decode.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton/v1/inference.proto\x1a\x11\x62\x61ton/v1/kv.proto\"1\n\nAttemptKey\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"0\n\x05Hello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x14\n\x0cwire_version\x18\x02 \x01(\r\"\xd4\x01\n\x07Reserve\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.AttemptKey\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\r\x12\x16\n\x0emax_new_tokens\x18\x03 \x01(\r\x12\x0f\n\x07\x63hoices\x18\x04 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x05 \x01(\x04\x12\x16\n\x0eprefix_digests\x18\x06 \x01(\x0c\x12\x12\n\ncache_salt\x18\x07 \x01(\x0c\x12$\n\x05\x63\x61\x63he\x18\x08 \x01(\x0e\x32\x15.baton.v1.CachePolicy\"\xc8\x01\n\x05Start\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.AttemptKey\x12&\n\x06source\x18\x08 \x01(\x0b\x32\x16.baton.v1.RemoteExport\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x05 \x01(\x04\x12\x1a\n\x12prefix_transfer_id\x18\x07 \x01(\tJ\x04\x08\x02\x10\x05J\x04\x08\x06\x10\x07R\x0btransfer_idR\x0esource_addressR\x12source_incarnationR\x06ticket\"W\n\x06\x43\x61ncel\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.AttemptKey\x12\x19\n\x0c\x63hoice_index\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_choice_index\"/\n\tHeartbeat\x12\"\n\x04live\x18\x01 \x03(\x0b\x32\x14.baton.v1.AttemptKey\"\xce\x01\n\tSessionUp\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.baton.v1.HelloH\x00\x12$\n\x07reserve\x18\x02 \x01(\x0b\x32\x11.baton.v1.ReserveH\x00\x12 \n\x05start\x18\x03 \x01(\x0b\x32\x0f.baton.v1.StartH\x00\x12\"\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x10.baton.v1.CancelH\x00\x12(\n\theartbeat\x18\x05 \x01(\x0b\x32\x13.baton.v1.HeartbeatH\x00\x42\t\n\x07message\"\xbd\x01\n\rReserveResult\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.AttemptKey\x12\x0f\n\x07granted\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x11\n\ttoo_small\x18\x04 \x01(\x08\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x0f\n\x07waiting\x18\x08 \x01(\x08J\x04\x08\x05\x10\x06J\x04\x08\x07\x10\x08R\x0eretry_after_msR\x11reservable_tokens\"\xdd\x01\n\x0eSequenceOutput\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.AttemptKey\x12\x14\n\x0c\x63hoice_index\x18\x02 \x01(\r\x12\x14\n\x0coutput_index\x18\x03 \x01(\r\x12#\n\x06tokens\x18\x04 \x03(\x0b\x32\x13.baton.v1.TokenInfo\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12(\n\x07timings\x18\x06 \x01(\x0b\x32\x17.baton.v1.DecodeTimings\"L\n\rDecodeTimings\x12\x10\n\x08\x66\x65tch_ms\x18\x01 \x01(\x01\x12\x14\n\x0cslot_wait_ms\x18\x02 \x01(\x01J\x04\x08\x03\x10\x04R\rfirst_step_ms\"\x8b\x02\n\x0e\x41ttemptFailure\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.AttemptKey\x12+\n\x04kind\x18\x02 \x01(\x0e\x32\x1d.baton.v1.AttemptFailure.Kind\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x97\x01\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x1b\n\x17KIND_SOURCE_UNREACHABLE\x10\x01\x12\x11\n\rKIND_TRANSFER\x10\x02\x12\x0f\n\x0bKIND_ENGINE\x10\x03\x12\x11\n\rKIND_DEADLINE\x10\x04\x12\x11\n\rKIND_DRAINING\x10\x05\x12\x12\n\x0eKIND_PREEMPTED\x10\x06\"\xdc\x01\n\x0bSessionDown\x12)\n\x08reserved\x18\x01 \x03(\x0b\x32\x17.baton.v1.ReserveResult\x12)\n\x07outputs\x18\x02 \x03(\x0b\x32\x18.baton.v1.SequenceOutput\x12*\n\x08\x66\x61ilures\x18\x03 \x03(\x0b\x32\x18.baton.v1.AttemptFailure\x12&\n\theartbeat\x18\x04 \x01(\x0b\x32\x13.baton.v1.Heartbeat\x12#\n\x05\x65nded\x18\x05 \x03(\x0b\x32\x14.baton.v1.AttemptKey2C\n\x06\x44\x65\x63ode\x12\x39\n\x07Session\x12\x13.baton.v1.SessionUp\x1a\x15.baton.v1.SessionDown(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/decode.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton/v1/inference.proto\x1a\x11\x62\x61ton/v1/kv.proto\"F\n\nAttemptKey\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0breservation\x18\x03 \x01(\r\"0\n\x05Hello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x14\n\x0cwire_version\x18\x02 \x01(\r\"\xd4\x01\n\x07Reserve\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.AttemptKey\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\r\x12\x16\n\x0emax_new_tokens\x18\x03 \x01(\r\x12\x0f\n\x07\x63hoices\x18\x04 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x05 \x01(\x04\x12\x16\n\x0eprefix_digests\x18\x06 \x01(\x0c\x12\x12\n\ncache_salt\x18\x07 \x01(\x0c\x12$\n\x05\x63\x61\x63he\x18\x08 \x01(\x0e\x32\x15.baton.v1.CachePolicy\"\xc8\x01\n\x05Start\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.AttemptKey\x12&\n\x06source\x18\x08 \x01(\x0b\x32\x16.baton.v1.RemoteExport\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x05 \x01(\x04\x12\x1a\n\x12prefix_transfer_id\x18\x07 \x01(\tJ\x04\x08\x02\x10\x05J\x04\x08\x06\x10\x07R\x0btransfer_idR\x0esource_addressR\x12source_incarnationR\x06ticket\"W\n\x06\x43\x61ncel\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.AttemptKey\x12\x19\n\x0c\x63hoice_index\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_choice_index\"/\n\tHeartbeat\x12\"\n\x04live\x18\x01 \x03(\x0b\x32\x14.baton.v1.AttemptKey\"\xce\x01\n\tSessionUp\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.baton.v1.HelloH\x00\x12$\n\x07reserve\x18\x02 \x01(\x0b\x32\x11.baton.v1.ReserveH\x00\x12 \n\x05start\x18\x03 \x01(\x0b\x32\x0f.baton.v1.StartH\x00\x12\"\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x10.baton.v1.CancelH\x00\x12(\n\theartbeat\x18\x05 \x01(\x0b\x32\x13.baton.v1.HeartbeatH\x00\x42\t\n\x07message\"\xbd\x01\n\rReserveResult\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.AttemptKey\x12\x0f\n\x07granted\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x11\n\ttoo_small\x18\x04 \x01(\x08\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x0f\n\x07waiting\x18\x08 \x01(\x08J\x04\x08\x05\x10\x06J\x04\x08\x07\x10\x08R\x0eretry_after_msR\x11reservable_tokens\"\xdd\x01\n\x0eSequenceOutput\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.AttemptKey\x12\x14\n\x0c\x63hoice_index\x18\x02 \x01(\r\x12\x14\n\x0coutput_index\x18\x03 \x01(\r\x12#\n\x06tokens\x18\x04 \x03(\x0b\x32\x13.baton.v1.TokenInfo\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12(\n\x07timings\x18\x06 \x01(\x0b\x32\x17.baton.v1.DecodeTimings\"L\n\rDecodeTimings\x12\x10\n\x08\x66\x65tch_ms\x18\x01 \x01(\x01\x12\x14\n\x0cslot_wait_ms\x18\x02 \x01(\x01J\x04\x08\x03\x10\x04R\rfirst_step_ms\"\x8b\x02\n\x0e\x41ttemptFailure\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.AttemptKey\x12+\n\x04kind\x18\x02 \x01(\x0e\x32\x1d.baton.v1.AttemptFailure.Kind\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x97\x01\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x1b\n\x17KIND_SOURCE_UNREACHABLE\x10\x01\x12\x11\n\rKIND_TRANSFER\x10\x02\x12\x0f\n\x0bKIND_ENGINE\x10\x03\x12\x11\n\rKIND_DEADLINE\x10\x04\x12\x11\n\rKIND_DRAINING\x10\x05\x12\x12\n\x0eKIND_PREEMPTED\x10\x06\"\xdc\x01\n\x0bSessionDown\x12)\n\x08reserved\x18\x01 \x03(\x0b\x32\x17.baton.v1.ReserveResult\x12)\n\x07outputs\x18\x02 \x03(\x0b\x32\x18.baton.v1.SequenceOutput\x12*\n\x08\x66\x61ilures\x18\x03 \x03(\x0b\x32\x18.baton.v1.AttemptFailure\x12&\n\theartbeat\x18\x04 \x01(\x0b\x32\x13.baton.v1.Heartbeat\x12#\n\x05\x65nded\x18\x05 \x03(\x0b\x32\x14.baton.v1.AttemptKey2C\n\x06\x44\x65\x63ode\x12\x39\n\x07Session\x12\x13.baton.v1.SessionUp\x1a\x15.baton.v1.SessionDown(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,31 +34,31 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.decode_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ATTEMPTKEY']._serialized_start=80
-  _globals['_ATTEMPTKEY']._serialized_end=129
-  _globals['_HELLO']._serialized_start=131
-  _globals['_HELLO']._serialized_end=179
-  _globals['_RESERVE']._serialized_start=182
-  _globals['_RESERVE']._serialized_end=394
-  _globals['_START']._serialized_start=397
-  _globals['_START']._serialized_end=597
-  _globals['_CANCEL']._serialized_start=599
-  _globals['_CANCEL']._serialized_end=686
-  _globals['_HEARTBEAT']._serialized_start=688
-  _globals['_HEARTBEAT']._serialized_end=735
-  _globals['_SESSIONUP']._serialized_start=738
-  _globals['_SESSIONUP']._serialized_end=944
-  _globals['_RESERVERESULT']._serialized_start=947
-  _globals['_RESERVERESULT']._serialized_end=1136
-  _globals['_SEQUENCEOUTPUT']._serialized_start=1139
-  _globals['_SEQUENCEOUTPUT']._serialized_end=1360
-  _globals['_DECODETIMINGS']._serialized_start=1362
-  _globals['_DECODETIMINGS']._serialized_end=1438
-  _globals['_ATTEMPTFAILURE']._serialized_start=1441
-  _globals['_ATTEMPTFAILURE']._serialized_end=1708
-  _globals['_ATTEMPTFAILURE_KIND']._serialized_start=1557
-  _globals['_ATTEMPTFAILURE_KIND']._serialized_end=1708
-  _globals['_SESSIONDOWN']._serialized_start=1711
-  _globals['_SESSIONDOWN']._serialized_end=1931
-  _globals['_DECODE']._serialized_start=1933
-  _globals['_DECODE']._serialized_end=2000
+  _globals['_ATTEMPTKEY']._serialized_end=150
+  _globals['_HELLO']._serialized_start=152
+  _globals['_HELLO']._serialized_end=200
+  _globals['_RESERVE']._serialized_start=203
+  _globals['_RESERVE']._serialized_end=415
+  _globals['_START']._serialized_start=418
+  _globals['_START']._serialized_end=618
+  _globals['_CANCEL']._serialized_start=620
+  _globals['_CANCEL']._serialized_end=707
+  _globals['_HEARTBEAT']._serialized_start=709
+  _globals['_HEARTBEAT']._serialized_end=756
+  _globals['_SESSIONUP']._serialized_start=759
+  _globals['_SESSIONUP']._serialized_end=965
+  _globals['_RESERVERESULT']._serialized_start=968
+  _globals['_RESERVERESULT']._serialized_end=1157
+  _globals['_SEQUENCEOUTPUT']._serialized_start=1160
+  _globals['_SEQUENCEOUTPUT']._serialized_end=1381
+  _globals['_DECODETIMINGS']._serialized_start=1383
+  _globals['_DECODETIMINGS']._serialized_end=1459
+  _globals['_ATTEMPTFAILURE']._serialized_start=1462
+  _globals['_ATTEMPTFAILURE']._serialized_end=1729
+  _globals['_ATTEMPTFAILURE_KIND']._serialized_start=1578
+  _globals['_ATTEMPTFAILURE_KIND']._serialized_end=1729
+  _globals['_SESSIONDOWN']._serialized_start=1732
+  _globals['_SESSIONDOWN']._serialized_end=1952
+  _globals['_DECODE']._serialized_start=1954
+  _globals['_DECODE']._serialized_end=2021
 # @@protoc_insertion_point(module_scope)

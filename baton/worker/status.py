@@ -42,7 +42,7 @@ from baton.rpc.convert import kv_format_from_proto, kv_format_to_proto, shard_fr
 if TYPE_CHECKING:
     from baton.kv.prefix.contract import PrefixCache
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 """Version of the messages between Baton's processes. Routers and workers of different versions refuse each other."""
 
 MAX_INTERVAL_S = 1.0

@@ -22,9 +22,9 @@ workers are in no group. One pass looks at every worker: below a millisecond wit
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, product
 from typing import NamedTuple, TypeVar
 
 from baton.kv.format import KvFormat
@@ -81,6 +81,11 @@ class PrefillView:
     second worker too, which then shares the load.
     """
 
+    @property
+    def kind(self) -> tuple[KvFormat, bool]:
+        """The property by which workers are grouped."""
+        return self.kv_format, False
+
     def __post_init__(self) -> None:
         # The reported tokens include this router's own, after a delay: the maximum counts none of them twice.
         load = max(self.pending_tokens, self.open_tokens) + RECENT_FRACTION * self.recent_tokens
@@ -112,6 +117,11 @@ class DecodeView:
     slot_wait_s: float = field(init=False)
     """Expected seconds until a slot is free."""
 
+    @property
+    def kind(self) -> tuple[KvFormat, bool]:
+        """The property by which workers are grouped."""
+        return self.kv_format, self.converts_kv
+
     def __post_init__(self) -> None:
         bandwidth = self.transfer_bytes_per_second or UNKNOWN_BANDWIDTH
         wait_s = 0.0 if self.free_slots > 0 else SLOT_STEPS * self.step_seconds / max(self.slots, 1)
@@ -124,31 +134,23 @@ class DecodeView:
         return self.free_slots > 0 and self.free_tokens >= tokens
 
 
-V = TypeVar("V", PrefillView, DecodeView)
-Group = dict[str, V]
-"""Workers with the same KV format, by address ("host:port")."""
-
-
 def can_pair(prefill: KvFormat, decode: KvFormat, *, converts: bool) -> bool:
     """Whether a decode worker can take KV in the format of a prefill worker; `converts` if it converts dtypes."""
     return prefill == decode or (converts and decode.can_convert_from(prefill))
+
+
+V = TypeVar("V", PrefillView, DecodeView)
 
 
 class FleetView:
     """The views of all accepted workers by address, draining ones included."""
 
     def __init__(self, prefill: Iterable[PrefillView] = (), decode: Iterable[DecodeView] = ()) -> None:
-        self.prefill: dict[str, PrefillView] = {}
-        self.decode: dict[str, DecodeView] = {}
+        self.prefill = {view.address: view for view in prefill}
+        self.decode = {view.address: view for view in decode}
         self.isolated: frozenset[str] = frozenset()
         """Addresses of the workers that a suspected request has for itself; no other request is placed there."""
-        self._prefill_groups: dict[KvFormat, Group[PrefillView]] = {}
-        self._decode_groups: dict[tuple[KvFormat, bool], Group[DecodeView]] = {}
-        self._compatible_groups: list[tuple[Collection[PrefillView], list[Collection[DecodeView]]]] | None = None
-        for prefill_view in prefill:
-            self.put_prefill(prefill_view)
-        for decode_view in decode:
-            self.put_decode(decode_view)
+        self._groups: list[tuple[list[str], list[str]]] | None = None
 
     def __contains__(self, address: object) -> bool:
         return address in self.prefill or address in self.decode
@@ -160,77 +162,57 @@ class FleetView:
         return sum(rates) / len(rates) if rates else UNKNOWN_PREFILL_RATE
 
     @property
-    def compatible_groups(self) -> list[tuple[Collection[PrefillView], list[Collection[DecodeView]]]]:
-        """Groups of prefill workers, each with the groups of decode workers that can take its KV."""
-        if self._compatible_groups is None:
-            self._compatible_groups = [
+    def compatible_groups(self) -> list[tuple[list[str], list[str]]]:
+        """Addresses of prefill workers with one KV format, and of the decode workers that can take it, by format.
+
+        Draining workers are left out.
+        """
+        if self._groups is None:
+            prefills, decodes = _group_by_format(self.prefill), _group_by_format(self.decode)
+            self._groups = [
                 (
-                    prefills.values(),
+                    addresses,
                     [
-                        decodes.values()
-                        for (theirs, converts), decodes in self._decode_groups.items()
+                        address
+                        for (theirs, converts), others in decodes.items()
                         if can_pair(kv_format, theirs, converts=converts)
+                        for address in others
                     ],
                 )
-                for kv_format, prefills in self._prefill_groups.items()
+                for (kv_format, _), addresses in prefills.items()
             ]
-        return self._compatible_groups
+        return self._groups
 
     @property
-    def usable_prefills(self) -> int:
-        """Number of prefill workers that take new requests: they neither drain nor are isolated."""
-        groups = self._prefill_groups.values()
-        return sum(len(group) - sum(address in group for address in self.isolated) for group in groups)
+    def usable_prefills(self) -> list[PrefillView]:
+        """The prefill workers that take new requests: they neither drain nor are isolated."""
+        return [view for view in self.prefill.values() if not view.draining and view.address not in self.isolated]
 
-    def has_capacity(self, limit: int) -> bool:
-        """Whether some prefill worker takes new requests and has fewer than `limit` requests of this router."""
-        return any(
-            view.open_requests < limit and view.address not in self.isolated
-            for group in self._prefill_groups.values()
-            for view in group.values()
-        )
+    def set_prefill(self, address: str, view: PrefillView | None) -> None:
+        """Replace the view of the prefill worker at an address; None removes it."""
+        self._set(self.prefill, address, view)
 
-    def put_prefill(self, view: PrefillView) -> None:
-        """Add or replace the view of a prefill worker."""
-        old = self.prefill.get(view.address)
-        if old is not None and (old.kv_format != view.kv_format or old.draining != view.draining):
-            self.remove_prefill(view.address)
-        self.prefill[view.address] = view
+    def set_decode(self, address: str, view: DecodeView | None) -> None:
+        """Replace the view of the decode worker at an address; None removes it."""
+        self._set(self.decode, address, view)
+
+    def _set(self, views: dict[str, V], address: str, view: V | None) -> None:
+        old = views.get(address)
+        if old is None or view is None or old.kind != view.kind or old.draining != view.draining:
+            self._groups = None
+        if view is not None:
+            views[address] = view
+        elif old is not None:
+            del views[address]
+
+
+def _group_by_format(views: Mapping[str, V]) -> dict[tuple[KvFormat, bool], list[str]]:
+    """Addresses of the workers that do not drain, by kind."""
+    groups: dict[tuple[KvFormat, bool], list[str]] = {}
+    for address, view in views.items():
         if not view.draining:
-            if (group := self._prefill_groups.get(view.kv_format)) is None:
-                group, self._compatible_groups = self._prefill_groups.setdefault(view.kv_format, {}), None
-            group[view.address] = view
-
-    def put_decode(self, view: DecodeView) -> None:
-        """Add or replace the view of a decode worker."""
-        old, kind = self.decode.get(view.address), (view.kv_format, view.converts_kv)
-        if old is not None and ((old.kv_format, old.converts_kv) != kind or old.draining != view.draining):
-            self.remove_decode(view.address)
-        self.decode[view.address] = view
-        if not view.draining:
-            if (group := self._decode_groups.get(kind)) is None:
-                group, self._compatible_groups = self._decode_groups.setdefault(kind, {}), None
-            group[view.address] = view
-
-    def remove_prefill(self, address: str) -> None:
-        """Remove the view of a prefill worker, if there is one."""
-        view = self.prefill.pop(address, None)
-        if view is not None and not view.draining:
-            group = self._prefill_groups[view.kv_format]
-            del group[address]
-            if not group:
-                del self._prefill_groups[view.kv_format]
-                self._compatible_groups = None
-
-    def remove_decode(self, address: str) -> None:
-        """Remove the view of a decode worker, if there is one."""
-        view = self.decode.pop(address, None)
-        if view is not None and not view.draining:
-            group = self._decode_groups[view.kv_format, view.converts_kv]
-            del group[address]
-            if not group:
-                del self._decode_groups[view.kv_format, view.converts_kv]
-                self._compatible_groups = None
+            groups.setdefault(view.kind, []).append(address)
+    return groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,30 +220,29 @@ class SelectionCriteria:
     """The needs of a request that a selection must meet; workers are given by address.
 
     `tokens` is the number of tokens to prefill. `prefill_match` and `decode_match` tell which workers hold leading
-    tokens. `avoided_workers` and `avoided_pairs` (prefill, decode) failed the request before. `excluded_decodes` are
-    decode workers that it can't use, or must not be asked again. `in_place_only` are mixed workers that should not
-    prefill for another worker.
+    tokens. `blame` counts the reasons to avoid a worker, (address,), or a pair, (prefill, decode): the request failed
+    there before, or a breaker is open. `excluded_decodes` are decode workers that it can't use, or must not be asked
+    again. `in_place_only` are mixed workers that should not prefill for another worker.
     """
 
     tokens: int
     needs_decode: bool = True
-    avoided_workers: frozenset[str] = frozenset()
-    avoided_pairs: frozenset[tuple[str, str]] = frozenset()
+    blame: Mapping[tuple[str, ...], int] = field(default_factory=dict)
     in_place_only: frozenset[str] = frozenset()
     prefill_match: PrefixMatch = NO_MATCH
     decode_match: PrefixMatch = NO_MATCH
     excluded_decodes: frozenset[str] = frozenset()
 
+    def worker_penalty(self, address: str) -> int:
+        """The penalty of a worker; 0 is best."""
+        return self.blame.get((address,), 0)
 
-@dataclass(frozen=True, slots=True)
-class OpenBreakers:
-    """Addresses of workers, and (prefill, decode) pairs of addresses, with an open breaker; they are used last."""
-
-    workers: frozenset[str] = frozenset()
-    pairs: frozenset[tuple[str, str]] = frozenset()
-
-
-NO_OPEN_BREAKERS = OpenBreakers()
+    def pair_penalty(self, prefill: str, decode: str) -> tuple[int, int]:
+        """The sum of the penalties of two workers, or of one that does both, and the penalty of their pair."""
+        workers, pair = self.worker_penalty(prefill), self.blame.get((prefill, decode), 0)
+        if prefill != decode:
+            return workers + self.worker_penalty(decode), pair + (prefill in self.in_place_only)
+        return workers, pair
 
 
 class WorkerPair(NamedTuple):
@@ -271,38 +252,14 @@ class WorkerPair(NamedTuple):
     decode: str = ""
 
 
-class AvoidancePenalty:
-    """Penalties of workers and pairs, from earlier attempts of the request and from breakers; less is better."""
-
-    def __init__(self, criteria: SelectionCriteria, open_breakers: OpenBreakers) -> None:
-        self._workers = (criteria.avoided_workers, open_breakers.workers)
-        self._pairs = (criteria.avoided_pairs, open_breakers.pairs)
-        self._in_place_only = criteria.in_place_only
-        self.pairs = sum(map(len, (*self._pairs, self._in_place_only)))
-        """Number of prefill workers, at most, whose pair with a decode worker has a penalty."""
-
-    def __bool__(self) -> bool:
-        return bool(self.pairs) or any(self._workers)
-
-    def of_worker(self, address: str) -> int:
-        """The penalty of the worker at an address; 0 is best."""
-        return sum(address in each for each in self._workers)
-
-    def of_pair(self, prefill: str, decode: str) -> tuple[int, int]:
-        """The sum of the penalties of two workers, or of one that does both, and the penalty of their pair."""
-        workers = self.of_worker(prefill) + (self.of_worker(decode) if decode != prefill else 0)
-        in_place_only = prefill != decode and prefill in self._in_place_only
-        return workers, sum((prefill, decode) in each for each in self._pairs) + in_place_only
-
-
 def can_serve(fleet: FleetView, *, needs_decode: bool) -> bool:
     """Whether the fleet has a prefill worker or, if `needs_decode`, a matching pair, whatever their load is."""
-    return any(decode_groups or not needs_decode for _, decode_groups in fleet.compatible_groups)
+    return any(decodes or not needs_decode for _, decodes in fleet.compatible_groups)
 
 
 def compatible_decode_addresses(fleet: FleetView) -> frozenset[str]:
     """Addresses of the decode workers that some prefill worker can hand KV to."""
-    return frozenset(decode.address for _, decode_groups in fleet.compatible_groups for decode in chain(*decode_groups))
+    return frozenset(chain.from_iterable(decodes for _, decodes in fleet.compatible_groups))
 
 
 class PrefillCost(NamedTuple):
@@ -336,57 +293,8 @@ class PairCost(NamedTuple):
     prefill: str
 
 
-class PlacementCosts:
-    """The costs of workers and pairs for one request."""
-
-    def __init__(
-        self, fleet: FleetView, criteria: SelectionCriteria, penalty: AvoidancePenalty, prefill_limit: float
-    ) -> None:
-        self._penalty = penalty if penalty else None
-        self._tokens, self._limit, self._mean_rate = criteria.tokens, prefill_limit, fleet.mean_rate
-        self._at_prefill, self._at_decode = criteria.prefill_match.by_worker, criteria.decode_match.by_worker
-
-    def of_prefills(self, views: Iterable[PrefillView]) -> list[PrefillCost]:
-        """The costs of the prompt at prefill workers."""
-        tokens, cached_tokens, penalty, limit, costs = self._tokens, self._at_prefill, self._penalty, self._limit, []
-        for view in views:
-            rate, address, requests = view.rate or self._mean_rate, view.address, view.open_requests
-            compute_s = max(tokens - cached_tokens.get(address, 0), 0) / rate
-            seconds = view.load_tokens / rate + compute_s * (1 + view.running)
-            blame = 0 if penalty is None else penalty.of_worker(address)
-            costs.append(
-                PrefillCost(blame, requests >= limit, seconds, requests, view.assigned_total, address, compute_s)
-            )
-        return costs
-
-    def of_pairs(self, prefills: Sequence[PrefillCost], views: Iterable[DecodeView]) -> list[PairCost]:
-        """The costs of decoding at the workers, if the best one of `prefills` for each computes the prompt."""
-        prefill, cached_tokens, penalty, pair_penalty, costs = prefills[0], self._at_decode, self._penalty, (0, 0), []
-        for view in views:
-            address, tokens, room = view.address, self._tokens, float(view.free_tokens)
-            if cached := cached_tokens.get(address):
-                # A fully cached prompt doubles the room.
-                room *= 1 + min(cached / max(tokens, 1), 1.0)
-                tokens = max(tokens - cached, 0)
-            if penalty is not None:
-                pair_penalty, prefill = min((penalty.of_pair(each.address, address), each) for each in prefills)
-            seconds = prefill.seconds + view.slot_wait_s
-            if transfers := prefill.address != address:
-                rest_s = tokens * view.transfer_token_s - prefill.compute_s
-                seconds += TRANSFER_S + rest_s if rest_s > 0 else TRANSFER_S
-            order = round(seconds / TIE_S), view.free_slots <= 0, -room, view.open_requests
-            costs.append(PairCost(pair_penalty, prefill.full, order, address, transfers, prefill.address))
-        return costs
-
-
 def rank_pairs(
-    fleet: FleetView,
-    criteria: SelectionCriteria,
-    *,
-    prefill_limit: float,
-    open_breakers: OpenBreakers = NO_OPEN_BREAKERS,
-    only: str | None = None,
-    most: int = 1,
+    fleet: FleetView, criteria: SelectionCriteria, *, prefill_limit: float, only: str | None = None, most: int = 1
 ) -> list[WorkerPair]:
     """The best pairs for a request, best first, each with another decode worker; `most` at most.
 
@@ -394,23 +302,23 @@ def rank_pairs(
     `prefill_limit` requests of this router: a request waits rather than use a pair with a higher penalty. If the
     address `only` is given, it is that of the only decode worker to look at.
     """
-    penalty, excluded = AvoidancePenalty(criteria, open_breakers), fleet.isolated | criteria.excluded_decodes
-    costs = PlacementCosts(fleet, criteria, penalty, prefill_limit)
+    excluded = fleet.isolated | criteria.excluded_decodes
     alone: list[PrefillCost] = []
     pairs: dict[str, PairCost] = {}
-    for group, decode_groups in fleet.compatible_groups:
-        prefills = costs.of_prefills(view for view in group if view.address not in fleet.isolated)
+    for prefill_addresses, decode_addresses in fleet.compatible_groups:
+        prefills = prefill_costs(fleet, criteria, prefill_addresses, prefill_limit)
         if not criteria.needs_decode or not prefills:
             alone += prefills
             continue
-        decodes = [view for view in chain(*decode_groups) if only in (None, view.address)]
-        decodes = [view for view in decodes if view.address not in excluded]
-        mixed = {view.address: view for view in decodes if view.address in fleet.prefill}
+        decodes = [each for each in decode_addresses if only in (None, each) and each not in excluded]
         # For each decode worker, at least one of the first prefill workers is in no pair with a penalty.
-        found = costs.of_pairs(heapq.nsmallest(1 + penalty.pairs, prefills), decodes)
-        for prefill in prefills if mixed else ():
-            if prefill.address in mixed:
-                found += costs.of_pairs([prefill], [mixed[prefill.address]])
+        blamed_pairs = sum(len(key) == 2 for key in criteria.blame) + len(criteria.in_place_only)
+        first = heapq.nsmallest(1 + blamed_pairs, prefills)
+        found = pair_costs(criteria, first, map(fleet.decode.__getitem__, decodes))
+        if mixed := fleet.prefill.keys() & decodes:
+            for each in prefills:
+                if each.address in mixed:
+                    found += pair_costs(criteria, [each], [fleet.decode[each.address]])
         for cost in found:
             known = pairs.setdefault(cost.decode, cost)
             if cost < known:
@@ -422,44 +330,77 @@ def rank_pairs(
     return [WorkerPair(cost.prefill, cost.decode) for cost in heapq.nsmallest(most, usable)]
 
 
+def prefill_costs(
+    fleet: FleetView, criteria: SelectionCriteria, addresses: Iterable[str], limit: float
+) -> list[PrefillCost]:
+    """The costs of the prompt at prefill workers; isolated ones are left out."""
+    tokens, cached_tokens, mean_rate, costs = criteria.tokens, criteria.prefill_match.by_worker, fleet.mean_rate, []
+    for address in addresses:
+        if address in fleet.isolated:
+            continue
+        view = fleet.prefill[address]
+        rate, requests = view.rate or mean_rate, view.open_requests
+        compute_s = max(tokens - cached_tokens.get(address, 0), 0) / rate
+        seconds = view.load_tokens / rate + compute_s * (1 + view.running)
+        penalty = criteria.worker_penalty(address) if criteria.blame else 0
+        costs.append(
+            PrefillCost(penalty, requests >= limit, seconds, requests, view.assigned_total, address, compute_s)
+        )
+    return costs
+
+
+def pair_costs(
+    criteria: SelectionCriteria, prefills: Sequence[PrefillCost], views: Iterable[DecodeView]
+) -> list[PairCost]:
+    """The costs of decoding at the workers, if the best one of `prefills` for each computes the prompt."""
+    prefill, cached_tokens, penalty, costs = prefills[0], criteria.decode_match.by_worker, (0, 0), []
+    for view in views:
+        address, tokens, room = view.address, criteria.tokens, float(view.free_tokens)
+        if cached := cached_tokens.get(address):
+            # A fully cached prompt doubles the room.
+            room *= 1 + min(cached / max(tokens, 1), 1.0)
+            tokens = max(tokens - cached, 0)
+        if criteria.blame or criteria.in_place_only:
+            penalty, prefill = min((criteria.pair_penalty(each.address, address), each) for each in prefills)
+        seconds = prefill.seconds + view.slot_wait_s
+        if transfers := prefill.address != address:
+            rest_s = tokens * view.transfer_token_s - prefill.compute_s
+            seconds += TRANSFER_S + rest_s if rest_s > 0 else TRANSFER_S
+        order = round(seconds / TIE_S), view.free_slots <= 0, -room, view.open_requests
+        costs.append(PairCost(penalty, prefill.full, order, address, transfers, prefill.address))
+    return costs
+
+
 def least_loaded_pair(
-    fleet: FleetView,
-    criteria: SelectionCriteria,
-    open_breakers: OpenBreakers = NO_OPEN_BREAKERS,
-    *,
-    isolates_decode: bool = True,
+    fleet: FleetView, criteria: SelectionCriteria, *, isolates_decode: bool = True
 ) -> tuple[WorkerPair, bool] | None:
     """The pair for a request that runs isolated, and whether it serves no request of this router now.
 
     Without `isolates_decode`, only the prefill worker must be empty. None if there is no pair.
     """
-    penalty, none, excluded_decodes = (
-        AvoidancePenalty(criteria, open_breakers),
-        frozenset[str](),
-        criteria.excluded_decodes,
-    )
 
-    def requests(address: str) -> int:
-        """Requests of this router at a worker; a mixed one has two views."""
-        views = fleet.prefill.get(address), fleet.decode.get(address)
+    def requests(*addresses: str) -> int:
+        """Requests of this router at workers; a mixed one has two views."""
+        views = (each.get(address) for address in {*addresses} for each in (fleet.prefill, fleet.decode))
         return sum(view.open_requests for view in views if view is not None)
 
-    def busy(address: str) -> tuple[int, int, str]:
-        return penalty.of_worker(address), requests(address), address
+    def least_busy(addresses: Iterable[str]) -> list[str]:
+        def busy(address: str) -> tuple[int, int, str]:
+            return criteria.worker_penalty(address), requests(address), address
 
-    def least_busy(views: Iterable[PrefillView] | Iterable[DecodeView], excluded: frozenset[str]) -> list[str]:
-        addresses = (view.address for view in views if view.address not in excluded)
         return heapq.nsmallest(ASKED_AT_MOST, addresses, key=busy)
 
-    pairs: list[tuple[tuple[int, int], int, int, str, str]] = []
-    for group, decode_groups in fleet.compatible_groups:
-        for prefill in least_busy(group, none):
-            for decode in least_busy(chain(*decode_groups), excluded_decodes) if criteria.needs_decode else [""]:
-                own = {prefill, decode} if isolates_decode else {prefill}
-                pairs.append(
-                    (penalty.of_pair(prefill, decode), sum(map(requests, own)), requests(decode), prefill, decode)
-                )
+    pairs = [
+        (criteria.pair_penalty(*pair), requests(*pair if isolates_decode else pair[:1]), requests(pair[1]), pair)
+        for prefills, decodes in fleet.compatible_groups
+        for pair in product(
+            least_busy(prefills),
+            least_busy(each for each in decodes if each not in criteria.excluded_decodes)
+            if criteria.needs_decode
+            else [""],
+        )
+    ]
     if not pairs:
         return None
-    _, count, _, *addresses = min(pairs)
-    return WorkerPair(*addresses), count == 0
+    _, count, _, pair = min(pairs)
+    return WorkerPair(*pair), count == 0

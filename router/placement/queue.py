@@ -8,24 +8,23 @@ may fill an equal part of the queue's capacity, so that a flood fills only the p
 holds at most capacity × (1 + 1/2 + 1/3 + ...) first attempts.
 
 A reservation for which a decode worker lacks room waits at that worker. So waiters need not ask again, and few of them
-are registered: a waiter is *hidden* while a registered one *waits* that would be granted no later. That is one with no
-larger context, which can use every worker. The first waiter of the queue is registered in
-any case, and so are all replays. So a flood of large contexts registers one of them, small contexts behind it go on,
-and while these pass, the first one is in line at the workers.
+are registered: a waiter is *hidden* while a registered one *waits* that would be granted no later, because its context
+is not larger. The first waiter of the queue is registered in any case, and so are all replays. So a flood of large
+contexts registers one of them, small contexts behind it go on, and while these pass, the first one is in line at the
+workers.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Container, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from baton.errors import DeadlineExceeded, Overloaded
 from baton.lifecycle import Lifecycle
-from baton.rates import DecayingSum
 from baton.request import CachePolicy
 from router.placement.policy import FleetView, can_serve
 from router.placement.prefix_directory import Digests
@@ -66,13 +65,12 @@ class FairQueue(Generic[T]):
         self.append(item, tenant)
         self._queues[tenant].move_to_end(item, last=False)
 
-    def pop(self, item: T) -> str:
-        """Remove an item, and put its tenant behind the others. Returns the tenant."""
+    def pop(self, item: T) -> None:
+        """Remove an item, and put its tenant behind the others."""
         tenant = self._tenants[item]
         self.remove(item)
         if tenant in self._queues:
             self._queues.move_to_end(tenant)
-        return tenant
 
     def remove(self, item: T) -> bool:
         """Remove an item; False if it was not in the queue."""
@@ -130,8 +128,9 @@ class PlacementRequest:
     avoided_workers: frozenset[AvoidedWorker] = frozenset()
     """Workers that failed the request in earlier attempts."""
     avoided_pairs: frozenset[tuple[str, str]] = frozenset()
-    in_place_only: frozenset[str] = frozenset()
     """Addresses of (prefill, decode) pairs that failed it."""
+    in_place_only: frozenset[str] = frozenset()
+    """Addresses of mixed workers that should not prefill for another worker."""
 
     @property
     def deadline(self) -> float:
@@ -139,35 +138,31 @@ class PlacementRequest:
         return self.lifecycle.request_deadline
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Waiter:
-    """A request in the queue, which it joined at `queued_at`, in seconds on the caller's clock."""
+    """A request in the queue."""
 
     request: PlacementRequest
-    queued_at: float
     waits: bool = False
     """Whether it is registered, and decode workers lack room for it, as far as is known."""
-    unused: Collection[str] = ()
-    """Addresses of decode workers that it can't use, though others can."""
 
+
+W = TypeVar("W", bound=Waiter)
 
 _MAX_SCANNED = 256
 """Most waiters that one search looks at, besides the first one of each tenant and those that are registered."""
 
-_SPAN_S = 3.0
-"""Seconds in which the weight of a departure in the measured pace falls to 1/e."""
+_MIN_INTERVALS, _MAX_INTERVALS = 8, 64
+"""Number of intervals between departures needed to know the pace of the queue, and number of the latest that count."""
 
-_MAX_INTERVAL_RATIO = 3.0
-"""An interval between departures counts as at most this multiple of the usual interval, or as `_SPAN_S` if longer."""
-
-_MIN_DEPARTURES = 8
-"""Number of departures needed to know the pace of the queue: workers are cold at the first ones."""
+_STANDSTILL_S = 3.0
+"""Seconds without a departure that are a standstill, if they are more than three usual intervals."""
 
 _FIRST_GUESS_S = 1.0
 _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 60.0
 
 
-class PlacementQueue:
+class PlacementQueue(Generic[W]):
     """Waiters of all tenants in order, and the pace at which they leave.
 
     `capacity` is the most first attempts of a single tenant. A prefill worker with `prefill_limit` requests of this
@@ -179,21 +174,19 @@ class PlacementQueue:
         self._capacity = capacity
         self._prefill_limit = prefill_limit
         self._max_wait_s = max_wait_s
-        self._queue: FairQueue[Waiter] = FairQueue()
-        self.registered: set[Waiter] = set()
+        self._queue: FairQueue[W] = FairQueue()
+        self.registered: set[W] = set()
         """Waiters that have asked decode workers, or need none."""
         self._at_prefill: Counter[str] = Counter()
         """Number of requests at prefill workers, by tenant."""
-        self._busy_s, self._departures = DecayingSum(_SPAN_S), DecayingSum(_SPAN_S)
-        self._busy_clock = 0.0
-        """Seconds of all busy periods together: the clock of the two decaying sums."""
-        self._counted = 0
+        self._intervals: deque[float] = deque(maxlen=_MAX_INTERVALS)
+        """Seconds between departures of late, in which the queue was never empty."""
         self._last_departure: float | None = None
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def __iter__(self) -> Iterator[Waiter]:
+    def __iter__(self) -> Iterator[W]:
         return iter(self._queue)
 
     @property
@@ -211,13 +204,16 @@ class PlacementQueue:
             problem = f"{waiting} requests are waiting, the limit is {share}; try again later"
             raise Overloaded(problem, self.retry_after(), reason="queue_full")
 
-    def push(self, waiter: Waiter, fleet: FleetView, now: float) -> None:
+    def push(self, waiter: W, fleet: FleetView, now: float) -> None:
         """Add a waiter: a retry to the front of its tenant's queue, another one to the end.
 
         Raises Overloaded if the queue is full or the expected wait too long, DeadlineExceeded after the deadline; a
         retry is refused in no case.
         """
         request = waiter.request
+        if not len(self._queue):
+            # The time for which the queue was empty is no standstill.
+            self._last_departure = None
         if request.is_retry:
             self._queue.prepend(waiter, request.tenant)
             return
@@ -227,9 +223,6 @@ class PlacementQueue:
             # The pace of the queue does not tell when a worker will come.
             self._check_wait(request, now)
         self.check_capacity(request.tenant)
-        if not len(self._queue):
-            # The time for which the queue was empty is no standstill.
-            self._last_departure = None
         self._queue.append(waiter, request.tenant)
 
     def _check_wait(self, request: PlacementRequest, now: float) -> None:
@@ -243,38 +236,32 @@ class PlacementQueue:
 
     # Order.
 
-    def next_to_register(self, fleet: FleetView, now: float, passed: Container[Waiter]) -> Waiter | None:
+    def next_to_register(self, fleet: FleetView, now: float, passed: Container[W]) -> W | None:
         """The next waiter that may ask decode workers; None if there is none. Waiters in `passed` are left out.
 
         One call sorts the tenants, and looks at one waiter for each and `_MAX_SCANNED` more, at most, besides those
         that are registered.
         """
-        order: Iterator[Waiter] = self._queue.round_robin(self._at_prefill.__getitem__)
+        order: Iterator[W] = self._queue.round_robin(self._at_prefill.__getitem__)
         if not can_serve(fleet, needs_decode=True):
             # Waiters that need decode workers must not keep others from prefill workers.
             order = (each for each in order if not each.request.needs_decode)
         first = next(order, None)
-        # One that waits hides others if it can use all workers. A worker with room for the context may lack room for
-        # several choices.
-        hiding = [
-            each for each in self.registered if each.waits and not any(map(fleet.decode.__contains__, each.unused))
-        ]
-        least = min((each.request.context_tokens for each in hiding), default=math.inf)
-        single = (each.request.context_tokens for each in hiding if len(each.request.choices) == 1)
-        least_single = min(single, default=math.inf)
-        rest = (each for each in order if each not in self.registered and each not in passed)
-        candidates = itertools.islice(rest, len(self._queue.tenants) + _MAX_SCANNED)
-        for waiter in itertools.chain(() if first is None else (first,), candidates):
+        order = itertools.chain(() if first is None else (first,), order)
+        fresh = (each for each in order if each not in self.registered and each not in passed)
+        # A worker with room for a context may lack room for it with several choices.
+        hiding = [each.request for each in self.registered if each.waits]
+        least = min((each.context_tokens for each in hiding), default=math.inf)
+        least_single = min((each.context_tokens for each in hiding if len(each.choices) == 1), default=math.inf)
+        for waiter in itertools.islice(fresh, len(self._queue.tenants) + _MAX_SCANNED):
             request = waiter.request
             hidden_from = least if len(request.choices) > 1 else least_single
             must_not_hide = waiter is first or request.is_retry or not request.needs_decode
-            if waiter in self.registered or waiter in passed or request.deadline <= now:
-                continue
-            if must_not_hide or request.context_tokens < hidden_from:
+            if request.deadline > now and (must_not_hide or request.context_tokens < hidden_from):
                 return waiter
         return None
 
-    def register(self, waiter: Waiter) -> None:
+    def register(self, waiter: W) -> None:
         """Record that the waiter asks decode workers now, or that it needs none and is placed at once."""
         self.registered.add(waiter)
 
@@ -285,7 +272,7 @@ class PlacementQueue:
         wait until long prompts of another tenant have ended, and a worker computes its shortest prompt first.
         """
         limit, tenants = self._prefill_limit, len(self._at_prefill.keys() | self._queue.tenants)
-        share = limit * fleet.usable_prefills // max(tenants, 1)
+        share = limit * len(fleet.usable_prefills) // max(tenants, 1)
         return 2 * limit if tenants > 1 and self._at_prefill[tenant] < max(share, 1) else limit
 
     def begin_prefill(self, tenant: str) -> None:
@@ -300,36 +287,29 @@ class PlacementQueue:
 
     # Leaving.
 
-    def remove(self, waiter: Waiter) -> bool:
+    def remove(self, waiter: W) -> bool:
         """Remove a waiter that gives up; False if it was not in the queue."""
         self.registered.discard(waiter)
         return self._queue.remove(waiter)
 
-    def pop(self, waiter: Waiter, now: float) -> None:
+    def pop(self, waiter: W, now: float) -> None:
         """Remove a waiter that is placed, and put its tenant behind the others. Departures make the pace."""
         self.registered.discard(waiter)
         self._queue.pop(waiter)
-        # Only intervals within a busy period tell the pace; an idle queue has none.
         if self._last_departure is not None:
-            latest = now - self._last_departure
-            if self._counted:
-                # One standstill of a quick queue does not make it a slow one; several do.
-                latest = min(latest, max(_SPAN_S, _MAX_INTERVAL_RATIO * self._interval))
-            self._busy_clock += latest
-            self._busy_s.add(latest, self._busy_clock)
-            self._departures.add(1, self._busy_clock)
-            self._counted += 1
+            # One standstill of a quick queue does not make it a slow one; several do.
+            most = max(_STANDSTILL_S, 3 * self._interval) if self._intervals else math.inf
+            self._intervals.append(min(now - self._last_departure, most))
         self._last_departure = now if len(self._queue) else None
 
     @property
     def _interval(self) -> float:
         """Mean seconds between two recent departures; 0 while unknown."""
-        now = self._busy_clock
-        return self._busy_s.value(now) / self._departures.value(now) if self._counted else 0.0
+        return sum(self._intervals) / max(len(self._intervals), 1)
 
     def retry_after(self) -> float:
         """Seconds until a client should retry: those until the queue is empty at its recent pace, within limits."""
-        estimate = len(self) * self._interval if self._interval else _FIRST_GUESS_S
+        estimate = len(self) * self._interval if self._intervals else _FIRST_GUESS_S
         return min(max(estimate, _MIN_RETRY_S), _MAX_RETRY_S)
 
     def expected_wait_s(self, tenant: str, now: float) -> float:
@@ -341,7 +321,7 @@ class PlacementQueue:
         own = self._queue.count(tenant)
         # Until the new waiter is reached, no other tenant is served more often than this one.
         before = own + sum(min(self._queue.count(name), own + 1) for name in self._queue.tenants if name != tenant)
-        if not before or self._counted < _MIN_DEPARTURES:
+        if not before or len(self._intervals) < _MIN_INTERVALS:
             return 0.0
         standstill = 0.0 if self._last_departure is None else now - self._last_departure
         return before * self._interval + max(standstill - self._interval, 0.0)

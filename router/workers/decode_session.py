@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -72,9 +71,9 @@ class SessionEnd:
 class DecodeCall:
     """The part of a session that belongs to one attempt; it ends with `close`."""
 
-    def __init__(self, session: DecodeSession, request_id: str, attempt_number: int, deliver: Deliver) -> None:
+    def __init__(self, session: DecodeSession, key: decode_pb2.AttemptKey, deliver: Deliver) -> None:
         self._session = session
-        self._key = decode_pb2.AttemptKey(request_id=request_id, attempt=attempt_number)
+        self._key = key
         self._deliver = deliver
         self._on_answer: Callable[[ReserveResult], None] | None = None
         """Gets the answers, and a refusal if the attempt fails, until `keep`."""
@@ -175,18 +174,11 @@ class DecodeCall:
         """End the attempt; the worker cancels it unless all of its choices have ended there. Idempotent."""
         if not self._session.forget(self._key):
             return
-        if self._unanswered:
-            self._session.skip_answer(self._key)
         if self._reserved and self._live:
             self._session.send(decode_pb2.SessionUp(cancel=decode_pb2.Cancel(key=self._key)))
 
     def on_reserved(self, message: decode_pb2.ReserveResult) -> None:
         """Handle an answer to `reserve`."""
-        if self.granted and not message.granted:
-            # The grant was the late answer to an earlier call with this key, which had waited.
-            error = Unavailable("the decode worker has granted pages to an earlier call")
-            self.on_failure(error, Blame.DECODE, Cause.REFUSED)
-            return
         self._unanswered = False
         self._waiting = message.waiting and not message.granted
         self._reserved = message.granted or message.waiting
@@ -215,9 +207,6 @@ class DecodeCall:
 
     def on_ended(self) -> None:
         """Handle the end of the attempt without a fault: all of its choices have ended at the worker."""
-        if self._unanswered or self._waiting:
-            # The end of an earlier call with this key, which had given up.
-            return
         self._reserved = False
         self._deliver(DecodeEnded())
 
@@ -250,8 +239,7 @@ class DecodeSession:
         self._up: asyncio.Queue[decode_pb2.SessionUp] = asyncio.Queue()
         hello = decode_pb2.Hello(router_id=router_id, wire_version=WIRE_VERSION)
         self._up.put_nowait(decode_pb2.SessionUp(hello=hello))
-        self._calls: dict[tuple[str, int], DecodeCall] = {}
-        self._skipped: Counter[tuple[str, int]] = Counter()
+        self._calls: dict[_Name, DecodeCall] = {}
         self.open = True
         """Whether new calls can begin."""
 
@@ -264,19 +252,22 @@ class DecodeSession:
     def attempts_without_token(self) -> list[tuple[str, int]]:
         """Attempts, as request id and number, for which the worker was asked for pages, but has sent no token yet."""
         calls = self._calls.items()
-        return [key for key, call in calls if call.may_hold_pages and not call.waits and not call.has_output]
+        return [key[:2] for key, call in calls if call.may_hold_pages and not call.waits and not call.has_output]
 
     def granted_requests(self, *, without_token: bool = False) -> set[str]:
         """Ids of the requests that hold pages at the worker, or only of those `without_token` from it."""
         granted = [(key, call) for key, call in self._calls.items() if call.granted]
-        return {request_id for (request_id, _), call in granted if not (without_token and call.has_output)}
+        return {request_id for (request_id, *_), call in granted if not (without_token and call.has_output)}
 
-    def begin_call(self, request_id: str, attempt_number: int, deliver: Deliver) -> DecodeCall:
-        """Begin the call of an attempt, whose events go to `deliver`. Raises Unavailable if the session has ended."""
+    def begin_call(self, request_id: str, attempt_number: int, reservation: int, deliver: Deliver) -> DecodeCall:
+        """Begin the call of an attempt, whose events go to `deliver`. Raises Unavailable if the session has ended.
+
+        `reservation` is another number for each call of the same attempt.
+        """
         if not self.open:
             raise Unavailable(f"decode worker {self._name} is lost")
-        call = DecodeCall(self, request_id, attempt_number, deliver)
-        self._calls[request_id, attempt_number] = call
+        key = decode_pb2.AttemptKey(request_id=request_id, attempt=attempt_number, reservation=reservation)
+        call = self._calls[_name(key)] = DecodeCall(self, key, deliver)
         self._on_change()
         return call
 
@@ -318,17 +309,10 @@ class DecodeSession:
 
     def forget(self, key: decode_pb2.AttemptKey) -> bool:
         """Deliver no more messages to the attempt; False if it was forgotten before."""
-        if self._calls.pop((key.request_id, key.attempt), None) is None:
+        if self._calls.pop(_name(key), None) is None:
             return False
         self._on_change()
         return True
-
-    def skip_answer(self, key: decode_pb2.AttemptKey) -> None:
-        """Ignore the next answer to a reservation with this key: the attempt gave up, and may ask again later.
-
-        If that answer is `waiting`, a second one may come before the worker knows: see `DecodeCall.on_reserved`.
-        """
-        self._skipped[key.request_id, key.attempt] += 1
 
     def _close(self, reason: str, ended: Callable[[], SessionEnd]) -> None:
         self.open = False
@@ -358,20 +342,16 @@ class DecodeSession:
 
     def _deliver_messages(self, down: decode_pb2.SessionDown) -> None:
         for output in down.outputs:
-            if call := self._calls.get((output.key.request_id, output.key.attempt)):
+            if call := self._calls.get(_name(output.key)):
                 call.on_output(output)
-        # Before the answers: a call that gave up may end in the same message in which the next one with its key begins.
-        for key in down.ended:
-            if call := self._calls.get((key.request_id, key.attempt)):
-                call.on_ended()
         for reserved in down.reserved:
-            name = reserved.key.request_id, reserved.key.attempt
-            if name in self._skipped:
-                self._skipped -= Counter((name,))
-            elif call := self._calls.get(name):
+            if call := self._calls.get(_name(reserved.key)):
                 call.on_reserved(reserved)
+        for key in down.ended:
+            if call := self._calls.get(_name(key)):
+                call.on_ended()
         for failure in down.failures:
-            if call := self._calls.get((failure.key.request_id, failure.key.attempt)):
+            if call := self._calls.get(_name(failure.key)):
                 make, blame, cause = _FAULTS[failure.kind]
                 call.on_failure(make(f"decode worker {self._name}: {failure.message}"), blame, cause)
         if down.HasField("heartbeat"):
@@ -379,8 +359,16 @@ class DecodeSession:
 
     def _compare(self, live: Iterable[decode_pb2.AttemptKey]) -> None:
         """Fail attempts that a Heartbeat lacks although they were granted, or wait, and have not ended."""
-        known = {(key.request_id, key.attempt) for key in live}
+        known = {_name(key) for key in live}
         held = [key for key, call in self._calls.items() if call.granted or call.waits]
         for key in [key for key in held if key not in known]:
             error = EngineError(f"decode worker {self._name} knows nothing of attempt {key[0]}/{key[1]}")
             self._calls[key].on_failure(error, Blame.DECODE)
+
+
+_Name = tuple[str, int, int]
+"""Request id, number of the attempt, and number of the reservation."""
+
+
+def _name(key: decode_pb2.AttemptKey) -> _Name:
+    return key.request_id, key.attempt, key.reservation

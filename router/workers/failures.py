@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from baton.breaker import Breaker, Permit
 from baton.errors import BatonError
 from baton.request import Output, Prefilled, PrefillProgress, PromptLogprobs
-from router.placement.policy import DecodeView, OpenBreakers, PrefillView
+from router.placement.policy import DecodeView, PrefillView
 
 
 class Blame(enum.Enum):
@@ -139,13 +139,9 @@ class Breakers:
         self._clock = clock
         self._breakers: dict[Key, Breaker] = {}
 
-    def open_breakers(self) -> OpenBreakers:
+    def open_breakers(self) -> list[Key]:
         """The workers and pairs that placement should use last now."""
-        keys = [key for key, breaker in self._breakers.items() if not breaker.due]
-        return OpenBreakers(
-            frozenset(key[0] for key in keys if len(key) == 1),
-            frozenset((key[0], key[1]) for key in keys if len(key) == 2),
-        )
+        return [key for key, breaker in self._breakers.items() if not breaker.due]
 
     def count_open(self) -> tuple[int, int]:
         """Number of workers, and number of pairs, whose breaker is not closed."""

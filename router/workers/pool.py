@@ -249,11 +249,9 @@ class WorkerPool:
         accepted = link.label in self._accepted
         retired = link.fingerprint != self._fingerprint
         if link.role.prefills:
-            prefill = link.prefill_view(retired=retired) if accepted else None
-            self.fleet.put_prefill(prefill) if prefill else self.fleet.remove_prefill(link.address)
+            self.fleet.set_prefill(link.address, link.prefill_view(retired=retired) if accepted else None)
         if link.role.decodes:
-            decode = link.decode_view(retired=retired) if accepted else None
-            self.fleet.put_decode(decode) if decode else self.fleet.remove_decode(link.address)
+            self.fleet.set_decode(link.address, link.decode_view(retired=retired) if accepted else None)
 
     def update_prefixes(self, link: WorkerLink, change: PrefixChange) -> None:
         """Record a change of the prefixes that a worker holds."""

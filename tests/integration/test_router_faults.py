@@ -231,7 +231,7 @@ async def test_a_late_answer_is_not_taken_for_that_of_the_next_reservation(tmp_p
             if len(b.decode[0].reserves) == 1:
                 return decode_pb2.ReserveResult()
             if len(b.decode[0].reserves) == 2:
-                refusal = decode_pb2.ReserveResult(key=reserve.key, reason="full")
+                refusal = decode_pb2.ReserveResult(key=b.decode[0].reserves[0].key, reason="full")
                 b.decode[0].sessions[-1].messages.put_nowait(decode_pb2.SessionDown(reserved=[refusal]))
             return granted(reserve)
 

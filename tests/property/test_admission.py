@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from baton.engine.fake import FakeEngine
 from baton.request import SamplingParams
-from decode_svc.admission import FORKS, Admission, SlotForecast
+from decode_svc.admission import FORK_HEADROOM_DIVISOR, FORKS, Admission, SlotForecast
 from decode_svc.attempts import Attempts, DecodeAttempt
 from decode_svc.messages import AttemptKey, Reserve
 from decode_svc.scheduler import BatchPages
@@ -35,7 +35,7 @@ class Worker:
     def __init__(self, slots: int, pages: int) -> None:
         self.engine = FakeEngine(page_size=PAGE, pages=pages, slots=slots, max_model_len=pages * PAGE)
         self.attempts, self.batch_pages = Attempts(self.engine), BatchPages()
-        forecast = SlotForecast(slots, 0.0)
+        forecast = SlotForecast(slots)
         self.admission = Admission(self.engine, self.attempts, 1, forecast, self.batch_pages, lambda: False)
         self.slots, self.now, self.numbers = slots, 0.0, itertools.count()
         self.came: dict[str, float] = {}
@@ -70,7 +70,7 @@ class Worker:
             room = self.admission._context_line.room(waiting.party, max(most - kept, 0))
             fits = waiting.reservation.choices == 1 or min(context, most) <= room
             assert not fits or pages > line.room(waiting.party, free), f"{waiting.party} fits and waits"
-        headroom = self.admission.forecast.fork_headroom(self.now)
+        headroom = self.slots // FORK_HEADROOM_DIVISOR
         if self.attempts.held_sequences < self.slots - headroom:
             for attempt in self.attempts.pending:
                 assert self.attempts.fork_pages(attempt) > line.room(FORKS, free), "a fork fits and waits"

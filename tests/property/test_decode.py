@@ -31,7 +31,6 @@ from baton.transfer.fetcher import ExportFetcher
 from baton.worker.health import Watchdog
 from baton.worker.prefix_cache import CacheAdmin
 from baton.worker.status import WorkerRole, new_identity
-from decode_svc.admission import FORK_HEADROOM_S
 from decode_svc.attempts import DecodeAttempt
 from decode_svc.loop import StepReport
 from decode_svc.messages import AttemptKey, Cancel, Heartbeat, Reserve, Start
@@ -392,9 +391,6 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
                     self.end_fetch(ours, True)
             self.turn("")
             self.deliver()
-            if self._progress() == before:
-                # Slots may be left free for others.
-                self.loop.advance(FORK_HEADROOM_S)
             still = 0 if self._progress() != before else still + 1
         stuck = [ours for ours in self.tries_of.values() if goes_on(ours) or waits(ours)]
         if stuck:

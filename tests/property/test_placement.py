@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections import Counter
 from dataclasses import replace
 
 from hypothesis import given
@@ -12,7 +13,6 @@ from router.placement.policy import (
     ASKED_AT_MOST,
     DecodeView,
     FleetView,
-    OpenBreakers,
     PrefillView,
     SelectionCriteria,
     can_serve,
@@ -74,8 +74,8 @@ def fleet_of(draw: random.Random, least: int, most: int) -> Views:
     return prefills, decodes
 
 
-def criteria_of(draw: random.Random, count: int) -> tuple[SelectionCriteria, OpenBreakers, frozenset[str]]:
-    """Criteria for such a fleet, what breakers say, and who is isolated for another."""
+def criteria_of(draw: random.Random, count: int) -> tuple[SelectionCriteria, frozenset[str]]:
+    """Criteria for such a fleet, and who is isolated for another."""
 
     def some(*names: str) -> frozenset[str]:
         return frozenset(draw.choice(names) for _ in range(draw.choice([0, 0, 1, 3])))
@@ -92,13 +92,13 @@ def criteria_of(draw: random.Random, count: int) -> tuple[SelectionCriteria, Ope
     criteria = SelectionCriteria(
         draw.randint(1, 200),
         draw.random() < 0.8,
-        avoided_workers=some(*prefills, *decodes),
-        avoided_pairs=pairs(),
+        blame=Counter([*pairs(), *pairs(), *((name,) for name in some(*prefills, *decodes, *prefills))]),
+        in_place_only=some(*prefills),
         prefill_match=drawn(),
         decode_match=drawn(),
         excluded_decodes=some(*decodes),
     )
-    return criteria, OpenBreakers(some(*prefills, *decodes), pairs()), some(*prefills, *decodes)
+    return criteria, some(*prefills, *decodes)
 
 
 @given(st.integers(0, 2**32), st.one_of(st.integers(0, 6), st.just(ASKED_AT_MOST + 10)))
@@ -106,33 +106,19 @@ def criteria_of(draw: random.Random, count: int) -> tuple[SelectionCriteria, Ope
 def test_the_best_of_all_pairs_are_selected(seed: int, most: int) -> None:
     draw = random.Random(seed)
     workers = fleet_of(draw, 0, most)
-    criteria, open_breakers, isolated = criteria_of(draw, max(most, 1))
+    criteria, isolated = criteria_of(draw, max(most, 1))
     fleet = FleetView(*workers)
     fleet.isolated = isolated
     for limit in (LIMIT, math.inf):
-        plain = placement_oracle.rank(
-            *workers,
-            criteria,
-            prefill_limit=limit,
-            mean_rate=fleet.mean_rate,
-            open_breakers=open_breakers,
-            isolated=isolated,
-        )
+        plain = placement_oracle.rank(fleet, criteria, limit)
         for ranked in (1, 100):
-            found = rank_pairs(
-                fleet,
-                criteria,
-                prefill_limit=limit,
-                open_breakers=open_breakers,
-                most=ranked,
-            )
-            assert found == plain[:ranked]
-    pairs = placement_oracle.pairs(*workers, SelectionCriteria(1), frozenset())
+            assert rank_pairs(fleet, criteria, prefill_limit=limit, most=ranked) == plain[:ranked]
+    pairs = placement_oracle.pairs(*workers, SelectionCriteria(1))
     assert can_serve(fleet, needs_decode=False) is any(not view.draining for view in workers[0])
     assert can_serve(fleet, needs_decode=True) is bool(pairs)
     assert compatible_decode_addresses(fleet) == {decode.address for _, follow in pairs for decode in follow}
-    pair = least_loaded_pair(fleet, criteria, open_breakers)
-    pairs = placement_oracle.pairs(*workers, criteria, criteria.excluded_decodes)
+    pair = least_loaded_pair(fleet, criteria)
+    pairs = placement_oracle.pairs(*workers, criteria)
     if most <= ASKED_AT_MOST // 2:
         assert (pair is not None) is bool(pairs)
     if pair is not None:
@@ -146,34 +132,22 @@ def test_a_fleet_that_news_has_changed_is_as_one_made_anew(seed: int, news: list
     fleet = FleetView(*workers)
     prefills, decodes = ({view.address: view for view in views} for views in workers)
     for pick, gone, number in news:
-        for views, put, remove in (
-            (prefills, fleet.put_prefill, fleet.remove_prefill),
-            (decodes, fleet.put_decode, fleet.remove_decode),
-        ):
-            if not views:
-                continue
-            name = sorted(views)[pick % len(views)]
-            if gone:
-                del views[name]
-                remove(name)
-            elif isinstance(view := views[name], PrefillView):
-                views[name] = replace(view, pending_tokens=number, rate=float(number % 3), draining=number % 5 == 0)
-                put(views[name])
-            else:
-                views[name] = replace(view, free_tokens=number, free_slots=number % 2, draining=number % 5 == 0)
-                put(views[name])
+        kind, draining = FORMATS[number % 4], number % 5 == 0
+        if prefills:
+            name = sorted(prefills)[pick % len(prefills)]
+            prefill = replace(prefills.pop(name), kv_format=kind, rate=float(number % 3), draining=draining)
+            prefills |= {} if gone else {name: prefill}
+            fleet.set_prefill(name, prefills.get(name))
+        if decodes:
+            name = sorted(decodes)[pick % len(decodes)]
+            decode = replace(decodes.pop(name), kv_format=kind, free_slots=number % 2, draining=draining)
+            decodes |= {} if gone else {name: decode}
+            fleet.set_decode(name, decodes.get(name))
+        assert _grouped(fleet) == _grouped(FleetView(prefills.values(), decodes.values()))
     anew = FleetView(prefills.values(), decodes.values())
     assert (fleet.prefill, fleet.decode) == (anew.prefill, anew.decode)
-    assert _grouped(fleet) == _grouped(anew)
-    assert [fleet.has_capacity(limit) for limit in range(5)] == [anew.has_capacity(limit) for limit in range(5)]
 
 
 def _grouped(fleet: FleetView) -> set[tuple[frozenset[str], frozenset[str]]]:
     """Names of the prefill workers of each group, and of those that may follow."""
-    return {
-        (
-            frozenset(view.address for view in group),
-            frozenset(view.address for each in compatible_decodes for view in each),
-        )
-        for group, compatible_decodes in fleet.compatible_groups
-    }
+    return {(frozenset(prefills), frozenset(decodes)) for prefills, decodes in fleet.compatible_groups}

@@ -39,7 +39,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.numbers = itertools.count()
         self.capacity = 7
-        self.queue = PlacementQueue(capacity=self.capacity, prefill_limit=1)
+        self.queue: PlacementQueue[Waiter] = PlacementQueue(capacity=self.capacity, prefill_limit=1)
         self.queues: dict[str, list[Waiter]] = {}
         self.registered: list[Waiter] = []
         self.left: set[Waiter] = set()
@@ -52,7 +52,7 @@ class QueueMachine(RuleBasedStateMachine):
     def waiter(self, tenant: str, tokens: int, patience: float = math.inf, *, again: bool = False) -> Waiter:
         lifecycle = Lifecycle(State.QUEUED, self.now, request_deadline=self.now + patience)
         request = PlacementRequest(f"{next(self.numbers)}", 0, tenant, lifecycle, tokens, 1, (0,), again)
-        return Waiter(request, self.now)
+        return Waiter(request)
 
     @rule(tenant=TENANTS, patience=PATIENCE, tokens=SIZES)
     def arrive(self, tenant: str, patience: float, tokens: int) -> None:

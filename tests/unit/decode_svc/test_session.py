@@ -18,8 +18,8 @@ from decode_svc.servicer import command_from_proto, down_to_proto
 from decode_svc.session import RouterSession
 from tests.property.virtual import VirtualLoop
 
-KEY = AttemptKey("r", 2)
-KEY_MESSAGE = decode_pb2.AttemptKey(request_id="r", attempt=2)
+KEY = AttemptKey("r", 2, 3)
+KEY_MESSAGE = decode_pb2.AttemptKey(request_id="r", attempt=2, reservation=3)
 
 
 async def test_events_of_one_moment_are_one_message_and_the_end_comes_after_the_last() -> None:

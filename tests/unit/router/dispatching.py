@@ -132,6 +132,8 @@ class FakePool:
         self.isolated: frozenset[str] = frozenset()
         self.incarnations: dict[str, str] = {}
         self._worker = ""
+        self.numbers: list[int] = []
+        """Number of the reservation of each call."""
 
     @property
     def assignments(self) -> int:
@@ -200,8 +202,9 @@ class FakePool:
     def assign(self, tokens: int, cached_tokens: int = 0) -> FakeAssignment:
         return FakeAssignment(self, self._worker)
 
-    def begin_call(self, request_id: str, number: int, deliver: object) -> FakeAttempt:
+    def begin_call(self, request_id: str, number: int, reservation: int, deliver: object) -> FakeAttempt:
         self.order.append(f"{request_id} {self._worker}" if self._names else request_id)
+        self.numbers.append(reservation)
         return FakeAttempt(self, request_id, self._worker)
 
 

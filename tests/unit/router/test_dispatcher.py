@@ -96,19 +96,12 @@ async def test_a_status_wakes_no_request_that_waits(monkeypatch: pytest.MonkeyPa
     while pool.asked < 200:
         await settle()
     await settle()
-    woken = 0
-
-    def count(_: object) -> int:
-        nonlocal woken
-        woken += 1
-        return 0
-
-    for reservations in d._waiting:
-        reservations.changed.set = count  # type: ignore[method-assign]
+    handled = list[object]()
+    monkeypatch.setattr(d, "_handle", handled.append)
     for _ in range(20):
         pool.notify()
         await asyncio.sleep(0)
-    assert (woken, pool.asked) == (0, 200)
+    assert (handled, pool.asked) == ([], 200)
     for replay in replays:
         await replay.cancel()
 
@@ -166,7 +159,8 @@ async def test_while_smaller_ones_pass_the_first_of_the_queue_is_in_line_at_the_
     d.close()
 
 
-async def test_a_worker_that_joins_or_takes_requests_again_is_asked_too() -> None:
+async def test_a_worker_that_joins_or_takes_requests_again_is_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.dispatcher._TICK_S", 600.0)
     d = dispatcher(pool := FakePool(d=FULL))
     held = await ask(d, "r")
     pool.isolated = frozenset({"e"})
@@ -199,6 +193,7 @@ async def test_where_all_workers_have_refused_they_are_asked_again_at_the_next_s
     pool.answer(d=GRANTED)
     await held.until_placed()
     assert pool.order == ["r d", "r d"]
+    assert len({*pool.numbers}) == 2, "a late answer to the first reservation is not about the second"
     await held.end()
 
 
@@ -312,7 +307,8 @@ async def test_requests_that_need_no_decode_do_not_wait_for_decode() -> None:
     await short.end()
 
 
-async def test_without_workers_new_requests_and_accepted_ones_wait_a_while() -> None:
+async def test_without_workers_new_requests_and_accepted_ones_wait_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.dispatcher._TICK_S", 0.02)
     d = dispatcher(pool := FakePool(), worker_wait_s=0.05)
     pool.there = False
     pool.notify()
@@ -333,10 +329,14 @@ async def test_without_a_worker_wait_new_requests_are_refused_at_once() -> None:
     d = dispatcher(pool := FakePool(), worker_wait_s=0)
     pool.there = False
     with pytest.raises(Unavailable, match=r"no decode worker is there$"):
-        await Held(d, "new").task
+        d.check_admission("", needs_decode=True)
 
 
-async def test_a_decode_worker_that_does_not_answer_is_left_out_and_another_one_is_asked() -> None:
+async def test_a_decode_worker_that_does_not_answer_is_left_out_and_another_one_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("router.dispatcher._TICK_S", 0.02)
+
     class Silent(FakePool):
         async def reserve(self, attempt: FakeAttempt, **asked: Any) -> ReserveResult:
             return GRANTED if attempt.worker != "d" else await asyncio.get_running_loop().create_future()
@@ -376,10 +376,13 @@ async def test_a_request_is_too_large_only_if_every_decode_worker_says_so() -> N
     await held.end()
 
 
-async def test_a_replay_that_only_a_lost_worker_could_hold_waits_for_one_like_it() -> None:
+async def test_a_replay_that_only_a_lost_worker_could_hold_waits_for_one_like_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("router.dispatcher._TICK_S", 0.02)
     d = dispatcher(pool := FakePool(small=TOO_LARGE), worker_wait_s=5)
     held = await ask(d, "r", again=True)
-    assert not held.task.done()
+    assert (held.task.done(), pool.assignments) == (False, 0)
     pool.answer(large=GRANTED)
     await held.finish()
     del pool.by_name["large"]
@@ -445,7 +448,7 @@ class RoomPool(FakePool):
     @property
     def fleet(self) -> FleetView:
         fleet = super().fleet
-        fleet.put_decode(replace(fleet.decode["d"], free_tokens=self.most))
+        fleet.set_decode("d", replace(fleet.decode["d"], free_tokens=self.most))
         return fleet
 
 

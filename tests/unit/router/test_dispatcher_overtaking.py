@@ -12,7 +12,6 @@ from router.placement.policy import FleetView
 from tests.unit.router.dispatching import (
     FULL,
     GRANTED,
-    REFUSED,
     TOO_LARGE,
     FakeAttempt,
     FakePool,
@@ -39,6 +38,15 @@ async def test_a_replay_falls_back_on_what_failed_it_when_the_others_refuse_and_
     await settle()
     assert all(request.placed.is_set() for request in (replay, *others))
     await end(asked, replay, *others)
+
+
+async def test_a_request_that_waits_asks_no_worker_with_an_open_breaker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.workers.failures.WORKER_FAULTS", 1)
+    asked = dispatcher(workers := FakePool(a=GRANTED, b=FULL))
+    asked._breakers.record_fault(("a",))
+    held = await ask(asked, "r")
+    assert (workers.order, held.placed.is_set()) == (["r b"], False)
+    await end(asked, held)
 
 
 async def test_a_context_that_only_a_full_worker_can_hold_stops_nobody_who_has_another_one() -> None:
@@ -91,7 +99,7 @@ class Slots(FakePool):
     def fleet(self) -> FleetView:
         fleet = super().fleet
         for view in list(fleet.decode.values()):
-            fleet.put_decode(replace(view, free_slots=self.shown[view.address]))
+            fleet.set_decode(view.address, replace(view, free_slots=self.shown[view.address]))
         return fleet
 
 
@@ -131,18 +139,6 @@ async def test_of_many_restricted_waiters_with_the_same_workers_one_asks() -> No
     smaller = await ask(asked, "smaller", tokens=LARGE - 1)
     assert len(workers.order) == 4
     await end(asked, *large, smaller)
-
-
-async def test_a_waiter_that_can_ask_fewer_workers_does_not_stop_one_that_can_ask_more() -> None:
-    """Worker b has refused the first one, so it only waits at worker a."""
-    asked = dispatcher(workers := FakePool(a=FULL, b=REFUSED))
-    first = await ask(asked, "first")
-    workers.by_name["b"] = GRANTED
-    other = await ask(asked, "other")
-    assert other.place is not None
-    assert other.place.decode_address == "b"
-    assert not first.placed.is_set()
-    await end(asked, first, other)
 
 
 async def test_a_waiter_without_a_pair_is_overtaken_while_prefill_workers_have_room() -> None:

@@ -11,6 +11,11 @@ from tests.property.virtual import VirtualLoop
 from tests.unit.router.dispatching import FULL, GRANTED, TOO_LARGE, FakePool, Held, ask, dispatcher, place, settle
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.dispatcher._TICK_S", 0.02)
+
+
 async def test_an_isolated_request_waits_for_an_empty_pair_and_keeps_it_until_its_end() -> None:
     d = dispatcher(pool := FakePool(d=GRANTED, e=GRANTED))
     before = [Held(d, "one"), Held(d, "two")]
@@ -63,12 +68,12 @@ def test_the_second_isolated_request_waits_until_its_caller_cancels_it() -> None
         d = dispatcher(FakePool(d=GRANTED), isolation_wait_s=0.01)
         first, second = (Held(d, name, again=True, isolated=Suspicion.PAIR) for name in ("first", "second"))
         await first.until_placed()
-        await asyncio.sleep(3600)
+        await asyncio.sleep(60)
         assert not second.task.done()
         assert not second.placed.is_set()
         await second.cancel()
         await first.end()
-        other = await place(d, "other")
+        other = await place(d, "other", isolated=Suspicion.PAIR)
         await other.end()
 
     with contextlib.closing(VirtualLoop()) as loop:

@@ -1,6 +1,7 @@
 """Placement from snapshots written by hand, where the plain placement of the property test shares code or lacks it."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -8,12 +9,10 @@ import pytest
 from baton.kv.format import KvFormat, KvPart
 from baton.rates import DecayingSum
 from router.placement.policy import (
-    NO_OPEN_BREAKERS,
     RECENT_FRACTION,
     RECENT_S,
     DecodeView,
     FleetView,
-    OpenBreakers,
     PrefillView,
     SelectionCriteria,
     WorkerPair,
@@ -33,10 +32,14 @@ def pick(
     prefill: list[PrefillView],
     decode: list[DecodeView],
     criteria: SelectionCriteria | None = None,
-    open_breakers: OpenBreakers = NO_OPEN_BREAKERS,
 ) -> WorkerPair | None:
     fleet, criteria = FleetView(prefill, decode), criteria or SelectionCriteria(100)
-    return next(iter(rank_pairs(fleet, criteria, prefill_limit=4, open_breakers=open_breakers)), None)
+    return next(iter(rank_pairs(fleet, criteria, prefill_limit=4)), None)
+
+
+def blaming(*keys: str | tuple[str, str]) -> SelectionCriteria:
+    """A request of one token that has reasons to avoid these workers and pairs."""
+    return SelectionCriteria(1, blame=Counter((key,) if isinstance(key, str) else key for key in keys))
 
 
 def test_an_unknown_rate_counts_as_the_usual_one() -> None:
@@ -69,30 +72,17 @@ def test_pairs_whose_kv_differs_need_conversion(converts: bool, placed: WorkerPa
     assert pick([P], [replace(decode, kv_format=replace(KV, layers=3))]) is None
 
 
-def test_failed_workers_are_the_last_resort() -> None:
-    other_p, other_d = replace(P, address="p2", pending_tokens=10**6), replace(D, address="d2", free_tokens=1)
-    both = [P, other_p], [D, other_d]
-    assert pick(*both, SelectionCriteria(1, avoided_workers=frozenset({"p"}))) == WorkerPair("p2", "d")
-    assert pick(*both, SelectionCriteria(1, avoided_workers=frozenset({"d"}))) == WorkerPair("p", "d2")
-    assert pick(*both, SelectionCriteria(1, avoided_pairs=frozenset({("p", "d")}))) == WorkerPair("p", "d2")
-    assert pick([P], [D], SelectionCriteria(1, avoided_workers=frozenset({"p", "d"}))) == WorkerPair("p", "d")
-    assert pick([P], [D], SelectionCriteria(1, avoided_pairs=frozenset({("p", "d")}))) == WorkerPair("p", "d")
-
-
-def test_open_breakers_are_the_last_resort_for_everybody() -> None:
+def test_workers_and_pairs_that_failed_or_have_an_open_breaker_are_the_last_resort() -> None:
     p2, d2 = replace(P, address="p2", pending_tokens=10**6), replace(D, address="d2", free_tokens=1)
-
-    def open_breakers(*workers: str, pairs: tuple[tuple[str, str], ...] = ()) -> WorkerPair | None:
-        return pick([P, p2], [D, d2], SelectionCriteria(1), OpenBreakers(frozenset(workers), frozenset(pairs)))
-
-    assert open_breakers("p") == WorkerPair("p2", "d")
-    assert open_breakers("d") == WorkerPair("p", "d2")
-    assert open_breakers(pairs=(("p", "d"),)) == WorkerPair("p", "d2")
-    assert open_breakers(pairs=(("p", "d"), ("p", "d2"))) == WorkerPair("p2", "d")
-    assert open_breakers("p", "p2", "d", "d2") == WorkerPair("p", "d")
+    both = [P, p2], [D, d2]
+    assert pick(*both, blaming("p")) == WorkerPair("p2", "d")
+    assert pick(*both, blaming("d")) == WorkerPair("p", "d2")
+    assert pick(*both, blaming(("p", "d"))) == WorkerPair("p", "d2")
+    assert pick(*both, blaming(("p", "d"), ("p", "d2"))) == WorkerPair("p2", "d")
+    assert pick(*both, blaming("p", "p2", "d", "d2")) == WorkerPair("p", "d")
+    assert pick([P], [D], blaming("p", "d", ("p", "d"))) == WorkerPair("p", "d")
     # The least bad: of two workers with open breakers the one that did not fail this request as well.
-    both = OpenBreakers(frozenset({"d", "d2"}))
-    assert pick([P, p2], [D, d2], SelectionCriteria(1, avoided_workers=frozenset({"d"})), both) == WorkerPair("p", "d2")
+    assert pick(*both, blaming("d", "d2", "d")) == WorkerPair("p", "d2")
 
 
 def test_alone_goes_where_least_of_ours_runs_and_says_whether_that_is_nothing() -> None:
@@ -102,24 +92,19 @@ def test_alone_goes_where_least_of_ours_runs_and_says_whether_that_is_nothing() 
     assert least_loaded_pair(FleetView((p2,), (D,)), criteria) == (WorkerPair("p2", "d"), False)
     assert least_loaded_pair(FleetView((P,), (d2,)), criteria) == (WorkerPair("p", "d2"), False)
     assert least_loaded_pair(FleetView((P,), ()), criteria) is None
-    avoided = replace(criteria, avoided_workers=frozenset({"d"}))
-    assert least_loaded_pair(FleetView((P,), (D, d2)), avoided) == (WorkerPair("p", "d2"), False)
+    assert least_loaded_pair(FleetView((P,), (D, d2)), blaming("d")) == (WorkerPair("p", "d2"), False)
     assert least_loaded_pair(FleetView((p2, P), ()), SelectionCriteria(1, needs_decode=False)) == (
         WorkerPair("p"),
         True,
     )
 
 
-def test_workers_that_drain_or_are_isolated_count_for_no_room() -> None:
-    drains, isolated, full = (
-        replace(P, address="x", draining=True),
-        replace(P, address="y"),
-        replace(P, open_requests=4),
-    )
-    fleet = FleetView((drains, isolated, full))
-    assert (fleet.usable_prefills, fleet.has_capacity(4)) == (2, True)
+def test_workers_that_drain_or_are_isolated_take_no_requests() -> None:
+    isolated = replace(P, address="y")
+    fleet = FleetView((P, replace(P, address="x", draining=True), isolated))
+    assert fleet.usable_prefills == [P, isolated]
     fleet.isolated = frozenset({"y", "d"})
-    assert (fleet.usable_prefills, fleet.has_capacity(4), fleet.has_capacity(5)) == (1, False, True)
+    assert fleet.usable_prefills == [P]
 
 
 M = PrefillView("m", KV, rate=100), DecodeView("m", KV, free_tokens=100, free_slots=4, slots=4)
@@ -165,10 +150,8 @@ def test_an_address_with_another_kv_format_for_each_role_is_no_pair() -> None:
 
 def test_a_worker_that_failed_a_request_alone_counts_once_in_place() -> None:
     other = replace(M[0], address="m2"), replace(M[1], address="m2", free_tokens=1)
-    criteria = SelectionCriteria(1, avoided_workers=frozenset({"m", "m2"}))
-    assert pick([M[0], other[0]], [M[1], other[1]], criteria) == WorkerPair("m", "m")
-    criteria = replace(criteria, avoided_workers=frozenset({"m"}))
-    assert pick([M[0], other[0]], [M[1], other[1]], criteria) == WorkerPair("m2", "m2")
+    assert pick([M[0], other[0]], [M[1], other[1]], blaming("m", "m2")) == WorkerPair("m", "m")
+    assert pick([M[0], other[0]], [M[1], other[1]], blaming("m")) == WorkerPair("m2", "m2")
 
 
 def test_a_mixed_worker_is_empty_if_it_neither_prefills_nor_decodes_for_this_router() -> None:

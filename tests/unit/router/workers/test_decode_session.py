@@ -14,9 +14,9 @@ from router.workers.failures import Cause, DecodeEnded, Event, FailureEvent
 from tests.property.virtual import VirtualLoop
 
 
-def asked(session: DecodeSession, events: list[Event]) -> tuple[DecodeCall, list[ReserveResult]]:
+def asked(session: DecodeSession, events: list[Event], number: int = 0) -> tuple[DecodeCall, list[ReserveResult]]:
     """An attempt that asks the worker for pages, and the answers that it gets."""
-    attempt = session.begin_call("r", 0, events.append)
+    attempt = session.begin_call("r", 0, number, events.append)
     answers: list[ReserveResult] = []
     attempt.reserve(
         answers.append,
@@ -82,20 +82,6 @@ async def test_a_reservation_that_waits_and_that_the_worker_no_longer_lists_is_r
         assert (answers[-1].waiting, answers[-1].granted, attempt.may_hold_pages) == (False, False, False)
 
 
-async def test_the_end_of_a_call_that_gave_up_does_not_end_the_next_one_with_its_key() -> None:
-    async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
-        events: list[Event] = []
-        session = DecodeSession(channel, "d", "r0")
-        gave_up, _ = asked(session, events)
-        gave_up.close()
-        attempt, answers = asked(session, events)
-        # A worker that was slow answers both, and ends the first, in one message.
-        told(session, GRANT, GRANT, ended=[attempt.key])
-        assert [answer.granted for answer in answers] == [True]
-    assert attempt.granted
-    assert events == []
-
-
 async def test_a_reservation_that_waits_is_listed_as_alive_and_is_cancelled_at_its_end() -> None:
     async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
         session = DecodeSession(channel, "d", "r0")
@@ -142,23 +128,27 @@ async def test_a_session_that_ends_refuses_reservations_and_fails_what_is_in_use
         assert isinstance(events[0], FailureEvent)
 
 
-@pytest.mark.parametrize("answer", [WAIT, decode_pb2.ReserveResult(key=KEY)])
-async def test_a_late_grant_for_an_earlier_call_is_no_grant_for_the_next_one(answer: decode_pb2.ReserveResult) -> None:
-    """The worker granted the first call, which waited, before it knew that the router had ended it."""
+@pytest.mark.parametrize("before", [[], [WAIT]])
+async def test_messages_about_a_cancelled_reservation_are_not_about_the_next_one_of_the_attempt(
+    before: list[decode_pb2.ReserveResult],
+) -> None:
+    """The worker granted the first one before it knew that the router had cancelled it, and then ended it."""
     async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
         events: list[Event] = []
         session = DecodeSession(channel, "d", "r0")
         first, _ = asked(session, events)
-        told(session, WAIT)
+        told(session, *before)
         first.close()
-        second, answers = asked(session, events)
-        told(session, GRANT)
+        second, answers = asked(session, events, 1)
+        failure = decode_pb2.AttemptFailure(key=KEY, kind=decode_pb2.AttemptFailure.KIND_TRANSFER)
+        told(session, GRANT, ended=[KEY], failures=[failure], heartbeat=decode_pb2.Heartbeat(live=[KEY]))
+        assert (answers, second.granted) == ([], False)
+        told(session, decode_pb2.ReserveResult(key=second.key, waiting=True))
+        told(session, decode_pb2.ReserveResult(key=second.key, granted=True))
+        assert [answer.granted for answer in answers] == [False, True]
         second.keep()
-        told(session, answer)
-        assert [each.granted for each in answers] == [True]
-        (event,) = events
-        assert isinstance(event, FailureEvent)
-        assert event.cause is Cause.REFUSED
+        told(session, heartbeat=decode_pb2.Heartbeat(live=[second.key]))
+    assert events == []
 
 
 def test_heartbeats_are_sent_while_other_messages_always_wait() -> None:

@@ -173,7 +173,7 @@ def test_the_death_of_a_mixed_worker_is_one_loss_for_both_roles(
 
             async def decode(request_id: str, *, spoken: bool) -> None:
                 assert link.session is not None
-                call = link.session.begin_call(request_id, 0, events.setdefault(request_id, []).append)
+                call = link.session.begin_call(request_id, 0, 0, events.setdefault(request_id, []).append)
                 asked = {"context_tokens": 1, "max_new_tokens": 1, "choices": (0,), "deadline_ms": 1, "salt": b""}
                 answer = asyncio.get_running_loop().create_future()
                 call.reserve(answer.set_result, **asked, cache=CachePolicy.OFF, prefix_digests=b"")
