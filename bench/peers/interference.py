@@ -29,6 +29,8 @@ STREAM_TOKENS = 4000
 """Output tokens of a stream; no stream generates so many, because all are cancelled at the end."""
 ANSWER_TOKENS = 2
 """Output tokens of a long prompt; with a single one, nothing would be transferred to decode."""
+WARM_TOKENS = 4096
+"""Most tokens of a prompt before the measurement."""
 WATCH_S = 1200.0
 """Seconds after which a server that still computes prompts has failed."""
 
@@ -164,7 +166,7 @@ async def watched(base: str, load: InterferenceLoad, vocabulary: int = VOCABULAR
     """As `watch`, of the server at `base` after a warm-up. Raises TimeoutError after WATCH_S."""
     async with asyncio.timeout(WATCH_S), connect(base) as client:
         # Work of a server at a shape's first use is no interference.
-        for tokens in (load.context, load.tokens):
+        for tokens in (load.context, min(load.tokens, WARM_TOKENS)):
             await stream(client, _prompt(tokens, vocabulary), 4, [])
         return await watch(client, load, vocabulary)
 
