@@ -239,7 +239,7 @@ def test_a_worker_whose_session_breaks_has_no_view_when_its_attempts_fail(monkey
         async with fleet.pool() as pool:
             link, views = pool.prefill_link("mixed-0:1"), list[int]()
             assert link.session is not None
-            link.session.begin_call("r", 0, lambda _: views.append(len(pool.fleet.decode)))
+            link.session.begin_call("r", 0, 0, lambda _: views.append(len(pool.fleet.decode)))
             worker = fleet.workers["mixed-0:1"]
             session = next(call for call in worker.calls if call not in worker.watches)
             session.fail(link_module.grpc.StatusCode.UNAVAILABLE)
