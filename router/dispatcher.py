@@ -568,9 +568,8 @@ class Reservations(Waiter):
     def take(self, address: str) -> tuple[DecodeCall, int]:
         """The call at a worker that has granted pages, and the number of tokens that it has pinned.
 
-        The caller must close the call. All other reservations are cancelled.
+        The caller must close the call.
         """
-        self.ask_only(address)
         ask = self.asked.pop(address)
         ask.call.keep()
         return ask.call, ask.answer.cached_tokens

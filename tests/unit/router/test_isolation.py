@@ -182,7 +182,7 @@ async def test_a_choice_that_needs_a_decode_worker_for_itself_does_not_take_one_
 
 
 async def test_one_that_waits_for_pages_keeps_its_workers_and_runs_among_others_after_a_time() -> None:
-    d = dispatcher(pool := FakePool(prefill=("p", "q"), d=FULL, e=FULL), isolation_wait_s=0.05)
+    d = dispatcher(pool := FakePool(prefill=("p", "q"), d=FULL, e=FULL), isolation_wait_s=2.0)
     isolated = await ask(d, "isolated", again=True, isolated=Suspicion.PAIR)
     kept = set(pool.isolated)
     for _ in range(3):
