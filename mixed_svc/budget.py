@@ -1,6 +1,6 @@
 """The part of a pass that prompts may use, from measured times. Pure; engine thread only.
 
-    pass of a step and prompts = seconds of the step alone + prompt tokens / rate
+    pass of a step and prompts = seconds of the step alone + overhead + prompt tokens / rate
 
 The seconds of a step alone are measured by the size of the batch, in classes of powers of two. The rate of prompt
 tokens is measured in passes that also have a step, and apart from it in passes without one. Both may change with time,
@@ -8,18 +8,24 @@ so old passes count less. While prompts wait, no step is alone; so every MEASURE
 nothing is known of batches of this size. Since one wrong time must not make a pass long, the number of prompt tokens
 grows from pass to pass by at most a factor.
 
+The overhead does not depend on the number of prompt tokens. On a GPU it may be many times a step alone, which is one
+CUDA graph; on a CPU it is about 0. It is measured in small passes, which have few prompt tokens; every MEASURE_EVERY
+passes one does. The least of the last three counts, since one slow pass must not make the next passes long.
+
 Tokens of a prompt that is far take longer than others, by a factor that grows with the prompt. So each such prompt has
 a rate of its own, and the rate of all others is measured without them.
 
 The target of a pass is the time between two tokens of a sequence. If none is set, it is DEFAULT_MULTIPLE times a step
 alone, and more if ROW_TOKENS prompt tokens for each sequence take longer. So many let new requests begin about as fast
-as old ones end; with less, requests would wait long for their first tokens, although the rate of all is the same. At
-least one prompt token for each sequence is computed, so that prompts never stop.
+as old ones end; with less, requests would wait long for their first tokens, although the rate of all is the same. The
+prompt tokens may also take as long as the step and the overhead together; so overhead is at most half of a long queue.
+At least one prompt token for each sequence is computed, so that prompts never stop.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -32,7 +38,7 @@ to it (`bench/results/passes.json`)."""
 ROW_TOKENS = 8
 """Prompt tokens for each sequence of the batch that a pass has time for, if no target is set."""
 MEASURE_EVERY = 64
-"""Number of passes with prompts after which one pass has none, to measure a step alone."""
+"""Number of passes with prompts after which one pass has none, to measure a step alone, and one is small."""
 ALONE_S = 0.25
 """Seconds of a pass without a step. A sequence that becomes ready meanwhile waits for the end of the pass."""
 ALONE_TOKENS = 64
@@ -44,6 +50,9 @@ _LEAST_SHARE = 0.5
 measured in other passes, and may have been longer by chance."""
 _GROWTH, _SHRINKAGE = 2.0, 0.9
 """A mixed pass has at most _GROWTH times the prompt tokens of a recent one; each pass lowers that limit."""
+_SMALL = 1 / 16
+"""Largest number of tokens of a small pass, as a part of the limit from _GROWTH."""
+_SMALL_PASSES = 3
 
 
 class Part(Protocol):
@@ -90,7 +99,22 @@ class PassBudget:
         self._alone: dict[int, DecayingAverage] = {}
         self._mixed_rate, self._prompt_rate = DecayingRate(), DecayingRate()
         self._since_alone = 0
+        # A rate must be known first.
+        self._until_small = MEASURE_EVERY // 4
         self._most_tokens = float(ALONE_TOKENS)
+        self._small = deque[tuple[int, float]](maxlen=_SMALL_PASSES)
+        """Prompt tokens of the last small or very short passes, and the seconds that they took beyond a step alone."""
+
+    @property
+    def _rate(self) -> float:
+        return self._mixed_rate.value or self._prompt_rate.value or UNKNOWN_PREFILL_RATE
+
+    @property
+    def _overhead(self) -> float:
+        """Seconds; 0 while unknown."""
+        if len(self._small) < _SMALL_PASSES:
+            return 0.0
+        return max(min(seconds - tokens / self._rate for tokens, seconds in self._small), 0.0)
 
     def step_alone(self, running: int) -> float:
         """Seconds of a step of `running` sequences without prompts; 0 while unknown."""
@@ -104,9 +128,11 @@ class PassBudget:
         alone = self.step_alone(running)
         if not alone or self._since_alone >= MEASURE_EVERY:
             return None
-        rate = self._mixed_rate.value or self._prompt_rate.value or UNKNOWN_PREFILL_RATE
-        by_default = max((DEFAULT_MULTIPLE - 1) * alone, ROW_TOKENS * running / rate)
-        seconds = self._target_s - alone if self._target_s else by_default
+        rate, fixed = self._rate, alone + self._overhead
+        if self._until_small <= 0:
+            return Budget(0.0, rate, running, _SMALL * self._most_tokens)
+        by_default = max(DEFAULT_MULTIPLE * alone - fixed, ROW_TOKENS * running / rate, fixed)
+        seconds = self._target_s - fixed if self._target_s else by_default
         return Budget(seconds, rate, running, max(self._most_tokens, running))
 
     def record(self, near: int, far: int, running: int, seconds: float) -> TokenSeconds:
@@ -118,9 +144,16 @@ class PassBudget:
             self._since_alone = 0
             return TokenSeconds(0.0, 0.0)
         self._since_alone += 1
+        self._until_small -= 1
+        alone, is_small = self.step_alone(running), tokens <= _SMALL * self._most_tokens
+        if (is_small and not far) or seconds - alone < self._overhead:
+            self._small.append((tokens, seconds - alone))
+        if is_small and (far or len(self._small) == _SMALL_PASSES):
+            self._until_small = MEASURE_EVERY
         self._most_tokens = max(_GROWTH * tokens, _SHRINKAGE * self._most_tokens, ALONE_TOKENS)
-        own = max(seconds - self.step_alone(running), _LEAST_SHARE * seconds * tokens / (tokens + running))
-        return _split(near, far, own, self._mixed_rate)
+        seconds -= self._overhead
+        own = max(seconds - alone, _LEAST_SHARE * seconds * tokens / (tokens + running))
+        return _split(near, far, own, DecayingRate() if is_small else self._mixed_rate)
 
 
 def next_rows(parts: Iterable[Part], budget: Budget) -> list[tuple[int, int]]:
