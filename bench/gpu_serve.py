@@ -142,6 +142,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shape", choices=SHAPES, default="llama-1b")
+    parser.add_argument("--fleets", choices=FLEETS, nargs="+", default=list(FLEETS))
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--clients", type=int, nargs="+", default=CLIENTS)
     parser.add_argument("--lengths", type=int, nargs="*", default=list(PROMPTS))
@@ -162,9 +163,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder)
         write_checkpoint(raw, model, device)
-        for name, arguments in FLEETS.items():
+        for name in given.fleets:
             results["fleets"][name] = []
-            with up(arguments, model=model, **settings) as router:
+            with up(FLEETS[name], model=model, **settings) as router:
                 for clients in given.clients:
                     requests = min(given.requests, 16 * clients)
                     row = measure(f"http://{router.http}", clients, requests, vocabulary)
