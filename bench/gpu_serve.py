@@ -5,8 +5,7 @@
 The model has Llama-3.2-1B's shape and random weights, which are written to a temporary folder. A mixed worker, and a
 prefill and a decode worker that share the device, serve it in turns. Each client of a closed loop asks for the next
 completion when the last one has ended; prompts have 128 to 384 tokens and outputs 32 to 96. Then four streams are
-watched beside prompts of 4,096 and 65,536 tokens at the mixed worker, without a target and with
-`--itl-target-ms` three times the time of a step alone. Writes bench/results/gpu-serve.json.
+watched beside prompts of 4,096 and 65,536 tokens at the mixed worker. Writes bench/results/gpu-serve.json.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ SHAPES = {"llama-1b": LLAMA_1B, "tiny": TINY}
 FLEETS = {"mixed": ["--mixed=1"], "disaggregated": ["--prefill=1", "--decode=1"]}
 CLIENTS = (1, 8, 32, 128)
 PROMPT, OUTPUT = range(128, 385), range(32, 97)
-STREAMS, CONTEXT, MULTIPLE = 4, 128, 3.0
+STREAMS, CONTEXT = 4, 128
 PROMPTS = {4096: 4, 65536: 1}
 """Number of prompts of each length beside which streams are watched."""
 LONGEST = 73_728
@@ -117,25 +116,13 @@ def _closed_loop(base: str, clients: int, requests: int, vocabulary: int) -> lis
     return asyncio.run(closed_loop(base, clients, requests, vocabulary))
 
 
-def beside(model: Path, settings: dict[str, Any], lengths: Sequence[int], vocabulary: int) -> dict[str, Any]:
-    """Figures of streams beside prompts of each length: without a target, and with one."""
-    results: dict[str, Any] = {}
-    for limited in (False, True):
-        name, arguments = "without a target", ["--mixed=1"]
-        if limited:
-            target_ms = MULTIPLE * results[name][str(lengths[0])]["alone"]["p50_ms"]
-            results["target_ms"], name = target_ms, "with a target"
-            arguments.append(f"--itl-target-ms={target_ms:.2f}")
-        with up(arguments, model=model, **settings) as router:
-            results[name] = {}
-            for tokens in lengths:
-                load = InterferenceLoad(STREAMS, CONTEXT, 3.0, PROMPTS.get(tokens, 1), tokens, limit_s=60.0)
-                found = figures(asyncio.run(watched(f"http://{router.http}", load, vocabulary)))
-                if limited:
-                    found["over_target"] = found["loaded"]["p99_ms"] / target_ms
-                results[name][str(tokens)] = found
-                print(f"{name}, {tokens}: {found}", flush=True)
-    return results
+def beside(base: str, lengths: Sequence[int], vocabulary: int) -> dict[str, Any]:
+    """Time between tokens of streams alone, and beside prompts of each length."""
+    loads = {
+        tokens: InterferenceLoad(STREAMS, CONTEXT, 2.0, PROMPTS.get(tokens, 1), tokens, limit_s=60.0)
+        for tokens in lengths
+    }
+    return {str(tokens): figures(asyncio.run(watched(base, load, vocabulary))) for tokens, load in loads.items()}
 
 
 def main() -> None:
@@ -172,7 +159,8 @@ def main() -> None:
                     results["fleets"][name].append(row)
                     print(f"{name}: {row}", flush=True)
                     save("gpu-serve", results)
-        results["beside"] = beside(model, settings, given.lengths, vocabulary)
+        with up(FLEETS["mixed"], model=model, **settings) as router:
+            results["beside"] = beside(f"http://{router.http}", given.lengths, vocabulary)
         save("gpu-serve", results)
 
 
