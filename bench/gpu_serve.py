@@ -1,6 +1,6 @@
 """Fleets on one CUDA device, over HTTP: closed loops of clients, and streams beside long prompts.
 
-    python -m bench.gpu_serve [--device cuda] [--shape llama-1b] [--requests 400]
+    python -m bench.gpu_serve [--fleets mixed disaggregated] [--clients 1 8 32 128] [--requests 400] [--help]
 
 The model has Llama-3.2-1B's shape and random weights, which are written to a temporary folder. A mixed worker, and a
 prefill and a decode worker that share the device, serve it in turns. Each client of a closed loop asks for the next
@@ -96,8 +96,8 @@ def measure(base: str, clients: int, requests: int, vocabulary: int) -> dict[str
     found = list[Finished]()
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         for count in (2 * clients, requests):
-            share = clients // processes, count // processes, vocabulary
-            asked = [pool.submit(_closed_loop, base, *share) for _ in range(processes)]
+            shares = [(len(range(i, clients, processes)), len(range(i, count, processes))) for i in range(processes)]
+            asked = [pool.submit(_closed_loop, base, *share, vocabulary) for share in shares]
             found = [each for one in asked for each in one.result()]
     seconds = max(times[-1] for _, times, _ in found) - min(began for began, _, _ in found)
     first = [1e3 * (times[0] - began) for began, times, _ in found]

@@ -111,9 +111,9 @@ class Dispatcher:
             capacity=config.queue_capacity, prefill_limit=config.prefill_limit, max_wait_s=config.queue_wait_s
         )
         self._waiting: dict[Reservations, None] = {}
-        """Those of attempts without a placement, in the queue or not."""
+        """Reservations of attempts without a placement, in the queue or not."""
         self._changed: dict[Reservations, None] = {}
-        """Those with news that `_work` has not handled yet."""
+        """Reservations with news that `_work` has not handled yet."""
         self._tenants: dict[PrefillAssignment, str] = {}
         self._usable: frozenset[str] = frozenset()
         """Addresses of the decode workers that take new requests."""
@@ -411,7 +411,7 @@ class Dispatcher:
         BREAKERS_OPEN.labels("pair").set(pairs)
         before, self._usable = self._usable, compatible_decode_addresses(fleet) - fleet.isolated
         if self._usable - before:
-            # Those that have waited for a worker must not be overtaken by new requests.
+            # New requests must not overtake requests that have waited for a worker.
             self._look_again()
         self._schedule()
 
@@ -489,7 +489,9 @@ class Reservations(Waiter):
         self.asked: dict[str, _Ask] = {}
         """Reservations that have no answer yet, wait for pages, or have them."""
         self.refused: dict[str, ReserveResult] = {}
-        """Answers of workers that have refused, or have not answered, since the last call of `forget_refusals`."""
+        """Answers of workers that have refused, or have not answered."""
+        self._incarnations: dict[str, str] = {}
+        """Incarnations of the workers at the time when they were asked."""
         self.asks_left = ASKED_AT_MOST
         """Number of workers that may be asked before the next call of `forget_refusals`."""
 
@@ -539,7 +541,9 @@ class Reservations(Waiter):
         request, link = self.request, self._pool.decode_link(address)
         if link is None or link.session is None or not link.session.open:
             return
-        if self._pool.fleet.decode[address].has_room(request.context_tokens):
+        view = self._pool.fleet.decode[address]
+        self._incarnations[address] = view.incarnation
+        if view.has_room(request.context_tokens):
             # The worker will grant it, and no status tells so until then.
             link.subtract_free(request.context_tokens, len(request.choices))
         number, now = next(self._numbers), self._loop.time()
@@ -590,9 +594,13 @@ class Reservations(Waiter):
             self._on_answer(address, _NO_ANSWER)
 
     def forget_refusals(self) -> None:
-        """Allow more questions, also to workers that have refused."""
-        self.asks_left = ASKED_AT_MOST
-        self.refused.clear()
+        """Allow more questions, also to workers that have refused, except those that are still too small."""
+        self.asks_left, fleet = ASKED_AT_MOST, self._pool.fleet.decode
+        self.refused = {
+            address: answer
+            for address, answer in self.refused.items()
+            if answer.too_small and address in fleet and fleet[address].incarnation == self._incarnations[address]
+        }
 
     def _on_answer(self, address: str, answer: ReserveResult) -> None:
         if answer.granted or answer.waiting:

@@ -32,7 +32,7 @@ from baton.rates import UNKNOWN_PREFILL_RATE
 from router.placement.prefix_directory import NO_MATCH, PrefixMatch
 
 ASKED_AT_MOST = 32
-"""Most decode workers that a request asks for a reservation in a second."""
+"""Most decode workers that a request asks for a reservation in a second, or until more workers take requests."""
 
 RECENT_FRACTION = 1 / 10
 """Weight of a recently computed token in the load, where a waiting token has weight 1."""

@@ -376,6 +376,24 @@ async def test_a_request_is_too_large_only_if_every_decode_worker_says_so() -> N
     await held.end()
 
 
+@pytest.mark.parametrize("large", [True, False])
+async def test_workers_that_are_too_small_are_asked_once_however_many_they_are(
+    large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.dispatcher._TICK_S", 600.0)
+    workers = {f"d{number:02}": TOO_LARGE for number in range(ASKED_AT_MOST + 8)}
+    pool = FakePool(**workers, **({"z": GRANTED} if large else {}))
+    held = await ask(d := dispatcher(pool), "r")
+    d._tick()
+    if large:
+        await held.until_placed()
+        await held.end()
+    else:
+        with pytest.raises(InvalidRequest, match="9 pages"):
+            await asyncio.wait_for(held.task, 60)
+    assert sorted(pool.order) == sorted(f"r {name}" for name in pool.by_name)
+
+
 async def test_a_replay_that_only_a_lost_worker_could_hold_waits_for_one_like_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

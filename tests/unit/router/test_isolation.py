@@ -80,10 +80,10 @@ def test_the_second_isolated_request_waits_until_its_caller_cancels_it() -> None
         loop.run_until_complete(run())
 
 
-async def test_an_isolated_request_asks_the_next_worker_if_one_is_too_small_and_fails_without_any() -> None:
-    d = dispatcher(pool := FakePool(a=TOO_LARGE, b=GRANTED), worker_wait_s=0.05)
+async def test_an_isolated_request_asks_the_next_worker_if_some_are_too_small_and_fails_without_any() -> None:
+    d = dispatcher(pool := FakePool(a=TOO_LARGE, b=TOO_LARGE, c=GRANTED), worker_wait_s=0.05)
     held = await place(d, "big", again=True, isolated=Suspicion.PAIR)
-    assert pool.order == ["big a", "big b"]
+    assert pool.order == ["big a", "big b", "big c"]
     await held.end()
     pool.by_name.clear()
     with pytest.raises(Unavailable, match=r"no decode worker is there after a wait of 0\.05 s"):
