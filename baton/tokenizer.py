@@ -29,6 +29,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import tokenizers
@@ -119,20 +120,27 @@ class Tokenizer:
                 f"{size} bytes can't fit: {max_tokens} tokens of at most {self.longest_token} bytes hold {limit} bytes",
             )
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+        arguments: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
         """The conversation as one text that includes special tokens; encode it without adding them again.
 
+        `arguments` are further variables for the template, and may replace those of special tokens.
         Raises InvalidRequest if there is no template, or with the error that the template raises.
         """
         if self._chat_template is None:
             raise InvalidRequest("chat", "the model has no chat template; send text or token_ids")
         try:
             rendered: str = self._compiled.render(
+                {**self._special_tokens, **arguments},
                 messages=[dict(message) for message in messages],
                 tools=None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
             )
             return rendered
         except TemplateError as error:

@@ -25,17 +25,21 @@ class TokenPrompt:
     token_ids: Sequence[int]
 
 
+TemplateArgument = bool | int | float | str | None
+
+
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """A prompt as a chat of `count` messages, for the model's template.
 
     `read` returns them, each with its `role` and its `content`. That takes milliseconds for a long chat. It raises
-    InvalidRequest.
+    InvalidRequest. `arguments` are further variables for the template, such as `enable_thinking`.
     """
 
     count: int
     read: Callable[[], Sequence[Mapping[str, str]]]
     add_generation_prompt: bool = True
+    arguments: Mapping[str, TemplateArgument] = field(default_factory=dict)
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt

@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from baton.errors import InvalidRequest
 from baton.request import SamplingParams, check_count
-from router.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt, UncheckedRequest
+from router.request import ChatPrompt, Prompt, TemplateArgument, TextPrompt, TokenPrompt, UncheckedRequest
 from router.serving.validator import MAX_CHAT_MESSAGES, utf8
 
 MAX_PROMPTS = 256
@@ -60,7 +60,6 @@ REFUSED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "bad_words": ([],),
         "best_of": (1,),
         "chat_template": (),
-        "chat_template_kwargs": ({},),
         "continue_final_message": (False,),
         "documents": ([],),
         "early_stopping": (False,),
@@ -100,6 +99,11 @@ REFUSED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 )
 """Refused fields, with the values that ask for nothing."""
 
+MAX_TEMPLATE_ARGUMENTS = 32
+"""Most names in `chat_template_kwargs`."""
+
+_MAX_TEMPLATE_TEXT = 1000
+_TEMPLATE_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 _MESSAGE_FIELDS = ("role", "content", "name")
 _NO_LIST = "must be a list of token ids"
 
@@ -247,6 +251,7 @@ class ChatBody(_Generation):
 
     messages: Any = None
     add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -265,7 +270,7 @@ class ChatBody(_Generation):
 
     def prompts(self) -> list[PromptField]:
         """The one prompt."""
-        chat = _chat(self.messages, self.add_generation_prompt)
+        chat = _chat(self.messages, self.add_generation_prompt, self.chat_template_kwargs)
         return [PromptField("messages", chat, sum(map(_message_size, self.messages)))]
 
 
@@ -276,6 +281,7 @@ class TokenizeBody(_Body):
     messages: Any = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
     def text(self) -> TextPrompt | ChatPrompt:
@@ -283,7 +289,7 @@ class TokenizeBody(_Body):
         if self.messages is not None:
             if self.prompt is not None:
                 raise InvalidRequest("prompt", "can't be set together with messages")
-            return _chat(self.messages, self.add_generation_prompt)
+            return _chat(self.messages, self.add_generation_prompt, self.chat_template_kwargs)
         if not isinstance(self.prompt, str):
             raise InvalidRequest("prompt", "must be a text", _shown(self.prompt))
         return _text(self.prompt, self.add_special_tokens)
@@ -455,7 +461,7 @@ def _text(given: str, add_special_tokens: bool | None) -> TextPrompt:
     )
 
 
-def _chat(given: Any, add_generation_prompt: bool | None) -> ChatPrompt:
+def _chat(given: Any, add_generation_prompt: bool | None, arguments: dict[str, Any] | None) -> ChatPrompt:
     if not isinstance(given, list):
         raise InvalidRequest("messages", "must be a list of messages", _shown(given))
     check_count("messages", len(given), MAX_CHAT_MESSAGES, "messages")
@@ -463,7 +469,21 @@ def _chat(given: Any, add_generation_prompt: bool | None) -> ChatPrompt:
         len(given),
         partial(_messages, given),
         add_generation_prompt=True if add_generation_prompt is None else add_generation_prompt,
+        arguments=_template_arguments(arguments or {}),
     )
+
+
+def _template_arguments(given: dict[str, Any]) -> dict[str, TemplateArgument]:
+    check_count("chat_template_kwargs", len(given), MAX_TEMPLATE_ARGUMENTS, "names")
+    for name, value in given.items():
+        field = f"chat_template_kwargs.{name[:_MAX_TEMPLATE_TEXT]}"
+        if name in _TEMPLATE_VARIABLES:
+            raise InvalidRequest(field, "can't be set, because the request itself sets it")
+        if not isinstance(value, TemplateArgument):
+            raise InvalidRequest(field, "must be a number, a text, true, false or null", _shown(value))
+        if isinstance(value, str) and len(value) > _MAX_TEMPLATE_TEXT:
+            raise InvalidRequest(field, f"may have {_MAX_TEMPLATE_TEXT} characters", len(value))
+    return given
 
 
 def _messages(given: list[Any]) -> list[dict[str, str]]:

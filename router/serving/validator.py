@@ -236,7 +236,9 @@ class RequestValidator:
             messages = prompt.read()
             _check_roles(messages)
             tokenizer.check_size("chat", sum(_size(message["content"]) for message in messages), limit)
-            text = tokenizer.render_chat(messages, add_generation_prompt=prompt.add_generation_prompt)
+            text = tokenizer.render_chat(
+                messages, add_generation_prompt=prompt.add_generation_prompt, arguments=prompt.arguments
+            )
             if small:
                 return tokenizer.encode(text, add_special_tokens=False)
             return self._encode(utf8(text), add_special_tokens=False)

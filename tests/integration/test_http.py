@@ -312,6 +312,8 @@ async def test_texts_are_tokenized_and_back(http: Http) -> None:
     assert found["token_strs"][1:] == ["import", " os"]
     chat = (await http.plain.post("/tokenize", json={"messages": CHAT})).json()
     assert chat["tokens"] == list(await http.grpc.tokenize(CHAT))
+    bare = {"messages": CHAT, "chat_template_kwargs": {"bos_token": "", "enable_thinking": False}}
+    assert (await http.plain.post("/tokenize", json=bare)).json()["tokens"] == chat["tokens"][1:]
     text = (await http.plain.post("/detokenize", json={"tokens": found["tokens"]})).json()["prompt"]
     assert text == "<|begin_of_text|>import os"
     info = (await http.plain.get("/tokenizer_info")).json()
@@ -389,6 +391,11 @@ BAD: list[tuple[str, str, Any]] = [
     ("/v1/chat/completions", "top_logprobs", CHATTED | {"logprobs": True, "top_logprobs": 21}),
     ("/v1/chat/completions", "max_completion_tokens", {"messages": CHAT, "max_completion_tokens": 4000}),
     ("/v1/chat/completions", "echo", CHATTED | {"echo": True}),
+    ("/v1/chat/completions", "chat_template_kwargs", CHATTED | {"chat_template_kwargs": [1]}),
+    ("/tokenize", "chat_template_kwargs", {"messages": CHAT, "chat_template_kwargs": {f"x{n}": 1 for n in range(33)}}),
+    ("/v1/chat/completions", "chat_template_kwargs.messages", CHATTED | {"chat_template_kwargs": {"messages": 1}}),
+    ("/v1/chat/completions", "chat_template_kwargs.x", CHATTED | {"chat_template_kwargs": {"x": [1]}}),
+    ("/tokenize", "chat_template_kwargs.x", {"messages": CHAT, "chat_template_kwargs": {"x": "x" * 1001}}),
     ("/tokenize", "prompt", {}),
     ("/tokenize", "prompt", {"prompt": "x", "messages": CHAT}),
     ("/detokenize", "tokens", {"tokens": "x"}),

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -82,6 +83,15 @@ def test_renders_as_transformers_does(tmp_path: Path, name: str, chat: str, gene
         assert rendered == wanted
         ids = reference(wanted, add_special_tokens=False)["input_ids"]
         assert tokenizer.encode(rendered, add_special_tokens=False) == ids
+
+
+@pytest.mark.parametrize("arguments", [{}, {"enable_thinking": False}, {"enable_thinking": "no", "bos_token": "B"}])
+def test_arguments_of_a_template_are_those_of_transformers(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    template = "{{ bos_token }}{{ messages[0].content }}{% if enable_thinking is false %}<think></think>{% endif %}"
+    folder, messages = checkpoint(tmp_path, jinja=template), [{"role": "user", "content": "x"}]
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    wanted = reference.apply_chat_template(messages, tokenize=False, **arguments)
+    assert Tokenizer.load(folder).render_chat(messages, arguments=arguments) == wanted
 
 
 NAMED = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]
