@@ -180,7 +180,7 @@ class Worker:
         return [counts, self.attempts.pending_choices, len(self.admission)]
 
     def finish(self, *, replay: bool = False) -> None:
-        """Turn until all is over; something must move in each turn. What is preempted may be replayed, by choice."""
+        """Turn until all is over; something must move in each turn. If `replay`, preempted attempts are replayed."""
         numbers = itertools.count()
         while not all(asked.over for asked in self.asked.values()):
             moved = self.run_once()
@@ -450,6 +450,14 @@ def test_forks_leave_a_share_of_the_slots_to_a_request_that_comes_now(slots: int
     assert worker.attempts.held == slots - slots // FORK_HEADROOM_DIVISOR
     worker.ask()
     assert worker.advance()[0] == "other"
+
+
+def test_forks_leave_the_slot_of_a_reservation_for_which_blocks_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    evicted = iter([True, True, False])
+    monkeypatch.setattr("decode_svc.admission.SLICE_NODES", 0)
+    monkeypatch.setattr(FakeEngine, "evict_for", lambda *_: next(evicted))
+    worker = SlotWorker(4, asking=1)
+    assert [worker.advance() for _ in range(3)] == [["fork"] * 3, [], ["other"]]
 
 
 def test_a_fork_that_cant_take_its_turn_keeps_nobody_from_the_slot() -> None:
