@@ -155,6 +155,7 @@ class Progress:
     `forked` are sequences for the batch. `failed` are attempts whose fork the engine refused. If `evicting`, this call
     has evicted a slice of blocks for a reservation; the reservation is not told that it waits, and the caller must call
     again soon.
+    If `out_of_pages`, the engine had too few pages for a reservation or fork.
     """
 
     granted: list[DecodeAttempt] = field(default_factory=list)
@@ -162,6 +163,7 @@ class Progress:
     forked: list[DecodeSequence] = field(default_factory=list)
     failed: list[tuple[DecodeAttempt, Exception]] = field(default_factory=list)
     evicting: bool = False
+    out_of_pages: bool = False
 
 
 class Admission:
@@ -260,7 +262,7 @@ class Admission:
             (self._forks_next and self._fork_next(progress, limit))
             or self._grant_next(progress, limit, now)
             or self._fork_next(progress, slots - headroom)
-            or (self._line.first is not None and self._reclaim())
+            or (progress.out_of_pages and self._reclaim())
         ):
             pass
         for waiting in self._in_turn():
@@ -310,8 +312,11 @@ class Admission:
                 limit_s, deadline = self._start_limit_s, waiting.deadline
                 attempt = self._attempts.take_pages(session_number, reservation, size, now, limit_s, deadline)
             except OutOfPages:
-                waiting.tried = self._free(), self._ready_attempts
-                self._line.add(waiting.party, size.pages, self._free())
+                free = self._free()
+                # Not again at each commit, so that copies to the shared cache can end.
+                progress.out_of_pages |= free > waiting.tried[0]
+                waiting.tried = free, self._ready_attempts
+                self._line.add(waiting.party, size.pages, free)
             except Exception as error:
                 self._refuse(waiting, f"{type(error).__name__}: {error}", progress)
                 return True
@@ -358,10 +363,9 @@ class Admission:
         """Whether its pages may be free for it; if not, it gets a place in line."""
         pages, free = waiting.size.pages, self._free()
         tried_free, tried_ready = waiting.tried
-        is_news = free > tried_free or self._ready_attempts != tried_ready
+        may_share = bool(waiting.reservation.pinnable_digests) and self._ready_attempts != tried_ready
         # Only the engine knows how many pages it would share, so it is asked when its answer may be another one.
-        may_share = bool(waiting.reservation.pinnable_digests) and is_news
-        if self._may_take(waiting.party, pages) and (pages <= free or may_share):
+        if self._may_take(waiting.party, pages) and (pages <= free or free > tried_free or may_share):
             return True
         self._line.add(waiting.party, pages, free)
         return False
@@ -414,6 +418,7 @@ class Admission:
             try:
                 progress.forked.append(self._attempts.fork(attempt))
             except OutOfPages:
+                progress.out_of_pages = True
                 continue
             except Exception as error:
                 progress.failed.append((attempt, error))

@@ -576,13 +576,40 @@ def test_pages_that_no_request_holds_are_freed_for_a_reservation() -> None:
     copies = [worker.engine.reserve("copy", 4 * PAGE)]
 
     def reclaim() -> bool:
-        while copies:
-            worker.engine.free(copies.pop())
-        return True
+        for copy in copies:
+            worker.engine.free(copy)
+        return bool(copies) and not copies.clear()
 
     admission = Admission(worker.engine, worker.attempts, 4, SlotForecast(4), BatchPages(), reclaim)
     admission.register(1, Reserve(AttemptKey("r", 0), 20, 4, 1), 0.0)
     assert len(admission.advance(0.0).granted) == 1
+
+
+def test_copies_that_begin_while_a_reservation_waits_go_on_until_more_pages_are_free() -> None:
+    worker, reclaimed = Worker(4, pages=8), list[int]()
+
+    def reclaim() -> bool:
+        reclaimed.append(worker.engine.stats().free)
+        return False
+
+    admission = Admission(worker.engine, worker.attempts, 4, SlotForecast(4), BatchPages(), reclaim)
+    ids = list(range(2, 30))
+    names = b"".join(digests(worker.engine, ids))
+    held = [worker.engine.reserve("held", pages * PAGE) for pages in (5, 1, 1)]
+    admission.register(1, Reserve(AttemptKey("small", 0), 1, 1, 1), 0.0)
+    (small,) = admission.advance(0.0).granted
+    admission.register(1, Reserve(AttemptKey("large", 0), 28, 4, 1, prefix_digests=names), 0.0)
+    for _ in range(3):
+        admission.advance(0.0)
+    assert reclaimed == [0]
+    worker.engine.free(held.pop())
+    admission.advance(0.0)
+    worker.attempts.start(small, 0.0)
+    ready = prefill([1], SamplingParams(max_tokens=4), request_id="small", page_size=PAGE)
+    assert worker.attempts.commit(small, ready.handoff, 0.0, 0.0) is not None
+    # The engine is asked again, as blocks may be cached now.
+    admission.advance(0.0)
+    assert reclaimed == [0, 1]
 
 
 def test_the_token_that_prefill_computes_here_is_not_pinned() -> None:
