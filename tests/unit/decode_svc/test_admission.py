@@ -269,6 +269,7 @@ def test_a_fork_leaves_the_pages_that_the_batch_needs_while_a_sequence_runs() ->
     # Nine pages, and a fork needs two more; one is free beside those of the batch.
     assert worker.ask("many", list(range(2, 23)), 8, 2)
     assert worker.attempts.pending_choices == 1
+    assert not worker.admission.may_take_for_prompt(1, 1), "forks are the first in line"
     worker.batch_pages.kept_pages = 9
     worker.advance()
     assert worker.attempts.pending_choices == 0
@@ -350,6 +351,22 @@ def test_what_others_take_is_not_taken_from_the_first_in_line() -> None:
     line.add(FORKS, 50, 20)
     line.remove((1, AttemptKey("other", 0)), 12)
     assert set_aside(line, 12) == 10
+
+
+def test_sessions_and_all_forks_together_take_turns_in_the_line() -> None:
+    line = PageLine()
+    a, again, b = ((session, AttemptKey(name, 0)) for session, name in ((1, "a"), (1, "again"), (2, "b")))
+    for party in (a, FORKS, again, b):
+        line.add(party, 50, 20)
+    line.remove(again)
+    assert (line.first, set_aside(line, 20)) == (a, 10)
+    line.remove(a, 12)
+    assert (line.first, set_aside(line, 12)) == (FORKS, 6), "half of what is free when it comes to the front"
+    line.add(again, 50, 12)
+    line.remove(FORKS)
+    assert line.first == b
+    line.remove(b)
+    assert line.first == again
 
 
 def busy(slots: int, rate: float, lead_s: float) -> SlotForecast:

@@ -180,6 +180,11 @@ def test_no_more_is_evicted_for_a_session_that_has_ended(evicting: Evicting) -> 
     evicting.loop.call_soon(evicting.worker.close_session, session)
     evicting.loop.settle()
     assert evicting.engine.stats().cached == 12, "one slice of two pages"
+    other = evicting.open_session()
+    for slot in range(evicting.engine.spec.slots):
+        evicting.ask(other, f"r{slot}", 1)
+    evicting.loop.settle()
+    assert all(answer == "granted" for _, answer in evicting.answers), "no slot is kept"
 
 
 def test_blocks_of_a_long_context_are_published_in_slices(evicting: Evicting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,12 +232,17 @@ def test_no_later_reservation_gets_the_slot_of_a_long_context(evicting: Evicting
     assert sorted(evicting.answers) == [("long", "granted"), ("other0", "granted")]
 
 
-def test_others_leave_pages_to_the_long_context_for_which_blocks_are_evicted(evicting: Evicting) -> None:
+def test_half_of_the_pages_are_set_aside_for_the_long_context_for_which_blocks_are_evicted(evicting: Evicting) -> None:
     first, second = evicting.open_session(), evicting.open_session()
     evicting.ask(first, "long", 12)
-    evicting.ask(second, "other", 8)
+    for number in range(5):
+        evicting.ask(second, f"other{number}", 2)
     evicting.loop.settle()
-    assert evicting.answers == [("other", "waits"), ("long", "granted")]
+    assert [name for name, answer in evicting.answers if answer == "granted"] == ["other0", "other1", "other2"]
+    for number in range(5):
+        evicting.loop.call(evicting.worker.handle_command, second, Cancel(AttemptKey(f"other{number}", 0)))
+    evicting.loop.settle()
+    assert evicting.answers[-1] == ("long", "granted")
 
 
 def test_blocks_that_a_request_may_only_read_are_not_published(evicting: Evicting) -> None:
