@@ -602,6 +602,21 @@ def test_pages_that_no_request_holds_are_freed_for_a_reservation() -> None:
     assert len(admission.advance(0.0).granted) == 1
 
 
+def test_pages_that_no_request_holds_are_freed_for_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(3, pages=10)
+    copies = [worker.engine.reserve("copy", 5 * PAGE)]
+
+    def reclaim() -> bool:
+        for copy in copies:
+            worker.engine.free(copy)
+        return bool(copies) and not copies.clear()
+
+    monkeypatch.setattr(worker.admission, "_reclaim", reclaim)
+    assert worker.ask("three", list(range(2, 11)), 4, 3)
+    assert worker.attempts.pending_choices == 0
+    worker.finish()
+
+
 def test_copies_that_begin_while_a_reservation_waits_go_on_until_more_pages_are_free() -> None:
     worker, reclaimed = Worker(4, pages=8), list[int]()
 
