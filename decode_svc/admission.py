@@ -20,7 +20,7 @@ forks may use at most half of the pages, with a line of their own; a larger one 
 decision 10 has the proof. Pages that the batch needs after a preemption are not free (`BatchPages.kept_pages`).
 
 A long context may replace many cached blocks. They are evicted in slices, one in each call of `advance`, so that the
-event loop is not held up. If others take its pages meanwhile, it gets a place in the line.
+event loop is not held up. Meanwhile a slot is kept for it, and it stands in the line for pages.
 """
 
 from __future__ import annotations
@@ -152,8 +152,10 @@ class Progress:
     """Results of `Admission.advance`.
 
     `granted` are new attempts, `answers` are further answers to their reservations: that they wait, or a refusal.
-    `forked` are sequences for the batch. `failed` are attempts whose fork the engine refused. If `evicting`, blocks are
-    being evicted for a reservation, and the caller must call again soon.
+    `forked` are sequences for the batch. `failed` are attempts whose fork the engine refused. If `evicting`, this call
+    has evicted a slice of blocks for a reservation; the reservation is not told that it waits, and the caller must call
+    again soon.
+    If `out_of_pages`, the engine had too few pages for a reservation or fork.
     """
 
     granted: list[DecodeAttempt] = field(default_factory=list)
@@ -161,6 +163,7 @@ class Progress:
     forked: list[DecodeSequence] = field(default_factory=list)
     failed: list[tuple[DecodeAttempt, Exception]] = field(default_factory=list)
     evicting: bool = False
+    out_of_pages: bool = False
 
 
 class Admission:
@@ -193,6 +196,8 @@ class Admission:
         self._computed_tokens = computed_tokens
         self._waiting: dict[int, dict[AttemptKey, WaitingReservation]] = {}
         """Waiting reservations by session, in the order of the sessions' turns."""
+        self._evicting: WaitingReservation | None = None
+        """The reservation for which blocks are being evicted; a slot is kept for it."""
         self._line, self._context_line = PageLine(), PageLine()
         self._max_context_pages = engine.spec.pages // CONTEXTS_DIVISOR
         self._forks_next = False
@@ -257,11 +262,11 @@ class Admission:
             (self._forks_next and self._fork_next(progress, limit))
             or self._grant_next(progress, limit, now)
             or self._fork_next(progress, slots - headroom)
-            or (self._line.first is not None and self._reclaim())
+            or (progress.out_of_pages and self._reclaim())
         ):
             pass
-        for waiting in () if progress.evicting else self._in_turn():
-            if not waiting.told:
+        for waiting in self._in_turn():
+            if not waiting.told and not (progress.evicting and waiting is self._evicting):
                 waiting.told = True
                 progress.answers.append((waiting, ReserveResult(False, waiting=True)))
         return progress
@@ -289,20 +294,29 @@ class Admission:
         Returns False if there is none, and no other pages are set aside than before.
         """
         first = self._line.first
-        if not self._waiting or self._attempts.held_sequences >= limit:
+        if not self._waiting or (free_slots := limit - self._attempts.held_sequences) <= 0:
             return False
-        return any(self._grant(waiting, progress, now) for waiting in self._in_turn()) or self._line.first != first
+        for waiting in self._in_turn():
+            has_slot = free_slots > 1 or self._evicting in (None, waiting)
+            if has_slot and self._grant(waiting, progress, now):
+                return True
+        return self._line.first != first
 
     def _grant(self, waiting: WaitingReservation, progress: Progress, now: float) -> bool:
         """Grant a reservation, or refuse it if the engine fails; returns False if it must wait on."""
         session_number, reservation, size = waiting.session_number, waiting.reservation, waiting.size
-        if self._has_context_room(waiting) and self._has_pages(waiting) and not self._evict_for(waiting, progress):
+        if not (self._has_context_room(waiting) and self._has_pages(waiting)):
+            self._stop_evicting(waiting)
+        elif not self._evict_for(waiting, progress):
             try:
                 limit_s, deadline = self._start_limit_s, waiting.deadline
                 attempt = self._attempts.take_pages(session_number, reservation, size, now, limit_s, deadline)
             except OutOfPages:
-                waiting.tried = self._free(), self._ready_attempts
-                self._line.add(waiting.party, size.pages, self._free())
+                free = self._free()
+                # Not again at each commit, so that copies to the shared cache can end.
+                progress.out_of_pages |= free > waiting.tried[0]
+                waiting.tried = free, self._ready_attempts
+                self._line.add(waiting.party, size.pages, free)
             except Exception as error:
                 self._refuse(waiting, f"{type(error).__name__}: {error}", progress)
                 return True
@@ -330,6 +344,7 @@ class Admission:
             del self._waiting[waiting.session_number]
         self._line.remove(waiting.party)
         self._context_line.remove(waiting.party)
+        self._stop_evicting(waiting)
 
     def _has_context_room(self, waiting: WaitingReservation) -> bool:
         """Whether kept contexts have room for its context; if not, it gets a place in their line."""
@@ -348,10 +363,9 @@ class Admission:
         """Whether its pages may be free for it; if not, it gets a place in line."""
         pages, free = waiting.size.pages, self._free()
         tried_free, tried_ready = waiting.tried
-        is_news = free > tried_free or self._ready_attempts != tried_ready
+        may_share = bool(waiting.reservation.pinnable_digests) and self._ready_attempts != tried_ready
         # Only the engine knows how many pages it would share, so it is asked when its answer may be another one.
-        may_share = bool(waiting.reservation.pinnable_digests) and is_news
-        if self._may_take(waiting.party, pages) and (pages <= free or may_share):
+        if self._may_take(waiting.party, pages) and (pages <= free or free > tried_free or may_share):
             return True
         self._line.add(waiting.party, pages, free)
         return False
@@ -366,13 +380,23 @@ class Admission:
         return (room == free and not self._batch_pages.kept_pages) or pages <= room
 
     def _evict_for(self, waiting: WaitingReservation, progress: Progress) -> bool:
-        """Evict a slice of the cached blocks that a long context replaces; False if its pages may be taken now."""
+        """Evict a slice of the cached blocks that a long context replaces; False if its pages may be taken now.
+
+        Blocks are evicted for one context at a time: two could evict each other's prefix.
+        """
         digests, size = waiting.reservation.pinnable_digests, waiting.size
         if self._context_pages(waiting) <= SLICE_NODES:
             return False
-        # Once in a call, so that the first in turn comes first.
-        progress.evicting = progress.evicting or self._engine.evict_for(size.tokens, digests, size.pinnable_tokens)
-        return progress.evicting
+        if not progress.evicting and self._evicting in (None, waiting):
+            progress.evicting = self._engine.evict_for(size.tokens, digests, size.pinnable_tokens)
+            self._evicting = waiting if progress.evicting else None
+            if progress.evicting:
+                self._line.add(waiting.party, size.pages, self._free())
+        return progress.evicting or self._evicting is not None
+
+    def _stop_evicting(self, waiting: WaitingReservation) -> None:
+        if self._evicting is waiting:
+            self._evicting = None
 
     # Forks.
 
@@ -382,7 +406,7 @@ class Admission:
         if not self._oldest_leads:
             # So contexts are freed one after the other, and requests with few choices do not wait for all others.
             turns = sorted(turns, key=lambda attempt: attempt.pending_choices)
-        if progress.failed or not turns or self._attempts.held_sequences >= limit:
+        if progress.failed or not turns or self._attempts.held_sequences + (self._evicting is not None) >= limit:
             self._forks_next = self._forks_next and bool(turns)
             return False
         # The turn is over even if pages are missing.
@@ -394,6 +418,7 @@ class Admission:
             try:
                 progress.forked.append(self._attempts.fork(attempt))
             except OutOfPages:
+                progress.out_of_pages = True
                 continue
             except Exception as error:
                 progress.failed.append((attempt, error))

@@ -180,7 +180,7 @@ class Worker:
         return [counts, self.attempts.pending_choices, len(self.admission)]
 
     def finish(self, *, replay: bool = False) -> None:
-        """Turn until all is over; something must move in each turn. What is preempted may be replayed, by choice."""
+        """Turn until all is over; something must move in each turn. If `replay`, preempted attempts are replayed."""
         numbers = itertools.count()
         while not all(asked.over for asked in self.asked.values()):
             moved = self.run_once()
@@ -269,6 +269,7 @@ def test_a_fork_leaves_the_pages_that_the_batch_needs_while_a_sequence_runs() ->
     # Nine pages, and a fork needs two more; one is free beside those of the batch.
     assert worker.ask("many", list(range(2, 23)), 8, 2)
     assert worker.attempts.pending_choices == 1
+    assert not worker.admission.may_take_for_prompt(1, 1), "forks are the first in line"
     worker.batch_pages.kept_pages = 9
     worker.advance()
     assert worker.attempts.pending_choices == 0
@@ -350,6 +351,22 @@ def test_what_others_take_is_not_taken_from_the_first_in_line() -> None:
     line.add(FORKS, 50, 20)
     line.remove((1, AttemptKey("other", 0)), 12)
     assert set_aside(line, 12) == 10
+
+
+def test_sessions_and_all_forks_together_take_turns_in_the_line() -> None:
+    line = PageLine()
+    a, again, b = ((session, AttemptKey(name, 0)) for session, name in ((1, "a"), (1, "again"), (2, "b")))
+    for party in (a, FORKS, again, b):
+        line.add(party, 50, 20)
+    line.remove(again)
+    assert (line.first, set_aside(line, 20)) == (a, 10)
+    line.remove(a, 12)
+    assert (line.first, set_aside(line, 12)) == (FORKS, 6), "half of what is free when it comes to the front"
+    line.add(again, 50, 12)
+    line.remove(FORKS)
+    assert line.first == b
+    line.remove(b)
+    assert line.first == again
 
 
 def busy(slots: int, rate: float, lead_s: float) -> SlotForecast:
@@ -450,6 +467,14 @@ def test_forks_leave_a_share_of_the_slots_to_a_request_that_comes_now(slots: int
     assert worker.attempts.held == slots - slots // FORK_HEADROOM_DIVISOR
     worker.ask()
     assert worker.advance()[0] == "other"
+
+
+def test_forks_leave_the_slot_of_a_reservation_for_which_blocks_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    evicted = iter([True, True, False])
+    monkeypatch.setattr("decode_svc.admission.SLICE_NODES", 0)
+    monkeypatch.setattr(FakeEngine, "evict_for", lambda *_: next(evicted))
+    worker = SlotWorker(4, asking=1)
+    assert [worker.advance() for _ in range(3)] == [["fork"] * 3, [], ["other"]]
 
 
 def test_a_fork_that_cant_take_its_turn_keeps_nobody_from_the_slot() -> None:
@@ -568,13 +593,55 @@ def test_pages_that_no_request_holds_are_freed_for_a_reservation() -> None:
     copies = [worker.engine.reserve("copy", 4 * PAGE)]
 
     def reclaim() -> bool:
-        while copies:
-            worker.engine.free(copies.pop())
-        return True
+        for copy in copies:
+            worker.engine.free(copy)
+        return bool(copies) and not copies.clear()
 
     admission = Admission(worker.engine, worker.attempts, 4, SlotForecast(4), BatchPages(), reclaim)
     admission.register(1, Reserve(AttemptKey("r", 0), 20, 4, 1), 0.0)
     assert len(admission.advance(0.0).granted) == 1
+
+
+def test_pages_that_no_request_holds_are_freed_for_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(3, pages=10)
+    copies = [worker.engine.reserve("copy", 5 * PAGE)]
+
+    def reclaim() -> bool:
+        for copy in copies:
+            worker.engine.free(copy)
+        return bool(copies) and not copies.clear()
+
+    monkeypatch.setattr(worker.admission, "_reclaim", reclaim)
+    assert worker.ask("three", list(range(2, 11)), 4, 3)
+    assert worker.attempts.pending_choices == 0
+    worker.finish()
+
+
+def test_copies_that_begin_while_a_reservation_waits_go_on_until_more_pages_are_free() -> None:
+    worker, reclaimed = Worker(4, pages=8), list[int]()
+
+    def reclaim() -> bool:
+        reclaimed.append(worker.engine.stats().free)
+        return False
+
+    admission = Admission(worker.engine, worker.attempts, 4, SlotForecast(4), BatchPages(), reclaim)
+    ids = list(range(2, 30))
+    names = b"".join(digests(worker.engine, ids))
+    held = [worker.engine.reserve("held", pages * PAGE) for pages in (5, 1, 1)]
+    admission.register(1, Reserve(AttemptKey("small", 0), 1, 1, 1), 0.0)
+    (small,) = admission.advance(0.0).granted
+    admission.register(1, Reserve(AttemptKey("large", 0), 28, 4, 1, prefix_digests=names), 0.0)
+    for _ in range(3):
+        admission.advance(0.0)
+    assert reclaimed == [0]
+    worker.engine.free(held.pop())
+    admission.advance(0.0)
+    worker.attempts.start(small, 0.0)
+    ready = prefill([1], SamplingParams(max_tokens=4), request_id="small", page_size=PAGE)
+    assert worker.attempts.commit(small, ready.handoff, 0.0, 0.0) is not None
+    # The engine is asked again, as blocks may be cached now.
+    admission.advance(0.0)
+    assert reclaimed == [0, 1]
 
 
 def test_the_token_that_prefill_computes_here_is_not_pinned() -> None:

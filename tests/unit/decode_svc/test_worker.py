@@ -126,10 +126,10 @@ class Evicting:
         session.send = noted  # type: ignore[method-assign]
         return session
 
-    def ask(self, session: RouterSession, name: str, pages: int, prefix: Sequence[int] = ()) -> None:
+    def ask(self, session: RouterSession, name: str, pages: int, prefix: Sequence[int] = (), attempt: int = 0) -> None:
         """Soon ask for so many pages."""
         names = b"".join(digests(self.engine, prefix))
-        request = Reserve(AttemptKey(name, 0), pages * 16 - 1, 1, 1, prefix_digests=names)
+        request = Reserve(AttemptKey(name, attempt), pages * 16 - 1, 1, 1, prefix_digests=names)
         self.loop.call_soon(self.worker.handle_command, session, request)
 
 
@@ -180,6 +180,11 @@ def test_no_more_is_evicted_for_a_session_that_has_ended(evicting: Evicting) -> 
     evicting.loop.call_soon(evicting.worker.close_session, session)
     evicting.loop.settle()
     assert evicting.engine.stats().cached == 12, "one slice of two pages"
+    other = evicting.open_session()
+    for slot in range(evicting.engine.spec.slots):
+        evicting.ask(other, f"r{slot}", 1)
+    evicting.loop.settle()
+    assert all(answer == "granted" for _, answer in evicting.answers), "no slot is kept"
 
 
 def test_blocks_of_a_long_context_are_published_in_slices(evicting: Evicting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +211,38 @@ def test_of_two_long_contexts_that_replace_blocks_at_the_same_time_one_is_grante
     for session, name, ids in zip(sessions, "ab", evicting.contexts, strict=True):
         evicting.ask(session, name, 13, ids[:32])
     evicting.loop.settle()
-    assert evicting.answers == [("a", "granted"), ("b", "waits")]
+    assert evicting.answers == [("b", "waits"), ("a", "granted")], "b is told at once, so that its router asks others"
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_no_later_reservation_gets_the_slot_of_a_long_context(evicting: Evicting, attempt: int) -> None:
+    session, others = evicting.open_session(), evicting.open_session()
+    for slot in range(evicting.engine.spec.slots):
+        evicting.ask(session, f"r{slot}", 1)
+    evicting.ask(session, "long", 5, attempt=attempt)
+    for number in range(4):
+        evicting.ask(session, f"same{number}", 1)
+        evicting.ask(others, f"other{number}", 1)
+    evicting.loop.settle()
+    evicting.answers.clear()
+    for slot in range(2):
+        evicting.loop.call_soon(evicting.worker.handle_command, session, Cancel(AttemptKey(f"r{slot}", 0)))
+    evicting.loop.settle()
+    # The second slot is for others.
+    assert sorted(evicting.answers) == [("long", "granted"), ("other0", "granted")]
+
+
+def test_half_of_the_pages_are_set_aside_for_the_long_context_for_which_blocks_are_evicted(evicting: Evicting) -> None:
+    first, second = evicting.open_session(), evicting.open_session()
+    evicting.ask(first, "long", 12)
+    for number in range(5):
+        evicting.ask(second, f"other{number}", 2)
+    evicting.loop.settle()
+    assert [name for name, answer in evicting.answers if answer == "granted"] == ["other0", "other1", "other2"]
+    for number in range(5):
+        evicting.loop.call(evicting.worker.handle_command, second, Cancel(AttemptKey(f"other{number}", 0)))
+    evicting.loop.settle()
+    assert evicting.answers[-1] == ("long", "granted")
 
 
 def test_blocks_that_a_request_may_only_read_are_not_published(evicting: Evicting) -> None:
