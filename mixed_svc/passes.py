@@ -17,6 +17,7 @@ Passes preempt by being short (`mixed_svc.budget`): a shorter prompt is in the n
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -255,11 +256,15 @@ class PackedChunks:
         raise prompt.outcome
 
     async def _wait_out(self, prompt: _Prompt) -> None:
-        """Wait until no pass has a chunk of a prompt: its pages are in use until then, and its tokens count."""
+        """Wait until no pass has a chunk of a prompt: its pages are in use until then, and its tokens count.
+
+        The caller was cancelled; that it is cancelled again, as by its deadline, does not end the wait.
+        """
         in_pass = True
         while in_pass:
             looking = self.run(lambda: self._passes.is_in_pass(prompt))
-            await wait_to_end(looking)
+            with contextlib.suppress(asyncio.CancelledError):
+                await wait_to_end(looking)
             # If the loop has ended, nothing is in a pass.
             in_pass = not looking.cancelled() and looking.result()
 

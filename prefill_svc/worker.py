@@ -336,6 +336,7 @@ class PrefillWorker:
         if job.computed_tokens:
             self._prefix.mark_final(job, job.computed_tokens)
             await self._prefix.publish_loaded(job)
+            self._allocate_pages()
 
     async def _compute_chunks(self, job: PrefillJob, timeout: asyncio.Timeout) -> ChunkResult:
         """Compute the tokens that are not cached, chunk by chunk; returns the result of the last chunk."""

@@ -241,8 +241,9 @@ class Engine(Protocol):
         """Let a handle without KV of its own share pages of blocks that were cached since it was reserved.
 
         These are the full units (as for `reserve`) of the longest cached run of `prefix`, up to `max_tokens` tokens.
-        They take the place of its own pages, which return to the pool. Returns the number of tokens in shared pages; 0
-        if the handle is dead or in use, and then nothing changes.
+        They take the place of its own pages, which return to the pool. Returns the number of tokens in shared pages.
+        If the handle is dead or in use, or if one of the pages to be replaced is shared or published, returns 0, and
+        nothing changes.
         """
 
     def publish(self, handle: KvHandle, digests: Sequence[bytes]) -> None:

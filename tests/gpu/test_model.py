@@ -74,7 +74,7 @@ def test_greedy_tokens_in_float32_equal_generate(family: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_in_bfloat16(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of fast backends are as near to float32 as those of torch's operators, with chunks and single tokens."""
+    """Logits of fast backends are as near to float32 as torch's operators, with chunks and single tokens."""
     make_checkpoint(family, tmp_path, head_dim=64)
     ids = prompt_ids(300)
 

@@ -18,6 +18,7 @@ import baton.worker.start
 from baton.config.worker import MixedConfig
 from baton.engine.fake import FakeEngine, expected_tokens
 from baton.errors import ConfigError, EngineError
+from baton.kv.prefix.contract import Hits
 from baton.pb import decode_pb2, prefill_pb2
 from baton.request import SamplingParams
 from baton.rpc.convert import export_to_proto, sampling_to_proto
@@ -340,6 +341,7 @@ async def test_a_drain_lets_both_kinds_end(caplog: pytest.LogCaptureFixture) -> 
     caplog.set_level("INFO")
     async with mixing() as (engine, _, worker, first, second):
         assert (await worker.session.reserve("granted", 9, 1)).granted
+        caplog.clear()
         draining = asyncio.create_task(worker.app.drain())
         await asyncio.sleep(0)
         refused = await worker.session.reserve("late", 4, 4)
@@ -354,7 +356,7 @@ async def test_a_drain_lets_both_kinds_end(caplog: pytest.LogCaptureFixture) -> 
         assert (await second.answer()).tokens == [expected_tokens(PROMPT, 200)]
         assert (await asyncio.wait_for(third, WAIT_S))[-1].HasField("done")
         await asyncio.wait_for(draining, WAIT_S)
-        assert "drained" in caplog.messages
+        assert [text for name, _, text in caplog.record_tuples if name == "baton.worker.start"] == ["drained"]
 
 
 async def test_a_prompt_for_another_worker_gets_its_pages_at_once_or_is_refused() -> None:
@@ -421,6 +423,55 @@ async def test_prompts_in_place_that_come_together_compute_their_common_beginnin
         assert sorted(each.cached for each in answers)[-2:] == [48, 48]
         computed = sample("baton_prefill_tokens_total", source="computed") - before
         assert computed <= len(PROMPT) + 1 + 3 * (len(PROMPT) + 1 - 48) + (20 if first_fails else 0)
+
+
+async def test_a_prompt_in_place_goes_on_when_another_one_has_loaded_their_common_beginning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second one finds nothing in the cache, and no pass ends meanwhile."""
+    fetch_all(monkeypatch)
+    cache, gate, loading, deferred = MemoryPrefixCache(), threading.Event(), asyncio.Event(), asyncio.Event()
+    monkeypatch.setattr(baton.worker.start, "open_worker_cache", lambda *_, **__: cache)
+    fetch, should_defer = cache.fetch, PrefixLoader.should_defer
+
+    async def fetch_slowly(wanted: Sequence[bytes]) -> Any:
+        monkeypatch.setattr(cache, "lookup", find_nothing)
+        await loading.wait()
+        return await fetch(wanted)
+
+    async def find_nothing(_: Sequence[bytes]) -> Hits:
+        return Hits()
+
+    def watched(*args: Any) -> bool:
+        if waits := should_defer(*args):
+            deferred.set()
+        return waits
+
+    monkeypatch.setattr(PrefixLoader, "should_defer", watched)
+    prompts = [[*PROMPT, number] for number in range(2)]
+    async with mixed() as (app, workers):
+        worker = await workers.connect(app)
+        await workers.complete(worker, worker, PROMPT, GREEDY)
+        await until_free(app.engine)
+        app.engine.drop_cached()
+        monkeypatch.setattr(cache, "fetch", fetch_slowly)
+        watch_passes(app.engine, gate)
+        try:
+            asked = [await workers.ask(worker, worker, prompts[0], GREEDY)]
+            async with asyncio.timeout(WAIT_S):
+                while cache.lookup is not find_nothing:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                asked.append(await workers.ask(worker, worker, prompts[1], GREEDY))
+                await deferred.wait()
+                loading.set()
+                while app.prefill.load_report().pending_tokens != 2 * (len(PROMPT) + 1 - 48):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        finally:
+            loading.set()
+            gate.set()
+        answers = [await each.answer() for each in asked]
+        assert [each.tokens for each in answers] == [[expected_tokens(prompt, TOKENS)] for prompt in prompts]
+        assert [each.cached for each in answers] == [48, 48]
 
 
 async def test_a_second_start_with_the_same_transfer_fails_alone() -> None:

@@ -38,13 +38,20 @@ async def serving(
     return await fleet.router(prefill, decode, mixed=mixed)
 
 
-async def check(client: AsyncClient, expected: Expected, shape: str) -> None:
-    """Alone and as several choices, then again with prefix hits, then one request after the other.
+def most_fresh(shape: str, page_size: int, others: int) -> int:
+    """Largest number of times that a known prompt is computed from its beginning, if it comes three times.
 
-    A worker keeps the blocks of what it has decoded, also those of a page that is not full. So a worker alone computes
-    only the tokens of a repeated prompt after its last full block. In a larger fleet the load decides whether a prompt
-    goes where its blocks are.
+    A worker has the blocks of each prompt that it has computed. If it has computed it for another one, these are only
+    those in full pages, and no prompt fills a page of 256 tokens. So in a fleet of one worker that prefills, each
+    prompt is found; in one of two, it may go once to the worker that does not have it, if it comes once at a time.
+    With pages of 256 tokens, placement alone decides, and so the load.
     """
+    for_others = {"m": (), "pm": (others,), "md": (page_size,), "mm": (page_size, others)}[shape]
+    return len(shape.replace("d", "")) - 1 if all(size == BLOCK_SIZE for size in for_others) else 3
+
+
+async def check(client: AsyncClient, expected: Expected, shape: str, page_size: int, others: int) -> None:
+    """Alone and as several choices, then again with prefix hits, then one request after the other."""
 
     async def one(prompt: list[int], reference: Reference, **settings: Any) -> None:
         found = await client.complete(prompt, max_tokens=TOKENS, temperature=0, ignore_eos=True, **settings)
@@ -54,10 +61,14 @@ async def check(client: AsyncClient, expected: Expected, shape: str) -> None:
 
     await asyncio.gather(*(one(*each, n=n) for each in expected for n in (1, 2)))
     before = sample("baton_prefill_tokens_total", source="computed")
-    await asyncio.gather(*(one(*each) for each in expected for _ in range(3)))
+    fresh = most_fresh(shape, page_size, others)
+    rounds, at_once = (3, 1) if fresh else (1, 3)
+    for _ in range(rounds):
+        await asyncio.gather(*(one(*each) for each in expected for _ in range(at_once)))
     computed = sample("baton_prefill_tokens_total", source="computed") - before
     after_blocks = sum(length % BLOCK_SIZE for length in LENGTHS)
-    assert computed == 3 * after_blocks if shape == "m" else computed < 3 * sum(LENGTHS)
+    in_blocks = sum(LENGTHS) - after_blocks
+    assert 3 * after_blocks <= computed <= 3 * after_blocks + fresh * in_blocks
     # What a request has generated is a prefix of the next one.
     for prompt, reference in expected:
         following = [*prompt, *reference.token_ids[: TOKENS // 2]]
@@ -65,11 +76,15 @@ async def check(client: AsyncClient, expected: Expected, shape: str) -> None:
         assert found.token_ids == reference.token_ids[TOKENS // 2 :]
 
 
-@pytest.mark.parametrize(("family", "shape"), list(zip(FAMILIES, SHAPES, strict=True)))
-async def test_mixed_fleets_equal_generate(family: str, shape: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "shape", "sizes"), [*zip(FAMILIES, SHAPES, 2 * SIZES, strict=True), ("llama", "mm", (64, 16, 16))]
+)
+async def test_mixed_fleets_equal_generate(
+    family: str, shape: str, sizes: tuple[int, int, int], tmp_path: Path
+) -> None:
     checkpoint = make_checkpoint(family, tmp_path)
     async with Fleet(checkpoint, dtype="float32") as fleet:
-        await check(await serving(fleet, shape, *SIZES[SHAPES.index(shape) % 2]), references(checkpoint), shape)
+        await check(await serving(fleet, shape, *sizes), references(checkpoint), shape, *sizes[1:])
 
 
 @pytest.mark.long
@@ -81,7 +96,7 @@ async def test_every_family_on_every_mixed_fleet(family: str, shape: str, tmp_pa
     for sizes in GRID:
         for kernels in ("native", "torch"):
             async with Fleet(checkpoint, dtype="float32", kernels=kernels) as fleet:
-                await check(await serving(fleet, shape, *sizes), expected, shape)
+                await check(await serving(fleet, shape, *sizes), expected, shape, *sizes[1:])
 
 
 @pytest.mark.long
@@ -93,7 +108,7 @@ async def test_mixed_workers_with_ranks_equal_generate(shape: str, degrees: tupl
     tensor, pipeline = degrees
     async with Fleet(checkpoint, dtype="float32") as fleet:
         ranks = {"tensor_parallel": tensor, "pipeline_parallel": pipeline}
-        await check(await serving(fleet, shape, *SIZES[1], **ranks), references(checkpoint), shape)
+        await check(await serving(fleet, shape, *SIZES[1], **ranks), references(checkpoint), shape, *SIZES[1][1:])
 
 
 def told(completion: Completion) -> list[Any]:

@@ -304,7 +304,46 @@ class CachedBlocksMachine(RuleBasedStateMachine):
     @rule(index=INDEX)
     def publish_dead(self, index: int) -> None:
         if self.dead:
-            self.pool.publish(self.dead[index % len(self.dead)], self.digests(self.ids([1], 40)))
+            dead, digests = self.dead[index % len(self.dead)], self.digests(self.ids([1], 40))
+            self.pool.publish(dead, digests)
+            assert self.pool.share_prefix(dead, digests, dead.capacity) == 0
+
+    @rule(chain=CHAIN, tokens=TOKENS, most=TOKENS, forks=st.booleans())
+    def share_late(self, chain: list[int], tokens: int, most: int, forks: bool) -> None:
+        """A handle gets the blocks of a sequence that began later, unless it shares its own with a fork."""
+        before = len(self.sequences)
+        self.reserve(chain, tokens, 0, 0)
+        if len(self.sequences) > before:
+            if forks:
+                self.write(before, tokens or 1)
+                self.fork(before, tokens, 0, chain)
+            self.serve(chain, tokens, None, keep=False, leaves=False, slices=False)
+            self.share_prefix(before, most)
+
+    @rule(index=INDEX, most=TOKENS)
+    def share_prefix(self, index: int, most: int) -> None:
+        sequence = self.pick(index)
+        if sequence is None:
+            return
+        handle, owners = sequence.handle, self.owned()
+        most, digests = min(most, handle.capacity), self.digests(sequence.ids)
+        found = self.cached_units(digests)[: most // self.unit]
+        shared, before = [page for unit in found for page in unit.pages], list(handle.pages)
+        own = [page for page, other in zip(before, shared, strict=False) if page != other]
+        named = {page for unit in self.model.names.values() for page in unit.pages}
+        pinned = any(handle._allocation is each for each, _ in self.pins)
+        returns, free = self.returns, self.pool.stats().free
+        got = self.pool.share_prefix(handle, digests, most)
+        if pinned or any(owners[page] > 1 or page in named for page in own):
+            assert (got, list(handle.pages)) == (0, before)
+            own = []
+        else:
+            assert got == len(found) * self.unit
+            assert list(handle.pages) == [*shared, *before[len(shared) :]]
+            sequence.written = max(sequence.written, got)
+        assert self.pool.stats().free == free + len(own)
+        assert self.returns == returns + bool(own)
+        assert not self.model.dropped
 
     @rule(index=INDEX, shared=TOKENS, more=st.integers(0, 6), chain=CHAIN)
     def fork(self, index: int, shared: int, more: int, chain: list[int]) -> None:

@@ -38,11 +38,11 @@ class Machine:
     step_s: float = 0.030
     sequence_s: float = 0.002
     token_s: float = 0.0025
-    """Of a prompt token at the beginning of a prompt."""
+    """Time of a prompt token at the beginning of a prompt."""
     far_token_s: float = 0.0
-    """What it takes more for each token before it."""
+    """Additional time of a prompt token for each token before it."""
     overhead_s: float = 0.0
-    """Of a pass with prompts, for any number of tokens."""
+    """Additional time of a pass with prompts, for any number of tokens."""
     noise: float = 0.0
     passes: list[tuple[int, float]] = field(default_factory=list)
     """Prompt tokens and seconds of each pass."""

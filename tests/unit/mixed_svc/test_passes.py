@@ -229,7 +229,8 @@ async def test_a_cancelled_job_waits_for_the_end_of_the_pass_and_its_tokens_coun
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-async def test_a_cancelled_job_learns_that_its_kv_may_be_wrong(ahead: int) -> None:
+@pytest.mark.parametrize("cancels", [1, 3])
+async def test_a_cancelled_job_learns_that_its_kv_may_be_wrong(ahead: int, cancels: int) -> None:
     bench = Bench(steps_ahead=ahead)
     bench.sequence([5, 7])
     await bench.run(2)
@@ -240,8 +241,9 @@ async def test_a_cancelled_job_learns_that_its_kv_may_be_wrong(ahead: int) -> No
     bench.engine.memory.put(pages, 0, b"\xff" * bench.engine.spec.kv_format.token_bytes)
     bench.loop.drop([])
     assert bench.loop.run_once()
-    computing.cancel()
-    await started()
+    for _ in range(cancels):
+        computing.cancel()
+        await started()
     await bench.run(1 + ahead)
     with pytest.raises(NoToken, match="logits are not finite"):
         await asyncio.wait_for(computing, 60)
