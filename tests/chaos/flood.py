@@ -92,7 +92,7 @@ class Flooder:
         if kind not in specs:
             self._text_ids = tokenizer().encode(TEXT, add_special_tokens=False)
             self._ids = [rng.randrange(VOCABULARY) for _ in range(SHAPE.model_len)]
-            self._ids_text = tokenizer().decode(self._ids)
+            self._ids_text = tokenizer().decode(self._ids, skip_special_tokens=kind != "http-detokenize")
 
     async def flood(self, seconds: float) -> None:
         """Flood for so long, and wait for the last answers."""
@@ -141,8 +141,7 @@ class Flooder:
             self.calls["failed"] += 1
             return "failed"
         if response.status_code == 200:
-            answer = response.json()
-            end = "finished" if all(answer[name] == value for name, value in expected.items()) else "wrong"
+            end = self._compared([response.json()[name] for name in expected], list(expected.values()))
         elif response.status_code == 429:
             end = "refused"
         else:
@@ -153,7 +152,7 @@ class Flooder:
 
     async def _call(self, asked: Awaitable[object], expected: object) -> str:
         try:
-            end = "finished" if await asked == expected else "wrong"
+            end = self._compared(await asked, expected)
         except Overloaded:
             end = "refused"
         except BatonError as error:
@@ -161,6 +160,12 @@ class Flooder:
             self.problems.append(f"{type(error).__name__}: {error}")
         self.calls[end] += 1
         return end
+
+    def _compared(self, answer: object, expected: object) -> str:
+        if answer == expected:
+            return "finished"
+        self.problems.append(f"a wrong answer: {str(answer)[:100]}, expected {str(expected)[:100]}")
+        return "wrong"
 
 
 class Other:
