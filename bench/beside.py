@@ -1,6 +1,6 @@
 """Time between tokens of running streams beside long prompts, on a mixed worker with `--itl-target-ms`.
 
-    python -m bench.beside CHECKPOINT [--up "--mixed=1"] [--lengths 4096 65536] [--multiple 3] [--limit 600]
+    python -m bench.beside CHECKPOINT [--up=--mixed=1] [--lengths 4096 65536] [--multiple 3] [--limit 600]
 
 Four streams of 128 tokens are watched alone first; the median time between their tokens is that of a step alone. Then
 the fleet starts again with `--itl-target-ms` set to `--multiple` times this (0: not set), and the streams are watched

@@ -1,6 +1,6 @@
 """Conversations of growing length, on fleets that `baton up` starts with any arguments.
 
-    python -m bench.conversations CHECKPOINT --up "--mixed=1" --up "--prefill=1 --decode=1" [--rounds 3]
+    python -m bench.conversations CHECKPOINT --up=--mixed=1 "--up=--prefill=1 --decode=1" [--rounds 3]
 
 Each of `--users` users has a conversation of `--turns` turns: the prompt of a turn is the whole conversation so far,
 answers included, and a new question, as token ids. Answers have as many tokens as the question. The fleets are running
