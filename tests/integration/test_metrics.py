@@ -89,12 +89,12 @@ async def test_each_family_is_exported_by_its_roles_and_moves(tmp_path: Path) ->
             await client.complete(prompt_ids(90), max_tokens=8, **greedy)
         with pytest.raises(InvalidRequest, match="999999"):
             await client.complete([5, 999_999], **greedy)
-        # One of two choices has the only slot; the other choice waits for it, and the second request in the queue.
+        # One of two choices has the only slot; the other choice waits for it at the worker, and so does the next request.
         async with aclosing(client.generate(prompt_ids(90), n=2, **greedy)) as stream:
             await anext(stream)
             queued = asyncio.create_task(client.complete(prompt_ids(50), max_tokens=4, **greedy))
             await until(lambda now: value(now[ROUTER], "baton_requests_waiting") == 1)
-            await until(lambda now: value(now[DECODE], "baton_requests_waiting") == 1)
+            await until(lambda now: value(now[DECODE], "baton_requests_waiting") == 2)
             decode.worker.fail_all(FailureKind.DRAINING, "for a test")
             await until(lambda now: value(now[ROUTER], "baton_replays_total", "drain") > 0)
         await queued
