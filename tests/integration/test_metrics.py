@@ -89,7 +89,7 @@ async def test_each_family_is_exported_by_its_roles_and_moves(tmp_path: Path) ->
             await client.complete(prompt_ids(90), max_tokens=8, **greedy)
         with pytest.raises(InvalidRequest, match="999999"):
             await client.complete([5, 999_999], **greedy)
-        # One of two choices has the only slot; the other choice waits for it at the worker, and so does the next request.
+        # One of two choices has the only slot; the other one and the next request wait for it at the worker.
         async with aclosing(client.generate(prompt_ids(90), n=2, **greedy)) as stream:
             await anext(stream)
             queued = asyncio.create_task(client.complete(prompt_ids(50), max_tokens=4, **greedy))
