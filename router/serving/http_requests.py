@@ -17,6 +17,7 @@ one call would hold the interpreter's lock.
 from __future__ import annotations
 
 import sys
+from abc import abstractmethod
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -177,9 +178,9 @@ class _Generation(_Body):
         return self.max_tokens
 
     @property
+    @abstractmethod
     def alternatives(self) -> int | None:
         """The number of most likely tokens to report for each token of the output; None for no report."""
-        raise NotImplementedError
 
     def sampling(self) -> dict[str, Any]:
         """Values for SamplingParams but those of `allowed_token_ids`, which may be many."""
