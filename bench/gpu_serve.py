@@ -13,9 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import random
-import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -26,6 +24,7 @@ from typing import Any
 
 import torch
 
+from bench import checkpoint
 from bench.common import save
 from bench.gpu import LLAMA_8B, TINY, gpu
 from bench.load import HTTP, MODEL, connect, percentile, stream
@@ -52,25 +51,6 @@ PROCESSES = 8
 
 Finished = tuple[float, list[float], int]
 """Time at which a completion was asked for, times of its events, and number of its tokens."""
-
-
-def write_checkpoint(raw: dict[str, Any], directory: Path, device: torch.device) -> None:
-    """Write a checkpoint with random weights, and the bundled tokenizer."""
-    from safetensors.torch import save_file
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    import baton
-
-    config = {key: value for key, value in raw.items() if key not in ("architectures", "model_type")}
-    with torch.device("meta"):
-        named = dict(LlamaForCausalLM(LlamaConfig(**config)).named_parameters())
-    weights = {
-        name: (0.02 * torch.randn(each.shape, device=device)).to(torch.bfloat16).cpu() for name, each in named.items()
-    }
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(raw))
-    for file in (Path(baton.__file__).parent / "bundled").glob("tokenizer*"):
-        shutil.copy(file, directory)
 
 
 async def closed_loop(base: str, clients: int, requests: int, vocabulary: int) -> list[Finished]:
@@ -148,8 +128,7 @@ def main() -> None:
     }
     results: dict[str, Any] = {"gpu": gpu(device), "shape": given.shape, "fleets": {}}
     with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder)
-        write_checkpoint(raw, model, device)
+        model = checkpoint.write(Path(folder), raw, device=given.device)
         for name in given.fleets:
             results["fleets"][name] = []
             with up(FLEETS[name], model=model, **settings) as router:
@@ -159,8 +138,9 @@ def main() -> None:
                     results["fleets"][name].append(row)
                     print(f"{name}: {row}", flush=True)
                     save("gpu-serve", results)
-        with up(FLEETS["mixed"], model=model, **settings) as router:
-            results["beside"] = beside(f"http://{router.http}", given.lengths, vocabulary)
+        if given.lengths:
+            with up(FLEETS["mixed"], model=model, **settings) as router:
+                results["beside"] = beside(f"http://{router.http}", given.lengths, vocabulary)
         save("gpu-serve", results)
 
 
