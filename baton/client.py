@@ -8,6 +8,7 @@ A prompt is text, token ids, or a conversation (a list of `{"role": ..., "conten
 arguments are the fields of `baton.request.SamplingParams`. `cache` says how the prefix cache is used ("read_write",
 "read", "write" or "off"); only requests with the same `cache_salt` share cached KV. With `report_progress=True`,
 `generate` first yields deltas that have only `progress`: how much of the prompt is computed, and the time left.
+`chat_template_kwargs` are further variables of the chat template: numbers, texts, bools and None.
 Methods raise the exceptions of `baton.errors`. If a value is out of range or the prompt is too large, the client raises
 InvalidRequest before it sends the request. If the caller leaves the loop over a stream, or closes the stream, the
 request is cancelled on the server.
@@ -23,7 +24,7 @@ are PEM files with the client's own certificate, for routers that require one. W
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -37,7 +38,7 @@ from baton.pb import inference_pb2 as pb
 from baton.pb import inference_pb2_grpc
 from baton.pb.admin_pb2 import CacheRequest, ClearCacheRequest, LedgerRequest
 from baton.pb.admin_pb2_grpc import AdminStub
-from baton.request import CachePolicy, Sampling
+from baton.request import CachePolicy, Sampling, TemplateArgument
 from baton.rpc import calls
 from baton.rpc.admin import cache_from_proto, ledger_from_proto, tiers_from_proto
 from baton.rpc.calls import ClientCall, Security, client_credentials
@@ -108,6 +109,7 @@ class AsyncClient(_Connection):
         cache: Cache = CachePolicy.READ_WRITE,
         cache_salt: str = "",
         report_progress: bool = False,
+        chat_template_kwargs: Mapping[str, TemplateArgument] | None = None,
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> AsyncGenerator[Delta, None]:
@@ -118,7 +120,13 @@ class AsyncClient(_Connection):
         moved in any attempt; BatonError if the model runtime failed; TypeError for an unknown argument.
         """
         request = calls.generate_request(
-            self._model, prompt, sampling, cache=cache, cache_salt=cache_salt, report_progress=report_progress
+            self._model,
+            prompt,
+            sampling,
+            cache=cache,
+            cache_salt=cache_salt,
+            report_progress=report_progress,
+            chat_template_kwargs=chat_template_kwargs,
         )
         return self._stream(request, self._call(timeout))
 
@@ -128,20 +136,34 @@ class AsyncClient(_Connection):
         *,
         cache: Cache = CachePolicy.READ_WRITE,
         cache_salt: str = "",
+        chat_template_kwargs: Mapping[str, TemplateArgument] | None = None,
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Completion:
         """The whole completion of `prompt`, after its end; arguments and errors are those of `generate`."""
         completion = Completion()
-        async for delta in self.generate(prompt, cache=cache, cache_salt=cache_salt, timeout=timeout, **sampling):
+        stream = self.generate(
+            prompt,
+            cache=cache,
+            cache_salt=cache_salt,
+            chat_template_kwargs=chat_template_kwargs,
+            timeout=timeout,
+            **sampling,
+        )
+        async for delta in stream:
             completion.add(delta)
         return completion
 
     async def tokenize(
-        self, text: str | Messages, *, add_special_tokens: bool = True, timeout: float | None = None
+        self,
+        text: str | Messages,
+        *,
+        add_special_tokens: bool = True,
+        chat_template_kwargs: Mapping[str, TemplateArgument] | None = None,
+        timeout: float | None = None,
     ) -> list[int]:
         """The token ids of a text, or of a conversation rendered with the chat template."""
-        request = calls.tokenize_request(self._model, text, add_special_tokens)
+        request = calls.tokenize_request(self._model, text, add_special_tokens, chat_template_kwargs)
         return list((await self._ask(self._stub.Tokenize, request, timeout)).token_ids)
 
     async def detokenize(
@@ -226,6 +248,7 @@ class Client(_Connection):
         cache: Cache = CachePolicy.READ_WRITE,
         cache_salt: str = "",
         report_progress: bool = False,
+        chat_template_kwargs: Mapping[str, TemplateArgument] | None = None,
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Generator[Delta, None, None]:
@@ -236,7 +259,13 @@ class Client(_Connection):
         moved in any attempt; BatonError if the model runtime failed; TypeError for an unknown argument.
         """
         request = calls.generate_request(
-            self._model, prompt, sampling, cache=cache, cache_salt=cache_salt, report_progress=report_progress
+            self._model,
+            prompt,
+            sampling,
+            cache=cache,
+            cache_salt=cache_salt,
+            report_progress=report_progress,
+            chat_template_kwargs=chat_template_kwargs,
         )
         return self._stream(request, self._call(timeout))
 
@@ -246,20 +275,34 @@ class Client(_Connection):
         *,
         cache: Cache = CachePolicy.READ_WRITE,
         cache_salt: str = "",
+        chat_template_kwargs: Mapping[str, TemplateArgument] | None = None,
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Completion:
         """The whole completion of `prompt`, after its end; arguments and errors are those of `generate`."""
         completion = Completion()
-        for delta in self.generate(prompt, cache=cache, cache_salt=cache_salt, timeout=timeout, **sampling):
+        stream = self.generate(
+            prompt,
+            cache=cache,
+            cache_salt=cache_salt,
+            chat_template_kwargs=chat_template_kwargs,
+            timeout=timeout,
+            **sampling,
+        )
+        for delta in stream:
             completion.add(delta)
         return completion
 
     def tokenize(
-        self, text: str | Messages, *, add_special_tokens: bool = True, timeout: float | None = None
+        self,
+        text: str | Messages,
+        *,
+        add_special_tokens: bool = True,
+        chat_template_kwargs: Mapping[str, TemplateArgument] | None = None,
+        timeout: float | None = None,
     ) -> list[int]:
         """The token ids of a text, or of a conversation rendered with the chat template."""
-        request = calls.tokenize_request(self._model, text, add_special_tokens)
+        request = calls.tokenize_request(self._model, text, add_special_tokens, chat_template_kwargs)
         return list(self._ask(self._stub.Tokenize, request, timeout).token_ids)
 
     def detokenize(

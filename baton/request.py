@@ -23,6 +23,9 @@ _PIECE = 4096
 MAX_ID_LENGTH = 128
 MAX_ADDRESS_LENGTH = 300
 MAX_CHOICES = 64
+MAX_TEMPLATE_ARGUMENTS = 32
+MAX_TEMPLATE_TEXT = 1000
+MAX_TEMPLATE_JSON = 1 << 16
 MAX_CACHE_SALT_BYTES = 256
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
@@ -33,6 +36,11 @@ MAX_LOGIT_BIAS = 1024
 _MAX_INT32 = 2**31 - 1
 MIN_REPETITION_PENALTY = 2**-10
 """Smallest penalty by which a logit stays finite; a power of two, so float32 represents it exactly."""
+
+
+_TEMPLATE_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+
+TemplateArgument = bool | int | float | str | None
 
 
 class FinishReason(enum.Enum):
@@ -408,6 +416,29 @@ def check_count(name: str, count: int, limit: int, unit: str) -> None:
     """Raise InvalidRequest, which names the field, if it has more than `limit` elements."""
     if count > limit:
         raise InvalidRequest(name, f"at most {limit} {unit} are allowed", count)
+
+
+def check_template_arguments(given: Mapping[str, Any]) -> None:
+    """Raise InvalidRequest for a variable of a chat template that can't be set, or with a value of a wrong type."""
+    check_count("chat_template_kwargs", len(given), MAX_TEMPLATE_ARGUMENTS, "names")
+    for name, value in given.items():
+        check_unicode("chat_template_kwargs", name)
+        field = f"chat_template_kwargs.{name[:MAX_TEMPLATE_TEXT]}"
+        if name in _TEMPLATE_VARIABLES:
+            raise InvalidRequest(field, "can't be set, because the request itself sets it")
+        if not isinstance(value, TemplateArgument):
+            raise InvalidRequest(field, "must be a number, a text, true, false or null", value)
+        if isinstance(value, str):
+            check_length(field, value, MAX_TEMPLATE_TEXT)
+            check_unicode(field, value)
+
+
+def check_unicode(name: str, text: str) -> bytes:
+    """The text in UTF-8; raises InvalidRequest, which names the field, if it has a lone surrogate."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(name, f"not valid Unicode at character {error.start}", text[error.start]) from None
 
 
 def check_length(name: str, value: str | bytes, limit: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.request import CachePolicy, SamplingParams
+from baton.request import CachePolicy, SamplingParams, TemplateArgument, check_template_arguments
 from baton.tokenizer import Detokenizer
 
 
@@ -25,21 +25,22 @@ class TokenPrompt:
     token_ids: Sequence[int]
 
 
-TemplateArgument = bool | int | float | str | None
-
-
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """A prompt as a chat of `count` messages, for the model's template.
 
     `read` returns them, each with its `role` and its `content`. That takes milliseconds for a long chat. It raises
-    InvalidRequest. `arguments` are further variables for the template, such as `enable_thinking`.
+    InvalidRequest. `arguments` are further variables for the template, such as `enable_thinking`; InvalidRequest is
+    raised if one can't be set.
     """
 
     count: int
     read: Callable[[], Sequence[Mapping[str, str]]]
     add_generation_prompt: bool = True
     arguments: Mapping[str, TemplateArgument] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_template_arguments(self.arguments)
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt

@@ -6,6 +6,7 @@ Bad values raise InvalidRequest with field and value before a request is sent, a
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import numbers
 import operator
@@ -37,7 +38,19 @@ from baton.errors import (
 from baton.pb import inference_pb2 as pb
 from baton.process import executors
 from baton.process.executors import WORK
-from baton.request import MAX_CACHE_SALT_BYTES, PARAMETERS, CachePolicy, Sampling, SamplingParams, check_token_ids
+from baton.request import (
+    MAX_CACHE_SALT_BYTES,
+    MAX_TEMPLATE_JSON,
+    PARAMETERS,
+    CachePolicy,
+    Sampling,
+    SamplingParams,
+    TemplateArgument,
+    check_length,
+    check_template_arguments,
+    check_token_ids,
+    check_unicode,
+)
 from baton.rpc import convert
 from baton.rpc.channel import CLIENT_OPTIONS, CONTROL_MESSAGE_BYTES, Options
 from baton.rpc.errors import from_rpc_error
@@ -46,7 +59,7 @@ from baton.rpc.tls import role_name
 M = TypeVar("M", bound=Message)
 
 _TOKEN_IDS = 2**32
-_ARGUMENTS = ("cache", "cache_salt", "report_progress", "timeout")
+_ARGUMENTS = ("cache", "cache_salt", "report_progress", "chat_template_kwargs", "timeout")
 """Arguments of `generate` beside the sampling parameters."""
 _SHORT = 1 << 16
 """Most token ids that are sent as varints, which routers of all versions read; longer prompts have fixed width."""
@@ -60,6 +73,7 @@ def generate_request(
     cache: Cache = CachePolicy.READ_WRITE,
     cache_salt: str = "",
     report_progress: bool = False,
+    chat_template_kwargs: Mapping[str, TemplateArgument] | None = None,
 ) -> pb.GenerateRequest:
     """A Generate request. A str prompt is text; in other sequences the first element tells token ids from messages."""
     params, given = _params(sampling)
@@ -79,16 +93,23 @@ def generate_request(
     else:
         ids = _token_ids("prompt", prompt)
         (request.token_ids.ids if len(ids) <= _SHORT else request.token_ids.long_ids).extend(ids)
+    _add_template_arguments(request, chat_template_kwargs)
     return _sized("prompt", request)
 
 
-def tokenize_request(model: str, text: str | Messages, add_special_tokens: bool) -> pb.TokenizeRequest:
+def tokenize_request(
+    model: str,
+    text: str | Messages,
+    add_special_tokens: bool,
+    chat_template_kwargs: Mapping[str, TemplateArgument] | None = None,
+) -> pb.TokenizeRequest:
     """A Tokenize request for text or messages."""
     request = pb.TokenizeRequest(model=model, add_special_tokens=add_special_tokens)
     if isinstance(text, str):
         request.text = _check_text("text", text)
     else:
         request.chat.CopyFrom(_chat("text", text))
+    _add_template_arguments(request, chat_template_kwargs)
     return _sized("text", request)
 
 
@@ -218,6 +239,21 @@ def _chat(name: str, messages: Any) -> pb.Chat:
     return chat
 
 
+def _add_template_arguments(request: pb.GenerateRequest | pb.TokenizeRequest, given: Any) -> None:
+    name = "chat_template_kwargs"
+    if given is None:
+        return
+    if not isinstance(given, Mapping):
+        raise _wrong(name, "must be a mapping of names to values", given)
+    if not request.HasField("chat"):
+        raise InvalidRequest(name, "can be set for messages only")
+    if wrong := [key for key in given if not isinstance(key, str)]:
+        raise _wrong(name, "a name must be text", wrong[0])
+    check_template_arguments(given)
+    request.chat.chat_template_kwargs = json.dumps(dict(given))
+    check_length(name, request.chat.chat_template_kwargs, MAX_TEMPLATE_JSON)
+
+
 def _token_ids(name: str, token_ids: Any) -> list[int]:
     try:
         # Each id takes at least a byte.
@@ -237,11 +273,7 @@ def _token_ids(name: str, token_ids: Any) -> list[int]:
 def _check_text(name: str, text: Any) -> str:
     if not isinstance(text, str):
         raise _wrong(name, "must be text", text)
-    try:
-        size = len(text.encode())
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(name, f"not valid Unicode at character {error.start}", text[error.start]) from None
-    if size > CONTROL_MESSAGE_BYTES:
+    if (size := len(check_unicode(name, text))) > CONTROL_MESSAGE_BYTES:
         raise _too_large(name, size)
     return text
 

@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from baton.errors import InvalidRequest
 from baton.request import SamplingParams, check_count
-from router.request import ChatPrompt, Prompt, TemplateArgument, TextPrompt, TokenPrompt, UncheckedRequest
+from router.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt, UncheckedRequest
 from router.serving.validator import MAX_CHAT_MESSAGES, utf8
 
 MAX_PROMPTS = 256
@@ -100,11 +100,6 @@ REFUSED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 )
 """Refused fields, with the values that ask for nothing."""
 
-MAX_TEMPLATE_ARGUMENTS = 32
-"""Most names in `chat_template_kwargs`."""
-
-_MAX_TEMPLATE_TEXT = 1000
-_TEMPLATE_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 _MESSAGE_FIELDS = ("role", "content", "name")
 _NO_LIST = "must be a list of token ids"
 
@@ -470,21 +465,8 @@ def _chat(given: Any, add_generation_prompt: bool | None, arguments: dict[str, A
         len(given),
         partial(_messages, given),
         add_generation_prompt=True if add_generation_prompt is None else add_generation_prompt,
-        arguments=_template_arguments(arguments or {}),
+        arguments=arguments or {},
     )
-
-
-def _template_arguments(given: dict[str, Any]) -> dict[str, TemplateArgument]:
-    check_count("chat_template_kwargs", len(given), MAX_TEMPLATE_ARGUMENTS, "names")
-    for name, value in given.items():
-        field = f"chat_template_kwargs.{name[:_MAX_TEMPLATE_TEXT]}"
-        if name in _TEMPLATE_VARIABLES:
-            raise InvalidRequest(field, "can't be set, because the request itself sets it")
-        if not isinstance(value, TemplateArgument):
-            raise InvalidRequest(field, "must be a number, a text, true, false or null", _shown(value))
-        if isinstance(value, str) and len(value) > _MAX_TEMPLATE_TEXT:
-            raise InvalidRequest(field, f"may have {_MAX_TEMPLATE_TEXT} characters", len(value))
-    return given
 
 
 def _messages(given: list[Any]) -> list[dict[str, str]]:

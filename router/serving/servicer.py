@@ -11,6 +11,7 @@ ends before gRPC sends its answer, so nothing would bound the answers that clien
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import asdict
@@ -23,7 +24,7 @@ from grpc_reflection.v1alpha import reflection
 
 from baton.errors import BatonError, InvalidRequest, PermissionDenied, Unauthenticated
 from baton.pb import inference_pb2
-from baton.request import pieces
+from baton.request import MAX_TEMPLATE_JSON, check_length, pieces
 from baton.rpc.admin import ADMIN_SERVICE
 from baton.rpc.convert import (
     add_token,
@@ -240,7 +241,19 @@ def _text(received: ReceivedMessage[Any]) -> Callable[[], bytes]:
 def _chat(received: ReceivedMessage[Any]) -> ChatPrompt:
     chat = received.message.chat
     prompted = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
-    return ChatPrompt(len(chat.messages), partial(_messages, received), add_generation_prompt=prompted)
+    arguments = _template_arguments(chat.chat_template_kwargs)
+    return ChatPrompt(len(chat.messages), partial(_messages, received), prompted, arguments)
+
+
+def _template_arguments(given: str) -> dict[str, Any]:
+    check_length("chat_template_kwargs", given, MAX_TEMPLATE_JSON)
+    try:
+        found = json.loads(given or "{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest("chat_template_kwargs", f"is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise InvalidRequest("chat_template_kwargs", "must be a JSON object", found)
+    return found
 
 
 def _messages(received: ReceivedMessage[Any]) -> list[dict[str, str]]:

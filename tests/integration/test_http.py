@@ -314,6 +314,7 @@ async def test_texts_are_tokenized_and_back(http: Http) -> None:
     assert chat["tokens"] == list(await http.grpc.tokenize(CHAT))
     bare = {"messages": CHAT, "chat_template_kwargs": {"bos_token": "", "enable_thinking": False}}
     assert (await http.plain.post("/tokenize", json=bare)).json()["tokens"] == chat["tokens"][1:]
+    assert await http.grpc.tokenize(CHAT, chat_template_kwargs={"bos_token": ""}) == chat["tokens"][1:]
     text = (await http.plain.post("/detokenize", json={"tokens": found["tokens"]})).json()["prompt"]
     assert text == "<|begin_of_text|>import os"
     info = (await http.plain.get("/tokenizer_info")).json()

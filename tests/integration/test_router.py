@@ -2,12 +2,14 @@
 
 import asyncio
 import gc
+import json
 import logging
 import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 import router.request_runner
@@ -145,12 +147,27 @@ async def test_stop_string_across_tokens_ends_one_choice_of_two(b: RouterRig) ->
 
 async def test_chat_tokenize_detokenize_and_model(tmp_path: Path) -> None:
     turns = "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
-    template = turns + "{{ 'A' if add_generation_prompt }}"
+    template = turns + "{{ 'A' if add_generation_prompt }}{{ more }}"
     async with router_rig(tmp_path, template=template) as b:
         chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="é")])
         ids = (await b.client.Tokenize(inference_pb2.TokenizeRequest(chat=chat))).token_ids
         detokenize = inference_pb2.DetokenizeRequest(token_ids=ids, skip_special_tokens=False)
         assert (await b.client.Detokenize(detokenize)).text == "<s>user:é;A"
+        for more, text in ((3, "3"), (0.5, "0.5"), (False, "False"), ("x", "x"), (None, "None")):
+            chat.chat_template_kwargs = json.dumps({"more": more})
+            detokenize.token_ids[:] = (await b.client.Tokenize(inference_pb2.TokenizeRequest(chat=chat))).token_ids
+            assert (await b.client.Detokenize(detokenize)).text == f"<s>user:é;A{text}"
+        for wrong, words in (
+            ('{"more": [1]}', "chat_template_kwargs.more: must be a number"),
+            ("[1]", "chat_template_kwargs: must be a JSON object"),
+            ("{", "chat_template_kwargs: is not JSON"),
+            ("[" * 60_000, "chat_template_kwargs: is not JSON"),
+            (" " * 65_537, "chat_template_kwargs: must have at most 65536 characters"),
+        ):
+            chat.chat_template_kwargs = wrong
+            with pytest.raises(grpc.aio.AioRpcError, match=words):
+                await b.client.Tokenize(inference_pb2.TokenizeRequest(chat=chat))
+        chat.chat_template_kwargs = ""
         await whole(b.client.Generate(inference_pb2.GenerateRequest(chat=chat, sampling={"max_tokens": 1})))
         assert list(b.prefill[0].requests[0].prompt_token_ids) == list(ids)
         plain = await b.client.Tokenize(inference_pb2.TokenizeRequest(text="ab", add_special_tokens=False))

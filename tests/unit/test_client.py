@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -62,6 +63,37 @@ async def test_the_three_forms_of_a_prompt(router: Router) -> None:
     assert list(router.seen[0].token_ids.ids) == [1, 2, 3]
     assert router.seen[1].chat.messages[0].content == "hi"
     assert router.seen[2].WhichOneof("prompt") == "text"
+
+
+@pytest.mark.parametrize("face", ["async", "sync"])
+async def test_variables_of_the_chat_template_go_with_messages(router: Router, face: str) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    given = {"enable_thinking": False, "name": "é", "count": 2**60, "nothing": None}
+    async with served(router) as listener:
+        await ask(face, listener.address, lambda c: c.complete(messages, chat_template_kwargs=given))
+        await ask(face, listener.address, lambda c: c.complete(messages, chat_template_kwargs={}))
+    assert [json.loads(request.chat.chat_template_kwargs) for request in router.seen] == [given, {}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "given", "words"),
+    [
+        ("x", {"a": 1}, "^chat_template_kwargs: can be set for messages only$"),
+        ([1], {}, "^chat_template_kwargs: can be set for messages only$"),
+        (None, [1], "^chat_template_kwargs: must be a mapping of names to values, got "),
+        (None, {1: 1}, "^chat_template_kwargs: a name must be text, got 1$"),
+        (None, {"messages": 1}, "^chat_template_kwargs.messages: can't be set"),
+        (None, {"x": [1]}, r"^chat_template_kwargs.x: must be a number, a text, true, false or null, got \[1\]$"),
+        (None, {"x": "\ud800"}, "^chat_template_kwargs.x: not valid Unicode"),
+        (None, {"x" * (1 << 16): 1}, "^chat_template_kwargs: must have at most 65536 characters, got "),
+        (None, {"x": "x" * 1001}, "^chat_template_kwargs.x: must have at most 1000 characters, got 1001$"),
+        (None, {f"x{n}": 1 for n in range(33)}, "^chat_template_kwargs: at most 32 names are allowed, got 33$"),
+    ],
+)
+def test_wrong_variables_of_the_chat_template_are_refused(prompt: Any, given: Any, words: str) -> None:
+    asked = [{"role": "user", "content": "hi"}] if prompt is None else prompt
+    with Client("127.0.0.1:1") as client, pytest.raises(InvalidRequest, match=words):
+        client.generate(asked, chat_template_kwargs=given)
 
 
 async def test_a_very_long_prompt_travels_in_fixed_width(router: Router) -> None:
