@@ -65,11 +65,11 @@ class Provenance:
 
 
 def commit() -> str | None:
-    """The commit of the tree, with "+changes" when it has uncommitted ones."""
+    """The commit of the tree, with "+changes" when it has uncommitted ones other than results."""
     here = Path(__file__).parent
     try:
         name = _git(here, "rev-parse", "--short", "HEAD")
-        changed = _git(here, "status", "--porcelain", "-uno")
+        changed = _git(here, "status", "--porcelain", "-uno", "--", ":/", ":(top,exclude)bench/results")
     except (OSError, subprocess.CalledProcessError):
         return None
     return name + ("+changes" if changed else "")

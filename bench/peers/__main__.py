@@ -140,6 +140,10 @@ def main() -> None:
     name = "peers-quick" if arguments.quick else "peers"
     paths = from_environment(sorted(needed(arguments)))
     known_rounds = known_loads(RESULTS / f"{name}.json", arguments.add)
+    if "open" in arguments.loads and fleet.CAPACITY_LOAD not in {*arguments.loads, *known_rounds}:
+        parser.error(
+            f"--loads: open needs the rate of {fleet.CAPACITY_LOAD}: name it too, or add to its rounds (--add)"
+        )
     with pinned(CORES):
         for part, results in measure(arguments, paths, known_rounds):
             save(name, results, part)

@@ -249,6 +249,8 @@ def measure(
         for _ in range(rounds):
             number = max(map(len, turns.values()), default=0)
             tell(f"fleet {name}, round {number + 1}")
-            for server, turn in servers.measure(asked, number, rate).items():
-                turns.setdefault(server, [None] * number).append(turn)
+            latest = servers.measure(asked, number, rate)
+            for server in {**turns, **latest}:
+                # A server that is not asked in this round, or was not in an earlier one, has no entry for it.
+                turns.setdefault(server, [None] * number).append(latest.get(server))
             yield name, summary(asked, turns, rate)

@@ -176,6 +176,25 @@ def test_rounds_are_added_to_those_that_are_known(monkeypatch: pytest.MonkeyPatc
     assert len(second["rounds"]["mixed"]) == 3
 
 
+def test_a_server_that_is_left_out_of_a_round_has_no_turn_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = iter([("mixed", "vllm"), ("vllm",), ("mixed", "vllm")])
+
+    def measured(*_: Any) -> dict[str, Any]:
+        return {name: served(len(name), 1, 1) for name in next(servers)}
+
+    monkeypatch.setattr(fleet.Servers, "measure", measured)
+    rounds = fleet.measure(
+        fleet.Servers(PATHS, {}, Absent("none"), str),
+        {"open": fleet.LOADS["open"]},
+        3,
+        {"c32": {"rounds": {"mixed": [served(1, 1, 1)]}}},
+        str,
+    )
+    *_, (_, found) = rounds
+    assert [entry and entry["tokens_per_s"] for entry in found["rounds"]["mixed"]] == [5, None, 5]
+    assert found["ratios"]["mixed"]["tokens_per_s"]["rounds"] == [5 / 4, 5 / 4]
+
+
 def test_the_best_rate_of_a_mixed_worker_follows_from_its_passes() -> None:
     # Each row takes a millisecond, so passes of any size are as good: 256 + 63 rows for 64 tokens.
     rows = {(steps, tokens): (steps + tokens) / 1e3 for steps in (2, 4, 8) for tokens in (0, 16, 64)}
