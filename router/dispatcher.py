@@ -310,10 +310,10 @@ class Dispatcher:
             reservations.ask_only("")
             self._isolation.leave(request.request_id)
             self._join_queue(reservations)
-        elif pair is not None:
-            if request.needs_decode:
-                reservations.ask_only(pair.decode)
-            if not request.needs_decode or pair.decode in reservations.granted:
+        else:
+            # Without a pair, a reservation of its own could keep a worker from being empty.
+            reservations.ask_only(pair.decode if pair is not None else "")
+            if pair is not None and (not pair.decode or pair.decode in reservations.granted):
                 assignment = self._assign(request, pair)
                 grant = self._isolation.grant(request.request_id, pair, suspected)
                 self._placed(reservations, assignment, pair.decode, grant)
