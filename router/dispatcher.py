@@ -267,7 +267,7 @@ class Dispatcher:
         """
         known, asked = reservations.known, reservations.asked
         most = reservations.asks_left if asked else min(reservations.asks_left, 1)
-        if most and not reservations.unanswered:
+        if most and not reservations.unanswered and not self._usable <= known:
             open_workers = (key for key in self._breakers.open_breakers() if len(key) == 1)
             criteria = self._criteria(reservations, known.union(*open_workers) if asked else known)
             for pair in rank_pairs(self._pool.fleet, criteria, prefill_limit=math.inf, most=most):
@@ -295,9 +295,11 @@ class Dispatcher:
         return False
 
     def _is_too_large(self, reservations: Reservations) -> bool:
-        """Whether the request is too large for every decode worker that is there."""
-        too_small = reservations.too_small
-        return bool(too_small) and too_small >= compatible_decode_addresses(self._pool.fleet)
+        """Whether the request is too large for every decode worker that is there, and there is one."""
+        if not (too_small := reservations.too_small):
+            return False
+        present = compatible_decode_addresses(self._pool.fleet)
+        return bool(present) and too_small >= present
 
     def _isolate(self, reservations: Reservations) -> None:
         """Place an attempt on workers of its own, or let it join the queue if it may run among others."""
