@@ -316,3 +316,30 @@ def test_workers_of_all_roles_must_have_one_kv_format(role: WorkerRole, monkeypa
             assert list(pool.fleet.prefill) == list(pool.fleet.decode) == ["mixed-0:1"]
 
     in_simulated_time(fleet, monkeypatch, run)
+
+
+@pytest.mark.parametrize(("before", "after"), [("prefill", "decode"), ("mixed", "prefill"), ("decode", "mixed")])
+def test_a_worker_that_comes_back_in_another_role_has_no_view_of_the_old_one(
+    before: str, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its address is listed for both roles, and the link of the new one hears of it first."""
+    fleet = Fleet(**{before: 1})
+    (worker,) = fleet.workers.values()
+    new = WorkerRole(after)
+
+    async def run() -> None:
+        async with fleet.pool(**{before: (worker.address,), after: (worker.address,)}) as pool:
+            worker.role, worker.born = new, 1
+            pool._links[new, worker.address][0]._update_status(worker.status)
+            assert len(pool._accepted) == 2
+            await asyncio.sleep(5.0)
+            assert len(pool._accepted) == 1
+            assert (worker.address in pool.fleet.prefill, worker.address in pool.fleet.decode) == (
+                new.prefills,
+                new.decodes,
+            )
+            assert {view.incarnation for view in (*pool.fleet.prefill.values(), *pool.fleet.decode.values())} == {
+                worker.status.identity.incarnation
+            }
+
+    in_simulated_time(fleet, monkeypatch, run)
