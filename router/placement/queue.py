@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -92,13 +92,9 @@ class FairQueue(Generic[T]):
         """
         queues = [itertools.chain(*self._queues[tenant]) for tenant in sorted(self._queues, key=load)]
         while queues:
-            longer = []
-            for queue in queues:
-                for item in queue:
-                    yield item
-                    longer.append(queue)
-                    break
-            queues = longer
+            items = [(queue, item) for queue in queues for item in itertools.islice(queue, 1)]
+            yield from (item for _, item in items)
+            queues = [queue for queue, _ in items]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +175,7 @@ class PlacementQueue(Generic[W]):
         self._max_wait_s = max_wait_s
         self._queue: FairQueue[W] = FairQueue()
         self.registered: set[W] = set()
-        """Waiters that have asked decode workers, or need none."""
+        """Waiters that ask decode workers now; the caller adds each one."""
         self._at_prefill: Counter[str] = Counter()
         """Number of requests at prefill workers, by tenant."""
         self._intervals: deque[float] = deque(maxlen=_MAX_INTERVALS)
@@ -250,12 +246,10 @@ class PlacementQueue(Generic[W]):
         if not can_serve(fleet, needs_decode=True):
             # Waiters that need decode workers must not keep others from prefill workers.
             order = (each for each in order if not each.request.needs_decode)
-        first = next(order, None)
-        order = itertools.chain(() if first is None else (first,), order)
-        fresh = (each for each in order if each not in self.registered and each not in passed)
+        fresh = ((at, each) for at, each in enumerate(order) if each not in self.registered and each not in passed)
         is_hidden = self._hiding()
-        for waiter in itertools.islice(fresh, len(self._queue.tenants) + _MAX_SCANNED):
-            if waiter.request.deadline > now and (waiter is first or not is_hidden(waiter.request)):
+        for at, waiter in itertools.islice(fresh, len(self._queue.tenants) + _MAX_SCANNED):
+            if waiter.request.deadline > now and (at == 0 or not is_hidden(waiter.request)):
                 return waiter
         return None
 
@@ -264,7 +258,7 @@ class PlacementQueue(Generic[W]):
         hiding = [each.request for each in self.registered if each.waits]
         least = _least_sizes(hiding)
         # A worker with room for a context may lack room for it with several choices.
-        least_single = _least_sizes(each for each in hiding if len(each.choices) == 1)
+        least_single = _least_sizes([each for each in hiding if len(each.choices) == 1])
 
         def is_hidden(request: PlacementRequest) -> bool:
             context, length = least if len(request.choices) > 1 else least_single
@@ -272,10 +266,6 @@ class PlacementQueue(Generic[W]):
             return may_hide and request.context_tokens >= context and request.length >= length
 
         return is_hidden
-
-    def register(self, waiter: W) -> None:
-        """Record that the waiter asks decode workers now, or that it needs none and is placed at once."""
-        self.registered.add(waiter)
 
     def prefill_limit(self, tenant: str, fleet: FleetView) -> int:
         """Number of requests of this router at which a prefill worker gets no more requests of this tenant.
@@ -339,9 +329,7 @@ class PlacementQueue(Generic[W]):
         return before * self._interval + max(standstill - self._interval, 0.0)
 
 
-def _least_sizes(requests: Iterable[PlacementRequest]) -> tuple[float, float]:
+def _least_sizes(requests: Collection[PlacementRequest]) -> tuple[float, float]:
     """The smallest context and the smallest length of requests, in tokens; infinite without requests."""
-    sizes = [(each.context_tokens, each.length) for each in requests]
-    return min((context for context, _ in sizes), default=math.inf), min(
-        (length for _, length in sizes), default=math.inf
-    )
+    context = min((each.context_tokens for each in requests), default=math.inf)
+    return context, min((each.length for each in requests), default=math.inf)

@@ -116,7 +116,7 @@ class QueueMachine(RuleBasedStateMachine):
         for before in same[: same.index(found)]:
             may_pass = hidden(before, self.registered) or before.request.deadline <= self.now
             assert may_pass, "not in the order of its tenant"
-        self.queue.register(found)
+        self.queue.registered.add(found)
         found.waits = waits
         self.registered.append(found)
 
@@ -147,7 +147,7 @@ class QueueMachine(RuleBasedStateMachine):
         tenant = waiter.request.tenant
         live = [each for each in self.queues[tenant] if each.request.deadline > self.now]
         assert live[0] is waiter, "not in the order of arrival"
-        self.queue.register(waiter)
+        self.queue.registered.add(waiter)
         self.queue.pop(waiter, self.now)
         self.queues[tenant].remove(waiter)
         self._gone(waiter)

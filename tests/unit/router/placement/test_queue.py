@@ -54,7 +54,7 @@ def place(queue: PlacementQueue[Waiter], now: float) -> str:
     found = next_of(queue, now)
     if found is None:
         return ""
-    queue.register(found)
+    queue.registered.add(found)
     queue.pop(found, now)
     return found.request.request_id
 
@@ -63,7 +63,7 @@ def registered(queue: PlacementQueue[Waiter], *, waits: bool = True) -> list[str
     """Register all that may be, each of which waits at once; their names."""
     names = []
     while (found := next_of(queue)) is not None:
-        queue.register(found)
+        queue.registered.add(found)
         found.waits = waits
         names.append(found.request.request_id)
     return names
@@ -123,7 +123,7 @@ def test_the_share_of_a_tenant_is_of_workers_that_take_requests() -> None:
 
 def test_the_queue_waits_for_decode_while_a_registered_waiter_does() -> None:
     queue = queue_of(refused := waiter("refused"), waiter("other"))
-    queue.register(refused)
+    queue.registered.add(refused)
     assert not queue.waits_for_decode
     refused.waits = True
     assert queue.waits_for_decode
@@ -133,7 +133,7 @@ def test_the_queue_waits_for_decode_while_a_registered_waiter_does() -> None:
 
 def hides(first: Waiter, other: Waiter) -> bool:
     queue = queue_of(first, other)
-    queue.register(first)
+    queue.registered.add(first)
     return next_of(queue) is None
 
 
@@ -156,7 +156,7 @@ def test_a_waiter_hides_those_that_would_be_granted_no_earlier() -> None:
 def test_any_number_of_registered_waiters_keeps_none_behind_them_from_being_found() -> None:
     queue = queue_of(*many(1000, tenant="a"), waiter("small", tokens=1, tenant="a"), capacity=2000)
     for each in list(queue)[:1000]:
-        queue.register(each)
+        queue.registered.add(each)
         each.waits = True
     found = next_of(queue)
     assert found is not None
