@@ -196,13 +196,13 @@ class FleetView:
         self._set(self.decode, address, view)
 
     def _set(self, views: dict[str, V], address: str, view: V | None) -> None:
-        old = views.get(address)
-        if old is None or view is None or old.kind != view.kind or old.draining != view.draining:
+        before, after = ((each.kind, each.draining) if each else None for each in (views.get(address), view))
+        if before != after:
             self._groups = None
         if view is not None:
             views[address] = view
-        elif old is not None:
-            del views[address]
+        else:
+            views.pop(address, None)
 
 
 def _group_by_format(views: Mapping[str, V]) -> dict[tuple[KvFormat, bool], list[str]]:

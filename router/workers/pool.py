@@ -298,7 +298,8 @@ class WorkerPool:
 
         `joins` tells that the worker was not accepted before.
         """
-        if not (joins or changed.draining or changed.status is None):
+        if changed.status is not None and not changed.draining and (not joins or self.serving):
+            # A worker that joins changes nothing while others serve.
             return False
         known: dict[str, set[WorkerRole]] = {}
         for link, _ in self._links.values():

@@ -20,6 +20,7 @@ from baton.worker.status import PrefixChange, StatusHub, WorkerIdentity, WorkerL
 from router.placement.prefix_directory import BlockNamespace
 from router.workers import link as link_module
 from router.workers.failures import Blame, Cause, Event, FailureEvent
+from router.workers.link import WorkerLink
 from router.workers.pool import WorkerPool
 from tests.property.fleet import SimulatedFleet, Worker
 from tests.property.virtual import VirtualLoop
@@ -288,6 +289,39 @@ def test_a_worker_in_the_list_of_another_role_is_refused_by_name(flag: str, monk
             fleet.workers["mixed-0:1"].die()
             await asyncio.sleep(0.05)
             assert not pool.serving
+
+    in_simulated_time(fleet, monkeypatch, run)
+
+
+def test_the_status_of_a_refused_worker_looks_at_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a rollout, many wait for the workers that serve to leave."""
+    fleet, looked = Fleet(prefill=5, decode=5, mixed=1), list[str]()
+    real, mismatch = Worker.status.fget, WorkerPool._mismatch
+    assert real is not None
+
+    def status(worker: Worker) -> object:
+        told = real(worker)
+        return replace(told, identity=replace(told.identity, fingerprint="g" * 64)) if worker.mixed else told
+
+    def look(pool: WorkerPool, link: WorkerLink, identity: WorkerIdentity) -> str | None:
+        looked.append(link.address)
+        return mismatch(pool, link, identity)
+
+    monkeypatch.setattr(Worker, "status", property(status))
+
+    async def run() -> None:
+        async with fleet.pool() as pool:
+            assert "its fingerprint is" in pool.describe_missing()
+            monkeypatch.setattr(WorkerPool, "_mismatch", look)
+            groups = pool.fleet.compatible_groups
+            await asyncio.sleep(10.0)
+            assert set(looked) == {"mixed-0:1"}
+            assert pool.fleet.compatible_groups is groups
+            for worker in fleet.workers.values():
+                if not worker.mixed:
+                    worker.die()
+            await asyncio.sleep(5.0)
+            assert list(pool.fleet.prefill) == ["mixed-0:1"]
 
     in_simulated_time(fleet, monkeypatch, run)
 
