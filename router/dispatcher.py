@@ -107,6 +107,8 @@ class Dispatcher:
         self._changed: OrderedDict[Reservations, None] = OrderedDict()
         """Reservations with news that `_work` has not handled yet."""
         self._tenants: dict[PrefillAssignment, str] = {}
+        self._members: tuple[object, object] | None = None
+        """The groups of workers, and those that are isolated, at the latest change of them."""
         self._usable: frozenset[str] = frozenset()
         """Addresses of the decode workers that take new requests."""
         self._scheduled = False
@@ -163,7 +165,7 @@ class Dispatcher:
             # Even if the task was cancelled before it saw its placement.
             if (held := reservations.placement) is not None:
                 held.breakers.end()
-                self._free(held.prefill)
+                self.release(held.prefill)
                 if held.decode is not None:
                     held.decode.close()
                 if held.isolation is not None:
@@ -400,12 +402,16 @@ class Dispatcher:
             self.queue.end_prefill(tenant)
 
     def _on_update(self) -> None:
-        """Handle a change of workers, or the end of a placement."""
+        """Handle news of workers, or the end of a placement."""
         fleet = self._pool.fleet
         self._breakers.retain(fleet)
         workers, pairs = self._breakers.count_open()
         BREAKERS_OPEN.labels("worker").set(workers)
         BREAKERS_OPEN.labels("pair").set(pairs)
+        if (members := (fleet.compatible_groups, fleet.isolated)) == self._members:
+            # Their load alone lets no waiter ask.
+            return
+        self._members = members
         before, self._usable = self._usable, compatible_decode_addresses(fleet) - fleet.isolated
         if self._usable - before:
             # New requests must not overtake requests that have waited for a worker.
@@ -435,6 +441,8 @@ class Dispatcher:
                 why = f"no decode worker is left that could hold the request, after a wait of {wait_s:g} s: "
                 reservations.fail(Unavailable(why + reservations.describe_too_large() if too_large else problem))
         self._look_again()
+        # The pause of a breaker may have ended.
+        self._schedule()
         for reservations in self._waiting:
             reservations.end_silent(now - self._config.reserve_timeout_s)
 

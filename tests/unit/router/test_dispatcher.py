@@ -98,6 +98,7 @@ async def test_a_status_wakes_no_request_that_waits(monkeypatch: pytest.MonkeyPa
     await settle()
     handled = list[object]()
     monkeypatch.setattr(d, "_handle", handled.append)
+    monkeypatch.setattr(d.queue, "next_to_register", lambda *_: pytest.fail("the queue was searched"))
     for _ in range(20):
         pool.notify()
         await asyncio.sleep(0)

@@ -210,14 +210,13 @@ async def test_one_that_waits_for_pages_keeps_its_workers_and_runs_among_others_
 
 async def test_one_that_runs_among_others_after_a_time_asks_only_when_a_prefill_worker_has_room() -> None:
     d = dispatcher(pool := FakePool(d=FULL), isolation_wait_s=0.0, prefill_limit=1)
-    pool.open_requests["p"] = 1
+    running = await place(d, "running", needs_decode=False)
     isolated = await ask(d, "isolated", again=True, isolated=Suspicion.PAIR)
     for _ in range(3):
         pool.notify()
         await settle()
     assert pool.order == []
-    pool.open_requests["p"] = 0
-    pool.notify()
+    await running.end()
     await settle()
     assert pool.order == ["isolated d"]
     await isolated.cancel()
