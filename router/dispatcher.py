@@ -24,18 +24,18 @@ import contextlib
 import itertools
 import logging
 import math
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
 from baton.config.router import RouterConfig
 from baton.errors import InvalidRequest, Unavailable
-from baton.kv.format import Shard
 from baton.lifecycle import State
 from baton.request import ReserveResult
 from baton.telemetry.logs import about
 from baton.telemetry.metrics import BREAKERS_OPEN, PLACEMENTS
+from baton.worker.status import WorkerIdentity
 from router.isolation import Isolation, IsolationGrant
 from router.placement.policy import (
     ASKED_AT_MOST,
@@ -65,30 +65,22 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
-    """A decode worker from which prefill can fetch KV: its shards with KV addresses, and its incarnation."""
-
-    shards: tuple[Shard, ...]
-    incarnation: str
-
-
-@dataclass(frozen=True, slots=True)
 class Placement:
     """The workers of an attempt; `decode` is None if the attempt needs no decode worker.
 
     `consumer` is the decode worker's name in KV tickets. `breakers` count faults and successes of the
-    workers. The decode worker has pinned the KV of the first `pinned_tokens` tokens; prefill can fetch it from `peer`,
-    unless that is None.
+    workers. The decode worker has pinned the KV of the first `pinned_tokens` tokens. `peer` is the decode worker if
+    prefill can fetch that KV from it, else None.
     """
 
     prefill: PrefillAssignment
     breakers: AttemptBreakers
     decode: DecodeCall | None = None
-    decode_address: str | None = None
+    decode_address: str = ""
     decode_incarnation: str = ""
     consumer: str = ""
     pinned_tokens: int = 0
-    peer: Peer | None = None
+    peer: WorkerIdentity | None = None
     in_place: bool = False
     """Whether one worker computes the prompt and decodes it, in the same pages."""
     isolation: IsolationGrant | None = None
@@ -112,9 +104,11 @@ class Dispatcher:
         )
         self._waiting: dict[Reservations, None] = {}
         """Reservations of attempts without a placement, in the queue or not."""
-        self._changed: dict[Reservations, None] = {}
+        self._changed: OrderedDict[Reservations, None] = OrderedDict()
         """Reservations with news that `_work` has not handled yet."""
         self._tenants: dict[PrefillAssignment, str] = {}
+        self._members: tuple[object, object] | None = None
+        """The groups of workers, and those that are isolated, at the latest change of them."""
         self._usable: frozenset[str] = frozenset()
         """Addresses of the decode workers that take new requests."""
         self._scheduled = False
@@ -171,7 +165,7 @@ class Dispatcher:
             # Even if the task was cancelled before it saw its placement.
             if (held := reservations.placement) is not None:
                 held.breakers.end()
-                self._free(held.prefill)
+                self.release(held.prefill)
                 if held.decode is not None:
                     held.decode.close()
                 if held.isolation is not None:
@@ -212,9 +206,8 @@ class Dispatcher:
         self._scheduled = False
         until, passed = self._loop.time() + _SLICE_S, set[Reservations]()
         while True:
-            if (reservations := next(iter(self._changed), None)) is not None:
-                del self._changed[reservations]
-                handle = self._handle
+            if self._changed:
+                (reservations, _), handle = self._changed.popitem(last=False), self._handle
             elif (found := self.queue.next_to_register(self._pool.fleet, self._loop.time(), passed)) is not None:
                 reservations, handle = found, self._register
                 # If it finds no prefill worker, waiters behind it may still find one that it can't use.
@@ -240,12 +233,11 @@ class Dispatcher:
         pair = self._best(reservations, limit) if has_capacity else None
         if pair is None:
             return
-        self.queue.register(reservations)
-        assignment = self._assign(request, pair)
+        self.queue.registered.add(reservations)
+        assignment = self._assign(reservations, pair)
         if not request.needs_decode:
             self._placed(reservations, assignment)
             return
-        reservations.place = assignment
         request.lifecycle.enter(State.RESERVING, self._loop.time())
         reservations.waits = not fleet.decode[pair.decode].has_room(request.context_tokens)
         reservations.ask(pair.decode)
@@ -267,7 +259,7 @@ class Dispatcher:
         """
         known, asked = reservations.known, reservations.asked
         most = reservations.asks_left if asked else min(reservations.asks_left, 1)
-        if most and not reservations.unanswered:
+        if most and not reservations.unanswered and not self._usable <= known:
             open_workers = (key for key in self._breakers.open_breakers() if len(key) == 1)
             criteria = self._criteria(reservations, known.union(*open_workers) if asked else known)
             for pair in rank_pairs(self._pool.fleet, criteria, prefill_limit=math.inf, most=most):
@@ -288,16 +280,18 @@ class Dispatcher:
             limit = self.queue.prefill_limit(request.tenant, self._pool.fleet)
             pair = self._best(reservations, limit, only=address) or self._best(reservations, math.inf, only=address)
             if pair is not None:
-                self._placed(reservations, self._assign(request, pair), address)
+                self._placed(reservations, self._assign(reservations, pair), address)
                 return True
             # It drains, or another request has it for itself.
             reservations.leave_out(address, ReserveResult(False, "it takes no requests"))
         return False
 
     def _is_too_large(self, reservations: Reservations) -> bool:
-        """Whether the request is too large for every decode worker that is there."""
-        too_small = reservations.too_small
-        return bool(too_small) and too_small >= compatible_decode_addresses(self._pool.fleet)
+        """Whether the request is too large for every decode worker that is there, and there is one."""
+        if not (too_small := reservations.too_small):
+            return False
+        present = compatible_decode_addresses(self._pool.fleet)
+        return bool(present) and too_small >= present
 
     def _isolate(self, reservations: Reservations) -> None:
         """Place an attempt on workers of its own, or let it join the queue if it may run among others."""
@@ -310,11 +304,11 @@ class Dispatcher:
             reservations.ask_only("")
             self._isolation.leave(request.request_id)
             self._join_queue(reservations)
-        elif pair is not None:
-            if request.needs_decode:
-                reservations.ask_only(pair.decode)
-            if not request.needs_decode or pair.decode in reservations.granted:
-                assignment = self._assign(request, pair)
+        else:
+            # Without a pair, a reservation of its own could keep a worker from being empty.
+            reservations.ask_only(pair.decode if pair is not None else "")
+            if pair is not None and (not pair.decode or pair.decode in reservations.granted):
+                assignment = self._assign(reservations, pair)
                 grant = self._isolation.grant(request.request_id, pair, suspected)
                 self._placed(reservations, assignment, pair.decode, grant)
 
@@ -336,29 +330,32 @@ class Dispatcher:
         breakers = self._breakers.begin_attempt(prefill, address or None)
         placement = Placement(assignment, breakers, isolation=isolation)
         if address:
-            call, cached_tokens = reservations.take(address)
-            in_place, link = address == prefill, self._pool.decode_link(address)
-            status = link.status if link is not None else None
+            ask, link = reservations.asked.pop(address), self._pool.decode_link(address)
+            ask.call.keep()
             placement = replace(
                 placement,
-                decode=call,
+                decode=ask.call,
                 decode_address=address,
-                decode_incarnation=status.identity.incarnation if status else "",
+                decode_incarnation=ask.incarnation,
                 consumer=link.consumer if link is not None else "",
-                pinned_tokens=cached_tokens,
-                peer=self._peer(assignment, link) if link is not None and cached_tokens and not in_place else None,
-                in_place=in_place,
+                pinned_tokens=ask.answer.cached_tokens,
+                peer=self._peer(assignment, link),
+                in_place=address == prefill,
             )
-        reservations.placement = placement
+        reservations.place, reservations.placement = None, placement
         if not reservations.placed.done():
             reservations.placed.set_result(placement)
 
-    def _peer(self, assignment: PrefillAssignment, decode: WorkerLink) -> Peer | None:
-        """The decode worker as a source of KV; None if its block namespace differs, or if it refuses our KV tickets."""
-        status = decode.status
-        if status is None or decode.namespace != assignment.link.namespace or not self._pool.signs_for(status.identity):
+    def _peer(self, assignment: PrefillAssignment, decode: WorkerLink | None) -> WorkerIdentity | None:
+        """The decode worker as a source of KV for another worker.
+
+        None if its block namespace differs, or if it refuses our KV tickets.
+        """
+        prefill = assignment.link
+        if decode is None or decode is prefill or decode.namespace != prefill.namespace or decode.status is None:
             return None
-        return Peer(status.identity.shards_at(decode.address), status.identity.incarnation)
+        identity = decode.status.identity
+        return identity if self._pool.signs_for(identity) else None
 
     def _criteria(self, reservations: Reservations, excluded: Iterable[str]) -> SelectionCriteria:
         """The needs of a request, for the fleet and the known prefixes as they are now."""
@@ -384,11 +381,13 @@ class Dispatcher:
         criteria = self._criteria(reservations, excluded)
         return next(iter(rank_pairs(self._pool.fleet, criteria, prefill_limit=limit, only=only)), None)
 
-    def _assign(self, request: PlacementRequest, pair: WorkerPair) -> PrefillAssignment:
-        """An assignment at the prefill worker of the pair, which counts for the tenant."""
+    def _assign(self, reservations: Reservations, pair: WorkerPair) -> PrefillAssignment:
+        """Give the attempt a place at the prefill worker of the pair, which counts for the tenant."""
+        request = reservations.request
         match = self._pool.prefixes.match_prefill(request.digests)
         cached = min(match.tokens(pair.prefill), request.context_tokens)
         assignment = self._pool.prefill_link(pair.prefill).assign(request.context_tokens, cached)
+        reservations.place = assignment
         self._tenants[assignment] = request.tenant
         self.queue.begin_prefill(request.tenant)
         return assignment
@@ -403,12 +402,16 @@ class Dispatcher:
             self.queue.end_prefill(tenant)
 
     def _on_update(self) -> None:
-        """Handle a change of workers, or the end of a placement."""
+        """Handle news of workers, or the end of a placement."""
         fleet = self._pool.fleet
         self._breakers.retain(fleet)
         workers, pairs = self._breakers.count_open()
         BREAKERS_OPEN.labels("worker").set(workers)
         BREAKERS_OPEN.labels("pair").set(pairs)
+        if (members := (fleet.compatible_groups, fleet.isolated)) == self._members:
+            # Their load alone lets no waiter ask.
+            return
+        self._members = members
         before, self._usable = self._usable, compatible_decode_addresses(fleet) - fleet.isolated
         if self._usable - before:
             # New requests must not overtake requests that have waited for a worker.
@@ -427,17 +430,19 @@ class Dispatcher:
         self._timer = self._loop.call_later(_TICK_S, self._tick) if self._waiting else None
         fleet, now, wait_s = self._pool.fleet, self._loop.time(), self._config.worker_wait_s
         served = {needs_decode: can_serve(fleet, needs_decode=needs_decode) for needs_decode in (False, True)}
+        problem = "" if all(served.values()) else self._pool.describe_missing(wait_s)
         for reservations in self._waiting:
             too_large = self._is_too_large(reservations)
-            unserved = too_large or not served[reservations.request.needs_decode]
-            reservations.unserved_since = min(reservations.unserved_since, now) if unserved else math.inf
+            if served[reservations.request.needs_decode] and not too_large:
+                reservations.unserved_since = math.inf
+                continue
+            reservations.unserved_since = min(reservations.unserved_since, now)
             if now - reservations.unserved_since >= wait_s:
-                problem = self._pool.describe_missing(wait_s)
-                if too_large:
-                    waited, why = f"after a wait of {wait_s:g} s", reservations.describe_too_large()
-                    problem = f"no decode worker is left that could hold the request, {waited}: {why}"
-                reservations.fail(Unavailable(problem))
+                why = f"no decode worker is left that could hold the request, after a wait of {wait_s:g} s: "
+                reservations.fail(Unavailable(why + reservations.describe_too_large() if too_large else problem))
         self._look_again()
+        # The pause of a breaker may have ended.
+        self._schedule()
         for reservations in self._waiting:
             reservations.end_silent(now - self._config.reserve_timeout_s)
 
@@ -447,9 +452,12 @@ _NO_ANSWER = ReserveResult(False, "no answer")
 
 @dataclass(slots=True)
 class _Ask:
-    """A reservation at a decode worker, asked for at `at` seconds, and the latest answer."""
+    """A reservation at an incarnation of a decode worker, asked for at `at` seconds, and the latest answer."""
 
     call: DecodeCall
+    worker: str
+    """The worker's name in logs and errors."""
+    incarnation: str
     at: float
     answer: ReserveResult = _NO_ANSWER
 
@@ -485,13 +493,11 @@ class Reservations(Waiter):
         self.unserved_since = math.inf
         """Time since which no worker could serve it; infinite if one can."""
         self.place: PrefillAssignment | None = None
-        """The place that is kept until decode workers have answered."""
+        """A place that is not a part of a placement: it is kept until decode workers have answered."""
         self.asked: dict[str, _Ask] = {}
         """Reservations that have no answer yet, wait for pages, or have them."""
-        self.refused: dict[str, ReserveResult] = {}
-        """Answers of workers that have refused, or have not answered."""
-        self._incarnations: dict[str, str] = {}
-        """Incarnations of the workers at the time when they were asked."""
+        self.refused: dict[str, _Ask] = {}
+        """Reservations that were refused, or have got no answer in time."""
         self.asks_left = ASKED_AT_MOST
         """Number of workers that may be asked before the next call of `forget_refusals`."""
 
@@ -503,7 +509,7 @@ class Reservations(Waiter):
     @property
     def too_small(self) -> set[str]:
         """Addresses of workers that can never hold the request."""
-        return {address for address, answer in self.refused.items() if answer.too_small}
+        return {address for address, ask in self.refused.items() if ask.answer.too_small}
 
     @property
     def unanswered(self) -> bool:
@@ -522,8 +528,8 @@ class Reservations(Waiter):
 
     def describe_too_large(self) -> str:
         """An error text for clients if no decode worker can hold the request."""
-        request, links = self.request, ((address, self._pool.decode_link(address)) for address in self.too_small)
-        reasons = [f"decode worker {link.name}: {self.refused[address].reason}" for address, link in links if link]
+        request, asks = self.request, self.refused.values()
+        reasons = [f"decode worker {ask.worker}: {ask.answer.reason}" for ask in asks if ask.answer.too_small]
         return (
             f"{request.context_tokens} tokens of context and {request.max_new_tokens} of output need more than any "
             f"decode worker can hold (--kv-memory, --max-model-len): {'; '.join(reasons)}"
@@ -542,13 +548,12 @@ class Reservations(Waiter):
         if link is None or link.session is None or not link.session.open:
             return
         view = self._pool.fleet.decode[address]
-        self._incarnations[address] = view.incarnation
         if view.has_room(request.context_tokens):
             # The worker will grant it, and no status tells so until then.
             link.subtract_free(request.context_tokens, len(request.choices))
         number, now = next(self._numbers), self._loop.time()
         call = link.session.begin_call(request.request_id, request.attempt_number, number, self._deliver)
-        self.asked[address] = _Ask(call, now)
+        self.asked[address] = _Ask(call, link.name, view.incarnation, now)
         self.asks_left -= 1
         left = request.deadline - now
         call.reserve(
@@ -569,19 +574,11 @@ class Reservations(Waiter):
         if address and address not in self.known:
             self.ask(address)
 
-    def take(self, address: str) -> tuple[DecodeCall, int]:
-        """The call at a worker that has granted pages, and the number of tokens that it has pinned.
-
-        The caller must close the call.
-        """
-        ask = self.asked.pop(address)
-        ask.call.keep()
-        return ask.call, ask.answer.cached_tokens
-
     def leave_out(self, address: str, answer: ReserveResult) -> None:
         """End the reservation at a worker, and don't ask it again for now."""
-        self.asked.pop(address).call.close()
-        self.refused[address] = answer
+        ask = self.refused[address] = self.asked.pop(address)
+        ask.call.close()
+        ask.answer = answer
 
     def end_silent(self, asked_by: float) -> None:
         """Leave out workers that were asked at or before `asked_by` and have not answered."""
@@ -589,17 +586,17 @@ class Reservations(Waiter):
             if ask.answer is not _NO_ANSWER or ask.at > asked_by:
                 continue
             name = f"{self.request.request_id}/{self.request.attempt_number}"
-            words = "reservation %s: decode worker at %s has not answered in time"
-            _logger.warning(words, name, address, extra=about(name))
+            words = "reservation %s: decode worker %s has not answered in time"
+            _logger.warning(words, name, ask.worker, extra=about(name))
             self._on_answer(address, _NO_ANSWER)
 
     def forget_refusals(self) -> None:
         """Allow more questions, also to workers that have refused, except those that are still too small."""
         self.asks_left, fleet = ASKED_AT_MOST, self._pool.fleet.decode
         self.refused = {
-            address: answer
-            for address, answer in self.refused.items()
-            if answer.too_small and address in fleet and fleet[address].incarnation == self._incarnations[address]
+            address: ask
+            for address, ask in self.refused.items()
+            if ask.answer.too_small and address in fleet and fleet[address].incarnation == ask.incarnation
         }
 
     def _on_answer(self, address: str, answer: ReserveResult) -> None:

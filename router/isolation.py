@@ -34,9 +34,9 @@ class Isolation:
         self._attempts: dict[str, int] = {}
         """Number of attempts of each request, by request id, in order of arrival."""
         self._pair: WorkerPair | None = None
-        """Workers of the first request, once an attempt of it is placed."""
-        self._chosen: WorkerPair | None = None
-        """The latest pair that was selected for the first request."""
+        """Workers for all attempts of the first request, once they serve no other one."""
+        self._pair_suspicion = Suspicion.NONE
+        """The suspicion for which the pair was selected."""
         self._own: frozenset[str] = frozenset()
         """Addresses of the workers that the first request has for itself."""
         self._empty_by: float | None = None
@@ -56,7 +56,7 @@ class Isolation:
             return
         del self._attempts[request_id]
         if was_first:
-            self._pair, self._chosen, self._empty_by, self._own = None, None, None, frozenset()
+            self._pair, self._empty_by, self._own = None, None, frozenset()
             self._pool.isolate(self._own)
 
     def select(
@@ -74,21 +74,25 @@ class Isolation:
             # The time in which a pair must become empty starts when there is a pair.
             self._empty_by = None
             return True, None
-        isolates_decode = suspicion is Suspicion.PAIR
-        found = self._select(criteria, asked, isolates_decode=isolates_decode)
-        if found is None:
-            return False, None
-        pair, empty = found
+        pair, empty = self._pair, True
+        if pair is None or not self._can_use(pair, criteria, suspicion):
+            found = least_loaded_pair(fleet, criteria, isolates_decode=suspicion is Suspicion.PAIR)
+            if found is None:
+                return False, None
+            pair, empty = found
+            if empty:
+                self._pair, self._pair_suspicion = found[0], suspicion
+        elif not criteria.needs_decode:
+            pair = WorkerPair(pair.prefill)
         self._pool.isolate(self._own | self._addresses(pair, suspicion) | ({pair.decode} & {*asked}))
         self._empty_by = self._empty_by or now + self._wait_s
         if now >= self._empty_by and (not empty or pair.decode in asked):
             return False, None
-        self._chosen = pair
         return True, pair if empty else None
 
     def grant(self, request_id: str, pair: WorkerPair, suspicion: Suspicion) -> IsolationGrant:
         """The right of an attempt that is placed on the pair; other choices of the request may be placed there now."""
-        self._pair, self._own = pair, self._own | self._addresses(pair, suspicion)
+        self._own |= self._addresses(pair, suspicion)
         self._pool.isolate(self._own)
         return IsolationGrant(partial(self.leave, request_id), suspicion is Suspicion.PAIR)
 
@@ -99,19 +103,16 @@ class Isolation:
         """Addresses of the workers in the pair that the request has for itself."""
         return frozenset(pair if suspicion is Suspicion.PAIR and pair.decode else pair[:1])
 
-    def _select(
-        self, criteria: SelectionCriteria, asked: Collection[str], *, isolates_decode: bool
-    ) -> tuple[WorkerPair, bool] | None:
-        """The pair to use, and whether its isolated workers serve no other request; None if there is no pair."""
-        fleet = self._pool.fleet
-        # The views count the attempt itself where it waits, and other choices of the request where they run.
-        for pair, keep in (
-            (self._chosen, self._chosen is not None and self._chosen.decode in asked),
-            (self._pair, not isolates_decode or (self._pair is not None and self._pair.decode in self._own)),
-        ):
-            if keep and pair is not None and all(address in fleet for address in pair if address):
-                return pair, True
-        return least_loaded_pair(fleet, criteria, isolates_decode=isolates_decode)
+    def _can_use(self, pair: WorkerPair, criteria: SelectionCriteria, suspicion: Suspicion) -> bool:
+        """Whether one more attempt of the first request can use the pair."""
+        return (
+            suspicion <= self._pair_suspicion
+            and pair.decode not in criteria.excluded_decodes
+            and any(
+                pair.prefill in prefills and (pair.decode in decodes or not criteria.needs_decode)
+                for prefills, decodes in self._pool.fleet.compatible_groups
+            )
+        )
 
 
 @dataclass(eq=False, slots=True)

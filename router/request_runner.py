@@ -469,7 +469,8 @@ class Attempt:
             return None
         transfer_id = secrets.token_hex(16)
         kv_ticket = self._kv_ticket(transfer_id, peer.incarnation, placement.prefill.consumer)
-        export = RemoteExport(transfer_id, peer.incarnation, peer.shards, kv_ticket)
+        shards = peer.shards_at(placement.decode_address)
+        export = RemoteExport(transfer_id, peer.incarnation, shards, kv_ticket)
         return PrefixSource(export, placement.pinned_tokens)
 
     def _kv_ticket(self, transfer_id: str, incarnation: str, consumer: str) -> bytes:
@@ -633,12 +634,12 @@ class Attempt:
             # It may still compute the prompt in the pages of a reservation there.
             history.in_place_only |= fleet.prefill.keys() & fleet.decode.keys()
             return prefill
-        if event.blame is Blame.PAIR and decode is not None:
+        if event.blame is Blame.PAIR and decode:
             key, name = breakers.pair, f"{prefill} {decode}"
             history.avoided_pairs |= {(prefill, decode)}
         else:
-            of_decode = event.blame is Blame.DECODE and decode is not None
-            key, name = (breakers.decode, decode or "") if of_decode else (breakers.prefill, prefill)
+            of_decode = event.blame is Blame.DECODE and bool(decode)
+            key, name = (breakers.decode, decode) if of_decode else (breakers.prefill, prefill)
             if event.cause is not Cause.PREEMPTED:
                 incarnation = placement.decode_incarnation if of_decode else placement.prefill.incarnation
                 loss = self._deps.pool.losses.latest(incarnation) if event.cause is Cause.LOST else None

@@ -40,9 +40,9 @@ class Costs:
         sent_s = missing * decode.kv_format.token_bytes / (decode.transfer_bytes_per_second or UNKNOWN_BANDWIDTH)
         return total + (TRANSFER_S + max(sent_s - self.compute_s(prefill), 0.0))
 
-    def of_prefill(self, prefill: PrefillView) -> tuple[bool, float, int, int, str]:
+    def of_prefill(self, prefill: PrefillView) -> tuple[bool, float, int, str]:
         full, seconds = prefill.open_requests >= self.limit, self.prefill_s(prefill)
-        return full, seconds, prefill.open_requests, prefill.assigned_total, prefill.address
+        return full, seconds, prefill.open_requests, prefill.address
 
     def of_pair(self, prefill: PrefillView, decode: DecodeView) -> tuple[tuple[int, int], bool, object, str, bool, str]:
         penalty = self.criteria.pair_penalty(prefill.address, decode.address)

@@ -58,9 +58,9 @@ class PrefillView:
     """The state of a prefill worker, from its reports and from this router's requests there.
 
     `address` is its "host:port". `open_requests` is the number of this router's requests there, and `open_tokens` the
-    number of their tokens still to be computed; `recent_tokens` were computed before, and fade with time.
-    `assigned_total` counts all requests so far. `rate` is in tokens per second, 0 while unknown. `running` is the
-    number of sequences that decode there: 0 unless the worker is mixed.
+    number of their tokens still to be computed; `recent_tokens` were computed before, and fade with time. `rate` is in
+    tokens per second, 0 while unknown. `running` is the number of sequences that decode there: 0 unless the worker is
+    mixed.
     """
 
     address: str
@@ -70,7 +70,6 @@ class PrefillView:
     rate: float = 0.0
     open_requests: int = 0
     open_tokens: int = 0
-    assigned_total: int = 0
     recent_tokens: float = 0.0
     incarnation: str = ""
     running: int = 0
@@ -197,13 +196,13 @@ class FleetView:
         self._set(self.decode, address, view)
 
     def _set(self, views: dict[str, V], address: str, view: V | None) -> None:
-        old = views.get(address)
-        if old is None or view is None or old.kind != view.kind or old.draining != view.draining:
+        before, after = ((each.kind, each.draining) if each else None for each in (views.get(address), view))
+        if before != after:
             self._groups = None
         if view is not None:
             views[address] = view
-        elif old is not None:
-            del views[address]
+        else:
+            views.pop(address, None)
 
 
 def _group_by_format(views: Mapping[str, V]) -> dict[tuple[KvFormat, bool], list[str]]:
@@ -273,7 +272,6 @@ class PrefillCost(NamedTuple):
     full: bool
     seconds: float
     open_requests: int
-    assigned_total: int
     address: str
     compute_s: float
 
@@ -315,14 +313,12 @@ def rank_pairs(
         blamed_pairs = sum(len(key) == 2 for key in criteria.blame) + len(criteria.in_place_only)
         first = heapq.nsmallest(1 + blamed_pairs, prefills)
         found = pair_costs(criteria, first, map(fleet.decode.__getitem__, decodes))
-        if mixed := fleet.prefill.keys() & decodes:
-            for each in prefills:
-                if each.address in mixed:
-                    found += pair_costs(criteria, [each], [fleet.decode[each.address]])
+        mixed = fleet.prefill.keys() & decodes
+        for each in prefills if mixed else ():
+            if each.address in mixed:
+                found += pair_costs(criteria, [each], [fleet.decode[each.address]])
         for cost in found:
-            known = pairs.setdefault(cost.decode, cost)
-            if cost < known:
-                pairs[cost.decode] = cost
+            pairs[cost.decode] = min(cost, pairs.get(cost.decode, cost))
     if not criteria.needs_decode:
         return [WorkerPair(cost.address) for cost in heapq.nsmallest(1, alone) if not cost.full]
     least = min((cost.penalty for cost in pairs.values()), default=None)
@@ -343,9 +339,7 @@ def prefill_costs(
         compute_s = max(tokens - cached_tokens.get(address, 0), 0) / rate
         seconds = view.load_tokens / rate + compute_s * (1 + view.running)
         penalty = criteria.worker_penalty(address) if criteria.blame else 0
-        costs.append(
-            PrefillCost(penalty, requests >= limit, seconds, requests, view.assigned_total, address, compute_s)
-        )
+        costs.append(PrefillCost(penalty, requests >= limit, seconds, requests, address, compute_s))
     return costs
 
 
@@ -379,28 +373,23 @@ def least_loaded_pair(
     Without `isolates_decode`, only the prefill worker must be empty. None if there is no pair.
     """
 
-    def requests(*addresses: str) -> int:
-        """Requests of this router at workers; a mixed one has two views."""
-        views = (each.get(address) for address in {*addresses} for each in (fleet.prefill, fleet.decode))
+    def requests(address: str) -> int:
+        """Requests of this router at a worker; a mixed one has two views."""
+        views = fleet.prefill.get(address), fleet.decode.get(address)
         return sum(view.open_requests for view in views if view is not None)
 
-    def least_busy(addresses: Iterable[str]) -> list[str]:
-        def busy(address: str) -> tuple[int, int, str]:
-            return criteria.worker_penalty(address), requests(address), address
+    def cost(address: str) -> tuple[int, int, str]:
+        return criteria.worker_penalty(address), requests(address), address
 
-        return heapq.nsmallest(ASKED_AT_MOST, addresses, key=busy)
-
-    pairs = [
-        (criteria.pair_penalty(*pair), requests(*pair if isolates_decode else pair[:1]), requests(pair[1]), pair)
-        for prefills, decodes in fleet.compatible_groups
-        for pair in product(
-            least_busy(prefills),
-            least_busy(each for each in decodes if each not in criteria.excluded_decodes)
-            if criteria.needs_decode
-            else [""],
-        )
-    ]
+    pairs: list[tuple[tuple[int, int], int, int, WorkerPair]] = []
+    for prefills, decodes in fleet.compatible_groups:
+        usable = [each for each in decodes if each not in criteria.excluded_decodes] if criteria.needs_decode else [""]
+        best = (heapq.nsmallest(ASKED_AT_MOST, addresses, key=cost) for addresses in (prefills, usable))
+        pairs += [
+            (criteria.pair_penalty(*pair), requests(pair[0]), requests(pair[1]), WorkerPair(*pair))
+            for pair in product(*best)
+        ]
     if not pairs:
         return None
-    _, count, _, pair = min(pairs)
-    return WorkerPair(*pair), count == 0
+    _, at_prefill, at_decode, pair = min(pairs)
+    return pair, not at_prefill and not (isolates_decode and at_decode)

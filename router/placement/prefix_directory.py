@@ -110,7 +110,8 @@ MAX_EXPECTED = 2048
 have the other blocks, in messages of no more names."""
 
 MAX_FORGOTTEN = 4096
-"""Most blocks of a lost worker that one call forgets, which takes about a millisecond."""
+"""Most blocks of a lost worker that one call forgets, which takes about a millisecond. Of those that are expected no
+longer, a call forgets those of the oldest prompts until it has forgotten as many."""
 
 V = TypeVar("V")
 
@@ -294,8 +295,10 @@ class PrefixIndex:
                 del known[name]
 
     def _expire(self, now: float) -> None:
-        while self._expected and self._expected[0][0] <= now:
+        left = MAX_FORGOTTEN
+        while left > 0 and self._expected and self._expected[0][0] <= now:
             until, worker, names = self._expected.popleft()
+            left -= len(names)
             if (blocks := self._by_worker.get(worker)) is not None:
                 self._drop(worker, [name for name in names if blocks[name[-1]].get(name) == until])
 

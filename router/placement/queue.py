@@ -3,15 +3,15 @@
     PlacementRequest ── push ──▶ Waiter ── next_to_register ──▶ registered: it asks decode workers ── granted ──▶ remove
 
 Order: the tenant with the fewest requests at prefill workers comes first; among equals, the one that was served least
-recently. A request that is tried again after a failure goes before the others of its tenant. Each tenant with waiters
-may fill an equal part of the queue's capacity, so that a flood fills only the part of its own tenant; the whole queue
-holds at most capacity × (1 + 1/2 + 1/3 + ...) first attempts.
+recently. Requests that are tried again after a failure go before the others of their tenant, the oldest first. Each
+tenant with waiters may fill an equal part of the queue's capacity, so that a flood fills only the part of its own
+tenant; the whole queue holds at most capacity × (1 + 1/2 + 1/3 + ...) first attempts.
 
 A reservation for which a decode worker lacks room waits at that worker. So waiters need not ask again, and few of them
-are registered: a waiter is *hidden* while a registered one *waits* that would be granted no later, because its context
-is not larger. The first waiter of the queue is registered in any case, and so are all replays. So a flood of large
-contexts registers one of them, small contexts behind it go on, and while these pass, the first one is in line at the
-workers.
+are registered: a waiter is *hidden* while registered ones *wait* that would be granted no later, because neither their
+context nor their length with all outputs is larger. The first waiter of the queue is registered in any case, and so are
+all replays. So a flood of large contexts registers one of them, small contexts behind it go on, and while these pass,
+the first one is in line at the workers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class FairQueue(Generic[T]):
     """Distinct items of several tenants, in order for each tenant; tenants are served round-robin."""
 
     def __init__(self) -> None:
-        self._queues: OrderedDict[str, OrderedDict[T, None]] = OrderedDict()
+        self._queues: OrderedDict[str, tuple[OrderedDict[T, None], OrderedDict[T, None]]] = OrderedDict()
+        """By tenant: the items that go first, and the others."""
         self._tenants: dict[T, str] = {}
 
     def __len__(self) -> int:
@@ -53,17 +54,13 @@ class FairQueue(Generic[T]):
 
     def count(self, tenant: str) -> int:
         """Number of items of a tenant."""
-        return len(self._queues.get(tenant, ()))
+        return sum(map(len, self._queues.get(tenant, ())))
 
-    def append(self, item: T, tenant: str) -> None:
-        """Add to the end of the tenant's queue."""
-        self._queues.setdefault(tenant, OrderedDict())[item] = None
+    def append(self, item: T, tenant: str, *, first: bool = False) -> None:
+        """Add to the end of the tenant's queue, or to the end of its items that go first."""
+        before, after = self._queues.setdefault(tenant, (OrderedDict(), OrderedDict()))
+        (before if first else after)[item] = None
         self._tenants[item] = tenant
-
-    def prepend(self, item: T, tenant: str) -> None:
-        """Add to the front of the tenant's queue; the order of the tenants stays."""
-        self.append(item, tenant)
-        self._queues[tenant].move_to_end(item, last=False)
 
     def pop(self, item: T) -> None:
         """Remove an item, and put its tenant behind the others."""
@@ -77,14 +74,15 @@ class FairQueue(Generic[T]):
         tenant = self._tenants.pop(item, None)
         if tenant is None:
             return False
-        del self._queues[tenant][item]
-        if not self._queues[tenant]:
+        for part in self._queues[tenant]:
+            part.pop(item, None)
+        if not any(self._queues[tenant]):
             del self._queues[tenant]
         return True
 
     def heads(self) -> list[T]:
         """The first item of each tenant, in the order of the tenants."""
-        return [next(iter(queue)) for queue in self._queues.values()]
+        return [next(itertools.chain(*queue)) for queue in self._queues.values()]
 
     def round_robin(self, load: Callable[[str], float]) -> Iterator[T]:
         """The first item of each tenant, then the second of each, and so on; the queue must not change meanwhile.
@@ -92,15 +90,11 @@ class FairQueue(Generic[T]):
         Tenants with a lower `load` come first; tenants of equal load stay in order. The tenants are sorted once; an
         item costs the same however many there are.
         """
-        queues = [iter(self._queues[tenant]) for tenant in sorted(self._queues, key=load)]
+        queues = [itertools.chain(*self._queues[tenant]) for tenant in sorted(self._queues, key=load)]
         while queues:
-            longer = []
-            for queue in queues:
-                for item in queue:
-                    yield item
-                    longer.append(queue)
-                    break
-            queues = longer
+            items = [(queue, item) for queue in queues for item in itertools.islice(queue, 1)]
+            yield from (item for _, item in items)
+            queues = [queue for queue, _ in items]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +130,11 @@ class PlacementRequest:
     def deadline(self) -> float:
         """The deadline of the request, in seconds on the event loop's clock; infinite if it has none."""
         return self.lifecycle.request_deadline
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of context and output together."""
+        return self.context_tokens + self.max_new_tokens
 
 
 @dataclass(eq=False)
@@ -176,7 +175,7 @@ class PlacementQueue(Generic[W]):
         self._max_wait_s = max_wait_s
         self._queue: FairQueue[W] = FairQueue()
         self.registered: set[W] = set()
-        """Waiters that have asked decode workers, or need none."""
+        """Waiters that ask decode workers now; the caller adds each one."""
         self._at_prefill: Counter[str] = Counter()
         """Number of requests at prefill workers, by tenant."""
         self._intervals: deque[float] = deque(maxlen=_MAX_INTERVALS)
@@ -205,7 +204,7 @@ class PlacementQueue(Generic[W]):
             raise Overloaded(problem, self.retry_after(), reason="queue_full")
 
     def push(self, waiter: W, fleet: FleetView, now: float) -> None:
-        """Add a waiter: a retry to the front of its tenant's queue, another one to the end.
+        """Add a waiter: a retry before the first attempts of its tenant, another one to the end.
 
         Raises Overloaded if the queue is full or the expected wait too long, DeadlineExceeded after the deadline; a
         retry is refused in no case.
@@ -215,12 +214,13 @@ class PlacementQueue(Generic[W]):
             # The time for which the queue was empty is no standstill.
             self._last_departure = None
         if request.is_retry:
-            self._queue.prepend(waiter, request.tenant)
+            self._queue.append(waiter, request.tenant, first=True)
             return
         if request.deadline <= now:
             raise DeadlineExceeded("the deadline had passed when the request came")
-        if can_serve(fleet, needs_decode=request.needs_decode):
-            # The pace of the queue does not tell when a worker will come.
+        overtakes = self.waits_for_decode and not self._hiding()(request)
+        if can_serve(fleet, needs_decode=request.needs_decode) and not overtakes:
+            # The pace of the queue does not tell when a worker will come, nor the wait of one that overtakes others.
             self._check_wait(request, now)
         self.check_capacity(request.tenant)
         self._queue.append(waiter, request.tenant)
@@ -246,24 +246,26 @@ class PlacementQueue(Generic[W]):
         if not can_serve(fleet, needs_decode=True):
             # Waiters that need decode workers must not keep others from prefill workers.
             order = (each for each in order if not each.request.needs_decode)
-        first = next(order, None)
-        order = itertools.chain(() if first is None else (first,), order)
-        fresh = (each for each in order if each not in self.registered and each not in passed)
-        # A worker with room for a context may lack room for it with several choices.
-        hiding = [each.request for each in self.registered if each.waits]
-        least = min((each.context_tokens for each in hiding), default=math.inf)
-        least_single = min((each.context_tokens for each in hiding if len(each.choices) == 1), default=math.inf)
-        for waiter in itertools.islice(fresh, len(self._queue.tenants) + _MAX_SCANNED):
-            request = waiter.request
-            hidden_from = least if len(request.choices) > 1 else least_single
-            must_not_hide = waiter is first or request.is_retry or not request.needs_decode
-            if request.deadline > now and (must_not_hide or request.context_tokens < hidden_from):
+        fresh = ((at, each) for at, each in enumerate(order) if each not in self.registered and each not in passed)
+        is_hidden = self._hiding()
+        for at, waiter in itertools.islice(fresh, len(self._queue.tenants) + _MAX_SCANNED):
+            if waiter.request.deadline > now and (at == 0 or not is_hidden(waiter.request)):
                 return waiter
         return None
 
-    def register(self, waiter: W) -> None:
-        """Record that the waiter asks decode workers now, or that it needs none and is placed at once."""
-        self.registered.add(waiter)
+    def _hiding(self) -> Callable[[PlacementRequest], bool]:
+        """A function that tells whether the waiters that wait now hide a request."""
+        hiding = [each.request for each in self.registered if each.waits]
+        least = _least_sizes(hiding)
+        # A worker with room for a context may lack room for it with several choices.
+        least_single = _least_sizes([each for each in hiding if len(each.choices) == 1])
+
+        def is_hidden(request: PlacementRequest) -> bool:
+            context, length = least if len(request.choices) > 1 else least_single
+            may_hide = request.needs_decode and not request.is_retry
+            return may_hide and request.context_tokens >= context and request.length >= length
+
+        return is_hidden
 
     def prefill_limit(self, tenant: str, fleet: FleetView) -> int:
         """Number of requests of this router at which a prefill worker gets no more requests of this tenant.
@@ -325,3 +327,9 @@ class PlacementQueue(Generic[W]):
             return 0.0
         standstill = 0.0 if self._last_departure is None else now - self._last_departure
         return before * self._interval + max(standstill - self._interval, 0.0)
+
+
+def _least_sizes(requests: Collection[PlacementRequest]) -> tuple[float, float]:
+    """The smallest context and the smallest length of requests, in tokens; infinite without requests."""
+    context = min((each.context_tokens for each in requests), default=math.inf)
+    return context, min((each.length for each in requests), default=math.inf)

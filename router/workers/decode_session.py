@@ -10,7 +10,8 @@ without it. So an attempt that was granted or waits, has not ended, and is not o
 error of the worker costs a second, and never a hang. Silence for `SILENCE_S` seconds ends the session.
 
 Messages from decode are delivered at once, and never wait for a client. When the stream ends, the worker has freed all
-that belonged to it. Every attempt of the session then fails, and a new session starts without attempts.
+that belonged to it. Every attempt of the session that has not ended there then fails, and a new session starts without
+attempts.
 """
 
 from __future__ import annotations
@@ -207,7 +208,7 @@ class DecodeCall:
 
     def on_ended(self) -> None:
         """Handle the end of the attempt without a fault: all of its choices have ended at the worker."""
-        self._reserved = False
+        self._session.forget(self._key)
         self._deliver(DecodeEnded())
 
     def on_failure(

@@ -114,7 +114,6 @@ class WorkerLink:
         """Whether the latest status counts requests of other routers that have no token yet."""
         self._lost = asyncio.Event()
         self._ending: SessionEnd | None = None
-        self._assigned = 0
         self._recent = DecayingSum(RECENT_S)
         self._granted_tokens = self._granted_slots = 0
         self.problem = ""
@@ -180,7 +179,6 @@ class WorkerLink:
         """
         if self.status is None:
             raise Unavailable(f"{self.role.value} worker {self.address} is lost")
-        self._assigned += 1
         assignment = PrefillAssignment(self, self.status.identity, tokens, cached_tokens, self._lost)
         self._assignments.add(assignment)
         self._pool.update_view(self)
@@ -245,7 +243,6 @@ class WorkerLink:
             rate=self.status.load.tokens_per_second,
             open_requests=len(self._assignments),
             open_tokens=sum(assignment.tokens - assignment.cached_tokens for assignment in self._assignments),
-            assigned_total=self._assigned,
             recent_tokens=self._recent.value(asyncio.get_running_loop().time()),
             incarnation=self._incarnation,
             running=self.status.load.slots_used,

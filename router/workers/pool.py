@@ -55,6 +55,12 @@ REASON_CHARACTERS = 400
 _SHORT = 12
 """Characters of a fingerprint in logs and errors, enough to tell it from others."""
 
+_WORK = {
+    WorkerRole.PREFILL: frozenset({WorkerRole.PREFILL}),
+    WorkerRole.DECODE: frozenset({WorkerRole.DECODE}),
+    WorkerRole.MIXED: frozenset({WorkerRole.PREFILL, WorkerRole.DECODE}),
+}
+
 _logger = logging.getLogger(__name__)
 
 
@@ -244,33 +250,39 @@ class WorkerPool:
 
     def update_view(self, link: WorkerLink) -> None:
         """Update the worker's views in the fleet."""
-        if self._has_accepted_twin(link):
-            return
-        accepted = link.label in self._accepted
+        accepted, work = link.label in self._accepted, self._work(link)
         retired = link.fingerprint != self._fingerprint
-        if link.role.prefills:
+        if WorkerRole.PREFILL in work:
             self.fleet.set_prefill(link.address, link.prefill_view(retired=retired) if accepted else None)
-        if link.role.decodes:
+        if WorkerRole.DECODE in work:
             self.fleet.set_decode(link.address, link.decode_view(retired=retired) if accepted else None)
 
     def update_prefixes(self, link: WorkerLink, change: PrefixChange) -> None:
         """Record a change of the prefixes that a worker holds."""
-        if not self._has_accepted_twin(link):
-            self.prefixes.update(link.role, link.address, change)
+        if link.label not in self._accepted and self._other_roles(link):
+            # It is refused for its role, and the other link has the same blocks.
+            return
+        for role in self._work(link):
+            self.prefixes.update(role, link.address, change)
 
     async def forget_prefixes(self, link: WorkerLink) -> None:
         """Forget the prefixes of a lost worker, in parts, so that the event loop is not held up."""
         more = True
-        while more and not self._has_accepted_twin(link):
-            more = self.prefixes.forget(link.role, link.address)
+        while more:
+            more = any(self.prefixes.forget(role, link.address) for role in self._work(link))
             await asyncio.sleep(0)
 
-    def _has_accepted_twin(self, link: WorkerLink) -> bool:
-        """Whether the address is also listed for another role, and that is the role of the worker there.
+    def _work(self, link: WorkerLink) -> frozenset[WorkerRole]:
+        """The work whose view and prefixes at the address are those of the link.
 
-        The views and prefixes at the address are then those of the other link.
+        Work of an accepted worker of another role, for which the address is listed too, is not among it.
         """
-        return any(f"{role.value} {link.address}" in self._accepted for role in WorkerRole if role is not link.role)
+        return _WORK[link.role].difference(*map(_WORK.__getitem__, self._other_roles(link)))
+
+    def _other_roles(self, link: WorkerLink) -> list[WorkerRole]:
+        """Other roles for which the address is listed too, if a worker of such a role is accepted there."""
+        others = [role for role in WorkerRole if role is not link.role]
+        return [role for role in others if f"{role.value} {link.address}" in self._accepted]
 
     def _notify(self) -> None:
         for listener in self._listeners:
@@ -286,7 +298,8 @@ class WorkerPool:
 
         `joins` tells that the worker was not accepted before.
         """
-        if not (joins or changed.draining or changed.status is None):
+        if changed.status is not None and not changed.draining and (not joins or self.serving):
+            # A worker that joins changes nothing while others serve.
             return False
         known: dict[str, set[WorkerRole]] = {}
         for link, _ in self._links.values():

@@ -47,7 +47,6 @@ def fleet_of(draw: random.Random, least: int, most: int) -> Views:
             draw.choice(RATES),
             draw.randrange(LIMIT + 1),
             draw.choice([0, draw.randrange(300)]),
-            draw.randrange(3),
             draw.choice([0.0, 1000.0]),
             running=draw.choice([0, 1, 8]) if name.startswith("m") else 0,
         )

@@ -21,14 +21,18 @@ from tests.property.fleet import KV
 TENANTS = st.sampled_from("abcd")
 PATIENCE = st.sampled_from([0.0, 1.0, 3.0, math.inf])
 SIZES = st.sampled_from([1, 2, 3, 3, 3, 5])
+OUTPUTS = st.sampled_from([1, 1, 1, 4])
 FLEET = FleetView([PrefillView("p", KV)], [DecodeView("d", KV)])
 
 
-def hides(waits: Waiter, other: Waiter) -> bool:
-    """Whether no decode worker would grant the other one before this one, which waits at all of them."""
-    mine, theirs = waits.request, other.request
-    fits_no_earlier = mine.context_tokens <= theirs.context_tokens
-    return waits.waits and fits_no_earlier and (len(mine.choices) == 1 or len(theirs.choices) > 1)
+def hidden(other: Waiter, registered: list[Waiter]) -> bool:
+    """Whether waiters that wait at all decode workers would be granted no later than the other one."""
+    theirs = other.request
+    hiding = [each.request for each in registered if each.waits]
+    hiding = [mine for mine in hiding if len(mine.choices) == 1 or len(theirs.choices) > 1]
+    return any(mine.context_tokens <= theirs.context_tokens for mine in hiding) and any(
+        mine.context_tokens + mine.max_new_tokens <= theirs.context_tokens + theirs.max_new_tokens for mine in hiding
+    )
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -49,14 +53,16 @@ class QueueMachine(RuleBasedStateMachine):
     def waiting(self, tenant: str) -> list[Waiter]:
         return self.queues.get(tenant, [])
 
-    def waiter(self, tenant: str, tokens: int, patience: float = math.inf, *, again: bool = False) -> Waiter:
+    def waiter(
+        self, tenant: str, tokens: int, output: int, patience: float = math.inf, *, again: bool = False
+    ) -> Waiter:
         lifecycle = Lifecycle(State.QUEUED, self.now, request_deadline=self.now + patience)
-        request = PlacementRequest(f"{next(self.numbers)}", 0, tenant, lifecycle, tokens, 1, (0,), again)
+        request = PlacementRequest(f"{next(self.numbers)}", 0, tenant, lifecycle, tokens, output, (0,), again)
         return Waiter(request)
 
-    @rule(tenant=TENANTS, patience=PATIENCE, tokens=SIZES)
-    def arrive(self, tenant: str, patience: float, tokens: int) -> None:
-        waiter = self.waiter(tenant, tokens, patience)
+    @rule(tenant=TENANTS, patience=PATIENCE, tokens=SIZES, output=OUTPUTS)
+    def arrive(self, tenant: str, patience: float, tokens: int, output: int) -> None:
+        waiter = self.waiter(tenant, tokens, output, patience)
         others = sum(1 for other, queue in self.queues.items() if queue and other != tenant)
         full = len(self.waiting(tenant)) >= max(1, self.capacity // (others + 1))
         try:
@@ -69,25 +75,26 @@ class QueueMachine(RuleBasedStateMachine):
         else:
             assert patience > 0.0
             assert not full
-            self._joined(waiter, -1)
+            self._joined(waiter)
 
-    @rule(tenant=TENANTS, tokens=SIZES)
-    def replay(self, tenant: str, tokens: int) -> None:
+    @rule(tenant=TENANTS, tokens=SIZES, output=OUTPUTS)
+    def replay(self, tenant: str, tokens: int, output: int) -> None:
         """Another attempt at a request that was served, and failed."""
-        waiter = self.waiter(tenant, tokens, again=True)
+        waiter = self.waiter(tenant, tokens, output, again=True)
         self.queue.push(waiter, FLEET, self.now)
-        self._joined(waiter, 0)
+        self._joined(waiter)
 
     def _sane(self, retry_after: float | None) -> None:
         assert retry_after is not None
         assert 0.1 <= retry_after <= 60.0
 
-    def _joined(self, waiter: Waiter, at: int) -> None:
+    def _joined(self, waiter: Waiter) -> None:
         tenant = waiter.request.tenant
         queue = self.queues.setdefault(tenant, [])
         if not queue:
             self.passed[tenant] = {}
-        queue.insert(len(queue) if at else 0, waiter)
+        replays = sum(each.request.is_retry for each in queue)
+        queue.insert(replays if waiter.request.is_retry else len(queue), waiter)
         self.accepted += 1
 
     @rule(waits=st.booleans())
@@ -98,7 +105,7 @@ class QueueMachine(RuleBasedStateMachine):
             for each in rest:
                 if each.request.deadline > self.now:
                     assert not each.request.is_retry
-                    assert any(hides(other, each) for other in self.registered)
+                    assert hidden(each, self.registered)
             if any(self.queues.values()):
                 head = next(iter(self.queue._queue.heads()))
                 assert head in self.registered or head.request.deadline <= self.now
@@ -107,9 +114,9 @@ class QueueMachine(RuleBasedStateMachine):
         assert found.request.deadline > self.now
         same = [each for each in rest if each.request.tenant == found.request.tenant]
         for before in same[: same.index(found)]:
-            hidden = any(hides(other, before) for other in self.registered)
-            assert hidden or before.request.deadline <= self.now, "not in the order of its tenant"
-        self.queue.register(found)
+            may_pass = hidden(before, self.registered) or before.request.deadline <= self.now
+            assert may_pass, "not in the order of its tenant"
+        self.queue.registered.add(found)
         found.waits = waits
         self.registered.append(found)
 
@@ -140,7 +147,7 @@ class QueueMachine(RuleBasedStateMachine):
         tenant = waiter.request.tenant
         live = [each for each in self.queues[tenant] if each.request.deadline > self.now]
         assert live[0] is waiter, "not in the order of arrival"
-        self.queue.register(waiter)
+        self.queue.registered.add(waiter)
         self.queue.pop(waiter, self.now)
         self.queues[tenant].remove(waiter)
         self._gone(waiter)

@@ -225,6 +225,7 @@ class Held:
         request: str = "",
         avoid: tuple[str, ...] = (),
         choices: int = 1,
+        output: int = 4,
     ) -> None:
         self.placed = asyncio.Event()
         self.go = asyncio.Event()
@@ -238,7 +239,7 @@ class Held:
             tenant,
             self.lifecycle,
             tokens,
-            4,
+            output,
             tuple(range(choices)),
             again,
             needs_decode,

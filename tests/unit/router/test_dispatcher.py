@@ -98,10 +98,23 @@ async def test_a_status_wakes_no_request_that_waits(monkeypatch: pytest.MonkeyPa
     await settle()
     handled = list[object]()
     monkeypatch.setattr(d, "_handle", handled.append)
+    monkeypatch.setattr(d.queue, "next_to_register", lambda *_: pytest.fail("the queue was searched"))
     for _ in range(20):
         pool.notify()
         await asyncio.sleep(0)
     assert (handled, pool.asked) == ([], 200)
+    for replay in replays:
+        await replay.cancel()
+
+
+async def test_requests_that_have_asked_all_workers_compare_none_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.dispatcher._TICK_S", 600.0)
+    d = dispatcher(FakePool(d=FULL, e=FULL))
+    replays = [await ask(d, f"r{number}", again=True) for number in range(3)]
+    monkeypatch.setattr("router.dispatcher.rank_pairs", lambda *_, **__: pytest.fail("workers were compared"))
+    d._tick()
+    await settle()
+    assert not any(replay.task.done() for replay in replays)
     for replay in replays:
         await replay.cancel()
 
@@ -409,6 +422,18 @@ async def test_a_replay_that_only_a_lost_worker_could_hold_waits_for_one_like_it
     with pytest.raises(Unavailable, match=r"that could hold the request, after a wait of 0\.02 s: .* 9 pages"):
         await asyncio.wait_for(other.task, 60)
     assert pool.assignments == 0
+
+
+async def test_a_request_that_a_lost_worker_could_hold_waits_while_no_worker_is_there() -> None:
+    d = dispatcher(pool := FakePool(small=TOO_LARGE, large=FULL))
+    held = await ask(d, "r")
+    pool.there = False
+    pool.answer(large=REFUSED)
+    await settle()
+    assert not held.task.done()
+    pool.there = True
+    pool.answer(large=GRANTED)
+    await held.finish()
 
 
 async def test_a_larger_worker_that_comes_to_the_address_of_a_smaller_one_is_asked() -> None:

@@ -64,6 +64,24 @@ async def test_a_context_that_only_a_full_worker_can_hold_stops_nobody_who_has_a
     await end(asked, large, *others)
 
 
+class Lengths(FakePool):
+    """Worker `small` has room, but holds 100 tokens only."""
+
+    async def reserve(self, attempt: FakeAttempt, **asked: Any) -> ReserveResult:
+        await asyncio.sleep(0)
+        too_large = asked["context_tokens"] + asked["max_new_tokens"] > 100
+        return FULL if attempt.worker != "small" else TOO_LARGE if too_large else GRANTED
+
+
+async def test_a_short_context_whose_outputs_only_a_full_worker_can_hold_stops_nobody_with_fewer_outputs() -> None:
+    asked = dispatcher(workers := Lengths(small=GRANTED, large=FULL), prefill_limit=99)
+    long = await ask(asked, "long", tokens=10, output=1000)
+    others = [await ask(asked, f"other{i}", tokens=20) for i in range(3)]
+    assert workers.order[:2] == ["long small", "long large"]
+    assert [request.placed.is_set() for request in (long, *others)] == [False, True, True, True]
+    await end(asked, long, *others)
+
+
 class Slots(FakePool):
     """Decode workers with two slots each; a large context does not fit those that answer TOO_LARGE.
 

@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+from dataclasses import replace
 
 import pytest
 
 from baton.errors import Unavailable
+from router.placement.policy import FleetView
 from router.workers.failures import Suspicion
 from tests.property.virtual import VirtualLoop
 from tests.unit.router.dispatching import FULL, GRANTED, TOO_LARGE, FakePool, Held, ask, dispatcher, place, settle
@@ -40,16 +42,22 @@ async def test_an_isolated_request_waits_for_an_empty_pair_and_keeps_it_until_it
     assert pool.assignments == 0
 
 
-async def test_an_isolated_request_runs_among_others_if_no_worker_becomes_empty_in_time() -> None:
-    d = dispatcher(pool := FakePool(d=GRANTED), isolation_wait_s=0.05)
-    running = await place(d, "running")
-    isolated, other = Held(d, "isolated", again=True, isolated=Suspicion.PAIR), Held(d, "other")
-    await settle()
-    assert not other.placed.is_set()
-    await asyncio.wait_for(asyncio.gather(isolated.placed.wait(), other.placed.wait()), 60)
-    assert isolated.place.isolation is None
-    await asyncio.gather(running.end(), isolated.end(), other.end())
-    assert pool.assignments == 0
+def test_an_isolated_request_runs_among_others_if_no_worker_becomes_empty_in_time() -> None:
+    async def run() -> None:
+        d = dispatcher(pool := FakePool(d=GRANTED), isolation_wait_s=5.0)
+        running = await place(d, "running")
+        isolated, other = Held(d, "isolated", again=True, isolated=Suspicion.PAIR), Held(d, "other")
+        await asyncio.sleep(4.0)
+        assert not other.placed.is_set()
+        await asyncio.sleep(2.0)
+        assert isolated.placed.is_set()
+        assert other.placed.is_set()
+        assert isolated.place.isolation is None
+        await asyncio.gather(running.end(), isolated.end(), other.end())
+        assert pool.assignments == 0
+
+    with contextlib.closing(VirtualLoop()) as loop:
+        loop.run_until_complete(run())
 
 
 async def test_a_request_no_longer_suspected_stops_waiting_to_run_alone() -> None:
@@ -202,14 +210,13 @@ async def test_one_that_waits_for_pages_keeps_its_workers_and_runs_among_others_
 
 async def test_one_that_runs_among_others_after_a_time_asks_only_when_a_prefill_worker_has_room() -> None:
     d = dispatcher(pool := FakePool(d=FULL), isolation_wait_s=0.0, prefill_limit=1)
-    pool.open_requests["p"] = 1
+    running = await place(d, "running", needs_decode=False)
     isolated = await ask(d, "isolated", again=True, isolated=Suspicion.PAIR)
     for _ in range(3):
         pool.notify()
         await settle()
     assert pool.order == []
-    pool.open_requests["p"] = 0
-    pool.notify()
+    await running.end()
     await settle()
     assert pool.order == ["isolated d"]
     await isolated.cancel()
@@ -225,3 +232,62 @@ async def test_one_that_waits_for_pages_at_a_worker_that_leaves_goes_to_another(
     assert isolated.place.decode_address != first
     await isolated.end()
     assert pool.isolated == frozenset()
+
+
+async def test_a_choice_that_needs_no_decode_worker_runs_where_the_others_of_its_request_do() -> None:
+    d = dispatcher(pool := FakePool(prefill=("p", "q"), d=GRANTED))
+    first = await place(d, "first", request="r", again=True, isolated=Suspicion.PREFILL)
+    last = await place(d, "last", request="r", again=True, isolated=Suspicion.PREFILL, needs_decode=False)
+    assert (last.place.decode, pool.open_requests) == (None, {"p": 2, "q": 0})
+    await asyncio.gather(first.end(), last.end())
+    assert pool.assignments == 0
+
+
+async def test_a_choice_that_needs_a_decode_worker_gets_one_after_a_choice_that_needs_none() -> None:
+    d = dispatcher(pool := FakePool(d=GRANTED))
+    first = await place(d, "first", request="r", again=True, isolated=Suspicion.PREFILL, needs_decode=False)
+    other = await ask(d, "other", request="r", again=True, isolated=Suspicion.PREFILL)
+    await first.end()
+    await other.until_placed()
+    assert other.place.decode_address == "d"
+    await other.end()
+    assert pool.assignments == 0
+
+
+async def test_choices_of_one_request_wait_for_pages_at_the_same_workers() -> None:
+    d = dispatcher(pool := FakePool(prefill=("p", "q"), d=FULL, e=FULL))
+    choices = [await ask(d, name, request="r", again=True, isolated=Suspicion.PAIR) for name in ("one", "two")]
+    assert (pool.order, pool.isolated) == (["r d", "r d"], {"p", "d"})
+    pool.answer_all(GRANTED)
+    for choice in choices:
+        await choice.until_placed()
+        assert choice.place.isolation.isolates_decode
+    await asyncio.gather(*(choice.end() for choice in choices))
+
+
+class Draining(FakePool):
+    """A pool whose prefill workers drain if a test says so."""
+
+    drains: tuple[str, ...] = ()
+
+    @property
+    def fleet(self) -> FleetView:
+        fleet = super().fleet
+        for name in self.drains:
+            fleet.set_prefill(name, replace(fleet.prefill[name], draining=True))
+        return fleet
+
+
+async def test_an_isolated_request_goes_to_no_prefill_worker_that_began_to_drain() -> None:
+    d = dispatcher(pool := Draining(prefill=("p", "q", "s"), d=FULL))
+    first = await ask(d, "first", request="r", again=True, isolated=Suspicion.PREFILL)
+    assert pool.isolated == {"p", "d"}
+    pool.drains = ("p",)
+    pool.answer(d=GRANTED)
+    await first.until_placed()
+    pool.drains = ("p", "q")
+    pool.notify()
+    other = await place(d, "other", request="r", again=True, isolated=Suspicion.PREFILL)
+    assert pool.open_requests == {"p": 0, "q": 1, "s": 1}
+    await asyncio.gather(first.end(), other.end())
+    assert pool.assignments == 0

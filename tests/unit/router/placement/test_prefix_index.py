@@ -92,6 +92,17 @@ def test_sent_blocks_count_until_they_are_reported_or_were_sent_too_long_ago() -
     assert tokens(index, talk, 100.0) == {"b": 2 * SIZE, "c": 3 * SIZE}
 
 
+def test_blocks_that_are_expected_no_longer_are_forgotten_in_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.placement.prefix_directory.MAX_FORGOTTEN", 3)
+    index, left = PrefixIndex(), []
+    for number in range(5):
+        index.expect("a", chain(f"prompt {number}", "end"), now=0.0)
+    for _ in range(3):
+        index.match([], SIZE, EXPECTED_S)
+        left.append(len(index))
+    assert left == [6, 2, 0]
+
+
 @given(
     st.lists(
         st.tuples(

@@ -21,12 +21,13 @@ def waiter(
     again: bool = False,
     tenant: str = "",
     tokens: int = 8,
+    output: int = 4,
     choices: int = 1,
     needs_decode: bool = True,
 ) -> Waiter:
     lifecycle = Lifecycle(State.QUEUED, now, request_deadline=deadline)
     request = PlacementRequest(
-        name, int(again), tenant, lifecycle, tokens, 4, tuple(range(choices)), again, needs_decode
+        name, int(again), tenant, lifecycle, tokens, output, tuple(range(choices)), again, needs_decode
     )
     return Waiter(request)
 
@@ -40,8 +41,8 @@ def queue_of(*waiters: Waiter, capacity: int = 1000, now: float = 0.0, **setting
     return queue
 
 
-def many(count: int, *, tenant: str = "") -> list[Waiter]:
-    return [waiter(f"{tenant}{number}", tenant=tenant) for number in range(count)]
+def many(count: int, *, tenant: str = "", tokens: int = 8) -> list[Waiter]:
+    return [waiter(f"{tenant}{number}", tenant=tenant, tokens=tokens) for number in range(count)]
 
 
 def next_of(queue: PlacementQueue[Waiter], now: float = 0.0) -> Waiter | None:
@@ -53,7 +54,7 @@ def place(queue: PlacementQueue[Waiter], now: float) -> str:
     found = next_of(queue, now)
     if found is None:
         return ""
-    queue.register(found)
+    queue.registered.add(found)
     queue.pop(found, now)
     return found.request.request_id
 
@@ -62,7 +63,7 @@ def registered(queue: PlacementQueue[Waiter], *, waits: bool = True) -> list[str
     """Register all that may be, each of which waits at once; their names."""
     names = []
     while (found := next_of(queue)) is not None:
-        queue.register(found)
+        queue.registered.add(found)
         found.waits = waits
         names.append(found.request.request_id)
     return names
@@ -89,6 +90,25 @@ def test_requests_that_would_miss_their_deadline_or_wait_too_long_are_refused() 
     assert next_of(queue, now + 5) is not replay, "its deadline has passed"
 
 
+def test_the_pace_is_not_for_requests_that_overtake_those_that_wait() -> None:
+    queue, now = queue_of(*many(10, tokens=9)), 0.0
+    assert registered(queue) == ["0"]
+    for number in range(10):
+        now += 2.0
+        queue.push(waiter(f"small {number}", now, tokens=8, deadline=now + 1), FLEET, now)
+        assert place(queue, now) == f"small {number}"
+    queue.push(waiter("no decode", now, tokens=9, needs_decode=False, deadline=now + 1), FLEET, now)
+    with pytest.raises(Overloaded, match=r"deadline is in 1\.0 s, the queue is expected to take 22\.0 s"):
+        queue.push(waiter("hidden", now, tokens=9, deadline=now + 1), FLEET, now)
+
+
+def test_replays_are_in_the_order_in_which_they_came() -> None:
+    queue = queue_of(waiter("first"), waiter("oldest", again=True))
+    for number in range(5):
+        queue.push(waiter(f"replay {number}", again=True), FLEET, 0.0)
+    assert [place(queue, 0.0) for _ in range(2)] == ["oldest", "replay 0"]
+
+
 def test_the_share_of_a_tenant_is_of_workers_that_take_requests() -> None:
     drains = [PrefillView(f"d{number}", KV, draining=True) for number in range(3)]
     fleet = FleetView([PrefillView("p", KV), *drains], [DecodeView("d", KV)])
@@ -103,7 +123,7 @@ def test_the_share_of_a_tenant_is_of_workers_that_take_requests() -> None:
 
 def test_the_queue_waits_for_decode_while_a_registered_waiter_does() -> None:
     queue = queue_of(refused := waiter("refused"), waiter("other"))
-    queue.register(refused)
+    queue.registered.add(refused)
     assert not queue.waits_for_decode
     refused.waits = True
     assert queue.waits_for_decode
@@ -113,7 +133,7 @@ def test_the_queue_waits_for_decode_while_a_registered_waiter_does() -> None:
 
 def hides(first: Waiter, other: Waiter) -> bool:
     queue = queue_of(first, other)
-    queue.register(first)
+    queue.registered.add(first)
     return next_of(queue) is None
 
 
@@ -121,6 +141,8 @@ def test_a_waiter_hides_those_that_would_be_granted_no_earlier() -> None:
     for this, other, hidden in (
         ({"tokens": 8}, {"tokens": 8}, True),
         ({"tokens": 8}, {"tokens": 7}, False),
+        ({"tokens": 8, "output": 9}, {"tokens": 9, "output": 7}, False),
+        ({"tokens": 8, "output": 9}, {"tokens": 9, "output": 8}, True),
         ({"choices": 2}, {"choices": 1}, False),
         ({"choices": 2}, {"choices": 2}, True),
         ({"choices": 1}, {"choices": 2}, True),
@@ -134,7 +156,7 @@ def test_a_waiter_hides_those_that_would_be_granted_no_earlier() -> None:
 def test_any_number_of_registered_waiters_keeps_none_behind_them_from_being_found() -> None:
     queue = queue_of(*many(1000, tenant="a"), waiter("small", tokens=1, tenant="a"), capacity=2000)
     for each in list(queue)[:1000]:
-        queue.register(each)
+        queue.registered.add(each)
         each.waits = True
     found = next_of(queue)
     assert found is not None
@@ -144,7 +166,7 @@ def test_any_number_of_registered_waiters_keeps_none_behind_them_from_being_foun
 def test_who_is_registered_depends_on_the_context_and_the_first_of_a_tenant_that_comes_first_always_is() -> None:
     queue = queue_of(*(waiter(name, tokens=int(name)) for name in ("50", "60", "40", "45", "30", "70", "29")))
     assert registered(queue) == ["50", "40", "30", "29"]
-    for name in ("replay 1", "replay 0"):
+    for name in ("replay 0", "replay 1"):
         queue.push(waiter(name, tokens=99, again=True), FLEET, 0.0)
     queue.push(waiter("no decode", tokens=99, needs_decode=False), FLEET, 0.0)
     assert registered(queue) == ["replay 0", "replay 1", "no decode"]

@@ -128,6 +128,17 @@ async def test_a_session_that_ends_refuses_reservations_and_fails_what_is_in_use
         assert isinstance(events[0], FailureEvent)
 
 
+async def test_a_session_that_ends_fails_no_attempt_that_has_ended_at_the_worker() -> None:
+    async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
+        events: list[Event] = []
+        session = DecodeSession(channel, "d", "r0")
+        key = granted(session, events)
+        told(session, ended=[key])
+        assert session.open_calls == 0
+        session._close("is lost", lambda: SessionEnd("", Cause.LOST, None))
+    assert events == [DecodeEnded()]
+
+
 @pytest.mark.parametrize("before", [[], [WAIT]])
 async def test_messages_about_a_cancelled_reservation_are_not_about_the_next_one_of_the_attempt(
     before: list[decode_pb2.ReserveResult],

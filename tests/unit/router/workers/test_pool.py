@@ -20,6 +20,7 @@ from baton.worker.status import PrefixChange, StatusHub, WorkerIdentity, WorkerL
 from router.placement.prefix_directory import BlockNamespace
 from router.workers import link as link_module
 from router.workers.failures import Blame, Cause, Event, FailureEvent
+from router.workers.link import WorkerLink
 from router.workers.pool import WorkerPool
 from tests.property.fleet import SimulatedFleet, Worker
 from tests.property.virtual import VirtualLoop
@@ -292,6 +293,39 @@ def test_a_worker_in_the_list_of_another_role_is_refused_by_name(flag: str, monk
     in_simulated_time(fleet, monkeypatch, run)
 
 
+def test_the_status_of_a_refused_worker_looks_at_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a rollout, many wait for the workers that serve to leave."""
+    fleet, looked = Fleet(prefill=5, decode=5, mixed=1), list[str]()
+    real, mismatch = Worker.status.fget, WorkerPool._mismatch
+    assert real is not None
+
+    def status(worker: Worker) -> object:
+        told = real(worker)
+        return replace(told, identity=replace(told.identity, fingerprint="g" * 64)) if worker.mixed else told
+
+    def look(pool: WorkerPool, link: WorkerLink, identity: WorkerIdentity) -> str | None:
+        looked.append(link.address)
+        return mismatch(pool, link, identity)
+
+    monkeypatch.setattr(Worker, "status", property(status))
+
+    async def run() -> None:
+        async with fleet.pool() as pool:
+            assert "its fingerprint is" in pool.describe_missing()
+            monkeypatch.setattr(WorkerPool, "_mismatch", look)
+            groups = pool.fleet.compatible_groups
+            await asyncio.sleep(10.0)
+            assert set(looked) == {"mixed-0:1"}
+            assert pool.fleet.compatible_groups is groups
+            for worker in fleet.workers.values():
+                if not worker.mixed:
+                    worker.die()
+            await asyncio.sleep(5.0)
+            assert list(pool.fleet.prefill) == ["mixed-0:1"]
+
+    in_simulated_time(fleet, monkeypatch, run)
+
+
 @pytest.mark.parametrize("role", list(WorkerRole))
 def test_workers_of_all_roles_must_have_one_kv_format(role: WorkerRole, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet, other = Fleet(mixed=1), KvFormat(KV.parts, layers=2, block_size=32)
@@ -314,5 +348,32 @@ def test_workers_of_all_roles_must_have_one_kv_format(role: WorkerRole, monkeypa
             await asyncio.sleep(2.0)
             assert f"{role.value} worker odd:1 at odd:1 is refused: its KV format is" in pool.describe_missing()
             assert list(pool.fleet.prefill) == list(pool.fleet.decode) == ["mixed-0:1"]
+
+    in_simulated_time(fleet, monkeypatch, run)
+
+
+@pytest.mark.parametrize(("before", "after"), [("prefill", "decode"), ("mixed", "prefill"), ("decode", "mixed")])
+def test_a_worker_that_comes_back_in_another_role_has_no_view_of_the_old_one(
+    before: str, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its address is listed for both roles, and the link of the new one hears of it first."""
+    fleet = Fleet(**{before: 1})
+    (worker,) = fleet.workers.values()
+    new = WorkerRole(after)
+
+    async def run() -> None:
+        async with fleet.pool(**{before: (worker.address,), after: (worker.address,)}) as pool:
+            worker.role, worker.born = new, 1
+            pool._links[new, worker.address][0]._update_status(worker.status)
+            assert len(pool._accepted) == 2
+            await asyncio.sleep(5.0)
+            assert len(pool._accepted) == 1
+            assert (worker.address in pool.fleet.prefill, worker.address in pool.fleet.decode) == (
+                new.prefills,
+                new.decodes,
+            )
+            assert {view.incarnation for view in (*pool.fleet.prefill.values(), *pool.fleet.decode.values())} == {
+                worker.status.identity.incarnation
+            }
 
     in_simulated_time(fleet, monkeypatch, run)
