@@ -130,7 +130,7 @@ class WaitingReservation:
     """A reservation that is not granted yet.
 
     `cancelled` are choices that its router has ended. `told` is whether its router knows that it waits. `tried` are
-    the free pages and the number of attempts with complete KV when the engine last lacked pages for it.
+    the free pages and `Attempts.commits` when the engine last lacked pages for it.
     """
 
     session_number: int
@@ -315,7 +315,7 @@ class Admission:
                 free = self._free()
                 # Not again at each commit, so that copies to the shared cache can end.
                 progress.out_of_pages |= free > waiting.tried[0]
-                waiting.tried = free, self._ready_attempts
+                waiting.tried = free, self._attempts.commits
                 self._line.add(waiting.party, size.pages, free)
             except Exception as error:
                 self._refuse(waiting, f"{type(error).__name__}: {error}", progress)
@@ -362,8 +362,8 @@ class Admission:
     def _has_pages(self, waiting: WaitingReservation) -> bool:
         """Whether its pages may be free for it; if not, it gets a place in line."""
         pages, free = waiting.size.pages, self._free()
-        tried_free, tried_ready = waiting.tried
-        may_share = bool(waiting.reservation.pinnable_digests) and self._ready_attempts != tried_ready
+        tried_free, tried_commits = waiting.tried
+        may_share = bool(waiting.reservation.pinnable_digests) and self._attempts.commits != tried_commits
         # Only the engine knows how many pages it would share, so it is asked when its answer may be another one.
         if self._may_take(waiting.party, pages) and (pages <= free or free > tried_free or may_share):
             return True
@@ -402,18 +402,20 @@ class Admission:
 
     def _fork_next(self, progress: Progress, limit: int) -> bool:
         """Fork the first attempt that has the pages, if fewer than `limit` sequences are held; False if none has."""
-        turns = self._attempts.pending
-        if not self._oldest_leads:
-            # So contexts are freed one after the other, and requests with few choices do not wait for all others.
-            turns = sorted(turns, key=lambda attempt: attempt.pending_choices)
-        if progress.failed or not turns or self._attempts.held_sequences + (self._evicting is not None) >= limit:
+        turns, held = self._attempts.pending, self._attempts.held_sequences
+        if progress.failed or not turns or held + (self._evicting is not None) >= limit:
             self._forks_next = self._forks_next and bool(turns)
             return False
         # The turn is over even if pages are missing.
         self._forks_next = False
-        makes_progress = any(attempt.makes_progress for attempt in self._attempts)
+        if not self._oldest_leads:
+            # So contexts are freed one after the other, and requests with few choices do not wait for all others.
+            turns = sorted(turns, key=lambda attempt: attempt.pending_choices)
+        free = self._free()
+        # If nothing else makes progress, forks may take all pages.
+        room = self._line.room(FORKS, free) if held else self._engine.spec.pages
         for attempt in turns:
-            if makes_progress and not self._may_take(FORKS, self._attempts.fork_pages(attempt)):
+            if self._attempts.fork_pages(attempt) > room:
                 continue
             try:
                 progress.forked.append(self._attempts.fork(attempt))
@@ -426,7 +428,9 @@ class Admission:
             self._oldest_leads = not self._oldest_leads
             self._line.remove(FORKS, self._free())
             return True
-        self._line.add(FORKS, self._fork_need(turns), self._free())
+        need = self._fork_need(turns)
+        progress.out_of_pages |= need > free
+        self._line.add(FORKS, need, free)
         return False
 
     def _fork_need(self, turns: abc.Sequence[DecodeAttempt]) -> int:
@@ -446,10 +450,6 @@ class Admission:
     @property
     def _free_context_pages(self) -> int:
         return max(self._max_context_pages - self._attempts.expected_context_pages, 0)
-
-    @property
-    def _ready_attempts(self) -> int:
-        return sum(attempt.committed for attempt in self._attempts)
 
     def _free(self) -> int:
         """Number of free and cached pages that the batch does not need."""

@@ -248,7 +248,7 @@ def test_an_attempt_whose_forks_lack_pages_lets_the_forks_of_others_go_on(monkey
     assert (worker.attempts.pending_choices, worker.engine.stats().free) == (6, 1)
     monkeypatch.undo()
     worker.advance()
-    assert {attempt.key.request_id for attempt in worker.attempts if attempt.held_sequences} == {"small"}
+    assert {attempt.key.request_id for attempt in worker.attempts if attempt.choices} == {"small"}
     worker.engine.free(other)
     worker.finish()
     assert not any(asked.failed for asked in worker.asked.values())
@@ -586,6 +586,34 @@ def test_a_reservation_that_shares_pages_is_granted_when_the_blocks_are_there() 
     assert worker.attempts.commit(other, ready.handoff, 0.0, 0.0) is not None
     (second,) = worker.admission.advance(0.0).granted
     assert second.handle.cached_tokens >= 32
+
+
+def test_a_reservation_is_granted_when_it_shares_pages_of_one_that_came_while_no_slot_was_free() -> None:
+    worker, ids = Worker(2, pages=24), list(range(2, 42))
+    names = digests(worker.engine, ids)
+    worker.engine.reserve("held", 12 * PAGE)
+
+    def ask(name: str, context: int, prefix: abc.Sequence[bytes] = (), session: int = 1) -> list[DecodeAttempt]:
+        reserve = Reserve(AttemptKey(name, 0), context, 4, 1, prefix_digests=b"".join(prefix))
+        worker.admission.register(session, reserve, 0.0)
+        return worker.admission.advance(0.0).granted
+
+    def commit(attempt: DecodeAttempt, prompt: list[int]) -> None:
+        ready = prefill(prompt, SamplingParams(max_tokens=4), request_id=attempt.key.request_id, page_size=PAGE)
+        worker.attempts.start(attempt, 0.0)
+        worker.attempts.commit(attempt, ready.handoff, 0.0, 0.0)
+        assert not worker.admission.advance(0.0).granted
+
+    (first,) = ask("first", 1)
+    commit(first, [1])
+    assert not ask("waits", 40, names), "it needs 11 pages, and 10 are free"
+    (second,) = ask("second", 16, names[:1], session=2)
+    worker.engine.publish(second.handle, names[:1])
+    commit(second, ids[:16])
+    worker.attempts.end(first, 0.0)
+    # Four pages are shared, and seven are free. One attempt has its KV, as when it was tried before.
+    (granted,) = worker.admission.advance(0.0).granted
+    assert (granted.key.request_id, granted.handle.cached_tokens) == ("waits", 16)
 
 
 def test_pages_that_no_request_holds_are_freed_for_a_reservation() -> None:
