@@ -19,8 +19,8 @@ in the line, and all forks together are one party there (decision 28 has the bou
 forks may use at most half of the pages, with a line of their own; a larger one may be kept only alone. Every fork ends;
 decision 10 has the proof. Pages that the batch needs after a preemption are not free (`BatchPages.kept_pages`).
 
-A long context may replace many cached blocks. They are evicted in slices, one in each call of `advance`, so that the
-event loop is not held up. Meanwhile a slot is kept for it, and it stands in the line for pages.
+A large reservation may replace many cached blocks. They are evicted in slices, one in each call of `advance`, so that
+the event loop is not held up. Meanwhile a slot is kept for it, and it stands in the line for pages.
 """
 
 from __future__ import annotations
@@ -351,7 +351,8 @@ class Admission:
         if waiting.reservation.choices == 1:
             return True
         # A context larger than the share of all contexts is kept only while no other one is.
-        need, free = min(self._context_pages(waiting), self._max_context_pages), self._free_context_pages
+        pages, free = self._engine.spec.pages_for(waiting.reservation.context_tokens), self._free_context_pages
+        need = min(pages, self._max_context_pages)
         if need <= self._context_line.room(waiting.party, free):
             return True
         self._context_line.add(waiting.party, need, free)
@@ -380,12 +381,12 @@ class Admission:
         return (room == free and not self._batch_pages.kept_pages) or pages <= room
 
     def _evict_for(self, waiting: WaitingReservation, progress: Progress) -> bool:
-        """Evict a slice of the cached blocks that a long context replaces; False if its pages may be taken now.
+        """Evict a slice of the cached blocks that a large reservation replaces; False if its pages may be taken now.
 
-        Blocks are evicted for one context at a time: two could evict each other's prefix.
+        Blocks are evicted for one reservation at a time: two could evict each other's prefix.
         """
         digests, size = waiting.reservation.pinnable_digests, waiting.size
-        if self._context_pages(waiting) <= SLICE_NODES:
+        if size.pages <= SLICE_NODES:
             return False
         if not progress.evicting and self._evicting in (None, waiting):
             progress.evicting = self._engine.evict_for(size.tokens, digests, size.pinnable_tokens)
@@ -443,9 +444,6 @@ class Admission:
         return next((need for need in needs if need <= room), min(needs))
 
     # Pages.
-
-    def _context_pages(self, waiting: WaitingReservation) -> int:
-        return self._engine.spec.pages_for(waiting.reservation.context_tokens)
 
     @property
     def _free_context_pages(self) -> int:

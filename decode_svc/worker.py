@@ -348,7 +348,9 @@ class DecodeWorker:
                 self.on_pages_returned()
         self._set_timer()
         for attempt, error in progress.failed:
-            self._fail(attempt, FailureKind.ENGINE, f"{attempt.key}: a choice can't be forked: {error}")
+            # `call_soon`, because the end of an attempt calls this method, and all forks may fail.
+            message = f"{attempt.key}: a choice can't be forked: {error}"
+            self._loop.call_soon(self._fail, attempt, FailureKind.ENGINE, message)
 
     def _set_timer(self) -> None:
         """Set the timer to the next deadline."""
