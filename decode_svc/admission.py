@@ -130,7 +130,7 @@ class WaitingReservation:
     """A reservation that is not granted yet.
 
     `cancelled` are choices that its router has ended. `told` is whether its router knows that it waits. `tried` are
-    the free pages and `Attempts.commits` when the engine last lacked pages for it.
+    the free pages and `Attempts.changes` when the engine last lacked pages for it.
     """
 
     session_number: int
@@ -315,7 +315,7 @@ class Admission:
                 free = self._free()
                 # Not again at each commit, so that copies to the shared cache can end.
                 progress.out_of_pages |= free > waiting.tried[0]
-                waiting.tried = free, self._attempts.commits
+                waiting.tried = free, self._attempts.changes
                 self._line.add(waiting.party, size.pages, free)
             except Exception as error:
                 self._refuse(waiting, f"{type(error).__name__}: {error}", progress)
@@ -363,8 +363,8 @@ class Admission:
     def _has_pages(self, waiting: WaitingReservation) -> bool:
         """Whether its pages may be free for it; if not, it gets a place in line."""
         pages, free = waiting.size.pages, self._free()
-        tried_free, tried_commits = waiting.tried
-        may_share = bool(waiting.reservation.pinnable_digests) and self._attempts.commits != tried_commits
+        tried_free, tried_changes = waiting.tried
+        may_share = bool(waiting.reservation.pinnable_digests) and self._attempts.changes != tried_changes
         # Only the engine knows how many pages it would share, so it is asked when its answer may be another one.
         if self._may_take(waiting.party, pages) and (pages <= free or free > tried_free or may_share):
             return True

@@ -223,8 +223,8 @@ class Attempts:
         """Attempts whose KV is not complete, and the pages of contexts that will be kept for pending choices."""
         self._pending: dict[DecodeAttempt, int] = {}
         """Attempts with pending choices, the oldest first, and the pages of their contexts."""
-        self.commits = 0
-        """Number of attempts whose KV was ever complete."""
+        self.changes = 0
+        """Number of reservations and commits so far. After each one, other reservations may share other pages."""
         self._numbers = itertools.count()
         self._ids = itertools.count()
 
@@ -310,6 +310,7 @@ class Attempts:
         )
         self._live[session_number, key] = attempt
         self._coming[attempt] = self._context_pages(attempt) if reservation.choices > 1 else 0
+        self.changes += 1
         return attempt
 
     def start(
@@ -377,7 +378,7 @@ class Attempts:
             self._engine.free(attempt.spare)
         attempt.lifecycle.enter(State.SLOT_WAIT, now)
         del self._coming[attempt]
-        self.commits += 1
+        self.changes += 1
         if pending is not None:
             attempt.pending, self._pending[attempt] = pending, self._context_pages(attempt)
         return self._sequence(attempt, going[0], attempt.handle, handoff, hasher, fetch_ms, now)

@@ -616,6 +616,21 @@ def test_a_reservation_is_granted_when_it_shares_pages_of_one_that_came_while_no
     assert (granted.key.request_id, granted.handle.cached_tokens) == ("waits", 16)
 
 
+def test_a_reservation_is_granted_when_it_shares_pages_that_another_one_has_pinned() -> None:
+    worker, ids = Worker(4, pages=24), list(range(2, 42))
+    names = digests(worker.engine, ids)
+    worker.engine.free(worker.engine.reserve("cached", 16), names[:1])
+    held = [worker.engine.reserve("held", pages * PAGE) for pages in (12, 2)]
+    for name, context, blocks in (("waits", 40, 2), ("pins", 16, 1)):
+        prefix = b"".join(names[:blocks])
+        worker.admission.register(1, Reserve(AttemptKey(name, 0), context, 4, 1, prefix_digests=prefix), 0.0)
+    (attempt,) = worker.admission.advance(0.0).granted
+    assert (attempt.key.request_id, attempt.handle.cached_tokens, worker.engine.stats().free) == ("pins", 16, 5)
+    worker.engine.free(held.pop())
+    # It needs eleven pages, of which it shares four; ten were free when it was tried first.
+    assert len(worker.admission.advance(0.0).granted) == 1
+
+
 def test_pages_that_no_request_holds_are_freed_for_a_reservation() -> None:
     worker = Worker(4, pages=8)
     copies = [worker.engine.reserve("copy", 4 * PAGE)]
