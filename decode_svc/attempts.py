@@ -36,9 +36,9 @@ from baton.errors import EngineError, IncompleteTransfer, OutOfPages
 from baton.kv.hashing import RollingBlockHasher, chain_root
 from baton.ledger import LedgerEntry
 from baton.lifecycle import Lifecycle, State
-from baton.request import FirstToken, Handoff, SequenceState, check_token_ids
+from baton.request import FirstToken, Handoff, SequenceState, check_token_ids, join_ids
 from decode_svc.messages import AttemptKey, Failure, FailureKind, Reserve
-from decode_svc.reservation import ReservationSize, context_ids
+from decode_svc.reservation import ReservationSize
 from decode_svc.scheduler import DecodeSequence
 
 
@@ -529,7 +529,8 @@ class Attempts:
         spec = self._engine.spec
         root = chain_root(spec.fingerprint, spec.kv_format.digest, attempt.reservation.cache_salt)
         size = spec.kv_format.block_size
-        return RollingBlockHasher(root, size, digests, context_ids(handoff)[len(digests) * size :])
+        context = join_ids(handoff.prompt_ids, handoff.output_ids)
+        return RollingBlockHasher(root, size, digests, context[len(digests) * size :])
 
     def _release(self, sequence: DecodeSequence) -> abc.Sequence[bytes]:
         """Publish the final blocks of a sequence, free its handle, and return the digests of the blocks.

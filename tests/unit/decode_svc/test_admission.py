@@ -81,10 +81,7 @@ class Worker:
         self.batch_pages = BatchPages()
         self.loop = DecodeLoop(self.engine, Watchdog(), self.reports.append, batch_pages=self.batch_pages)
         self.attempts = Attempts(self.engine)
-        forecast = SlotForecast(slots)
-        self.admission = Admission(
-            self.engine, self.attempts, reserve_tokens, forecast, self.batch_pages, lambda: False
-        )
+        self.admission = Admission(self.engine, self.attempts, reserve_tokens, self.batch_pages, lambda: False)
         self.asked: dict[str, Asked] = {}
         self.now = 0.0
 
@@ -101,7 +98,7 @@ class Worker:
     def cancel(self, name: str) -> None:
         """End a reservation that waits."""
         del self.asked[name]
-        assert self.admission.cancel(1, AttemptKey(name, 0))
+        self.admission.cancel(1, AttemptKey(name, 0))
 
     def advance(self) -> None:
         progress = self.admission.advance(self.now)
@@ -339,16 +336,17 @@ def set_aside(line: PageLine, free: int) -> int:
 
 def test_half_of_what_comes_free_is_set_aside_and_no_more_than_the_first_in_line_needs_now() -> None:
     line = PageLine()
-    line.add(FORKS, 50, 20)
+    line.add(FORKS, 50)
     # Growth takes from both halves, and what it gives back counts once.
     assert [set_aside(line, free) for free in (20, 10, 20, 0, 200)] == [10, 5, 10, 0, 50]
-    line.add(FORKS, 4, 200)
+    line.add(FORKS, 4)
     assert set_aside(line, 200) == 4
 
 
 def test_what_others_take_is_not_taken_from_the_first_in_line() -> None:
     line = PageLine()
-    line.add(FORKS, 50, 20)
+    line.add(FORKS, 50)
+    assert set_aside(line, 20) == 10
     line.remove((1, AttemptKey("other", 0)), 12)
     assert set_aside(line, 12) == 10
 
@@ -357,12 +355,12 @@ def test_sessions_and_all_forks_together_take_turns_in_the_line() -> None:
     line = PageLine()
     a, again, b = ((session, AttemptKey(name, 0)) for session, name in ((1, "a"), (1, "again"), (2, "b")))
     for party in (a, FORKS, again, b):
-        line.add(party, 50, 20)
+        line.add(party, 50)
     line.remove(again)
     assert (line.first, set_aside(line, 20)) == (a, 10)
     line.remove(a, 12)
     assert (line.first, set_aside(line, 12)) == (FORKS, 6), "half of what is free when it comes to the front"
-    line.add(again, 50, 12)
+    line.add(again, 50)
     line.remove(FORKS)
     assert line.first == b
     line.remove(b)
@@ -434,7 +432,7 @@ class SlotWorker:
     def __init__(self, slots: int, forks: int = 1000, asking: int = 0) -> None:
         engine = FakeEngine(slots=slots)
         self.attempts, self.now, self.numbers = CountedAttempts(engine, forks), 0.0, itertools.count()
-        self.admission = Admission(engine, self.attempts, 1, SlotForecast(slots), BatchPages(), lambda: False)
+        self.admission = Admission(engine, self.attempts, 1, BatchPages(), lambda: False)
         self.ask(asking)
 
     def ask(self, count: int = 1) -> None:
@@ -516,12 +514,13 @@ def test_a_reservation_ends_at_its_deadline_by_a_cancel_with_its_session_or_in_a
     ((late, answer),) = worker.admission.advance(6.0).answers
     assert (late.reservation.key.request_id, answer) == ("late", ReserveResult(False, "its deadline has passed"))
     assert worker.admission.deadline == math.inf
-    assert worker.admission.cancel(1, AttemptKey("cancelled", 0))
-    assert not worker.admission.cancel(1, AttemptKey("cancelled", 0))
+    for _ in range(2):
+        worker.admission.cancel(1, AttemptKey("cancelled", 0))
+        assert set(worker.admission.in_session(1)) == {AttemptKey("choices", 0)}
     assert [each.reservation.key.request_id for each in worker.admission.clear(2)] == ["lost"]
-    assert worker.admission.cancel(1, AttemptKey("choices", 0), 1)
+    worker.admission.cancel(1, AttemptKey("choices", 0), 1)
     assert set(worker.admission.in_session(1)) == {AttemptKey("choices", 0)}
-    assert worker.admission.cancel(1, AttemptKey("choices", 0), 0)
+    worker.admission.cancel(1, AttemptKey("choices", 0), 0)
     assert [each.reservation.key.request_id for each in worker.admission.clear()] == ["kept"]
     assert len(worker.admission) == 0
 
@@ -640,7 +639,7 @@ def test_pages_that_no_request_holds_are_freed_for_a_reservation() -> None:
             worker.engine.free(copy)
         return bool(copies) and not copies.clear()
 
-    admission = Admission(worker.engine, worker.attempts, 4, SlotForecast(4), BatchPages(), reclaim)
+    admission = Admission(worker.engine, worker.attempts, 4, BatchPages(), reclaim)
     admission.register(1, Reserve(AttemptKey("r", 0), 20, 4, 1), 0.0)
     assert len(admission.advance(0.0).granted) == 1
 
@@ -667,7 +666,7 @@ def test_copies_that_begin_while_a_reservation_waits_go_on_until_more_pages_are_
         reclaimed.append(worker.engine.stats().free)
         return False
 
-    admission = Admission(worker.engine, worker.attempts, 4, SlotForecast(4), BatchPages(), reclaim)
+    admission = Admission(worker.engine, worker.attempts, 4, BatchPages(), reclaim)
     ids = list(range(2, 30))
     names = b"".join(digests(worker.engine, ids))
     held = [worker.engine.reserve("held", pages * PAGE) for pages in (5, 1, 1)]
@@ -692,10 +691,7 @@ def test_the_token_that_prefill_computes_here_is_not_pinned() -> None:
     names = digests(worker.engine, ids)
     worker.engine.free(worker.engine.reserve("cached", 32), names)
     for computed in (0, 1):
-        forecast = SlotForecast(4)
-        admission = Admission(
-            worker.engine, worker.attempts, 4, forecast, BatchPages(), lambda: False, computed_tokens=computed
-        )
+        admission = Admission(worker.engine, worker.attempts, 4, BatchPages(), lambda: False, computed_tokens=computed)
         key = AttemptKey(f"r{computed}", 0)
         admission.register(1, Reserve(key, 32, 4, 1, prefix_digests=b"".join(names)), 0.0)
         (attempt,) = admission.advance(0.0).granted
