@@ -19,8 +19,8 @@ in the line, and all forks together are one party there (decision 28 has the bou
 forks may use at most half of the pages, with a line of their own; a larger one may be kept only alone. Every fork ends;
 decision 10 has the proof. Pages that the batch needs after a preemption are not free (`BatchPages.kept_pages`).
 
-A long context may replace many cached blocks. They are evicted in slices, one in each call of `advance`, so that the
-event loop is not held up. Meanwhile a slot is kept for it, and it stands in the line for pages.
+A large reservation may replace many cached blocks. They are evicted in slices, one in each call of `advance`, so that
+the event loop is not held up. Meanwhile a slot is kept for it, and it stands in the line for pages.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ class SlotForecast:
         """Record that a sequence was ready to run `lead_s` seconds after its reservation."""
         self._lead_s.add(lead_s)
 
-    def rate(self, now: float) -> float:
-        """Recent completions per second; less than that in the first SPAN_S seconds of a worker."""
-        return self._ends.value(now) / SPAN_S
-
     def lookahead(self, now: float) -> int:
-        """Number of sequences that may be held beyond the slots, because slots will come free in time."""
-        return min(int(self.rate(now) * self._lead_s.value), self.slots // 4)
+        """Number of sequences that may be held beyond the slots, because slots will come free in time.
+
+        It is smaller in the first SPAN_S seconds of a worker.
+        """
+        ends_per_s = self._ends.value(now) / SPAN_S
+        return min(int(ends_per_s * self._lead_s.value), self.slots // 4)
 
 
 class PageLine:
@@ -111,11 +111,10 @@ class PageLine:
         self._free = free
         return free if first == party else free - (self._set_aside_doubled + 1) // 2
 
-    def add(self, party: Party, pages: int, free: int) -> None:
+    def add(self, party: Party, pages: int) -> None:
         """Give a party that lacks `pages` pages a place in the line, unless another one has that of its session."""
         if self._places.setdefault(party[0], (party, pages))[0] == party:
             self._places[party[0]] = party, pages
-        self.room(party, free)
 
     def remove(self, party: Party, free: int | None = None) -> None:
         """Remove a party that does not wait any more; if it has taken its pages, `free` are left."""
@@ -130,7 +129,7 @@ class WaitingReservation:
     """A reservation that is not granted yet.
 
     `cancelled` are choices that its router has ended. `told` is whether its router knows that it waits. `tried` are
-    the free pages and the number of attempts with complete KV when the engine last lacked pages for it.
+    the free pages and `Attempts.changes` when the engine last lacked pages for it.
     """
 
     session_number: int
@@ -155,7 +154,6 @@ class Progress:
     `forked` are sequences for the batch. `failed` are attempts whose fork the engine refused. If `evicting`, this call
     has evicted a slice of blocks for a reservation; the reservation is not told that it waits, and the caller must call
     again soon.
-    If `out_of_pages`, the engine had too few pages for a reservation or fork.
     """
 
     granted: list[DecodeAttempt] = field(default_factory=list)
@@ -163,7 +161,6 @@ class Progress:
     forked: list[DecodeSequence] = field(default_factory=list)
     failed: list[tuple[DecodeAttempt, Exception]] = field(default_factory=list)
     evicting: bool = False
-    out_of_pages: bool = False
 
 
 class Admission:
@@ -179,7 +176,6 @@ class Admission:
         engine: Engine,
         attempts: Attempts,
         reserve_tokens: int,
-        forecast: SlotForecast,
         batch_pages: BatchPages,
         reclaim: abc.Callable[[], bool],
         *,
@@ -189,7 +185,7 @@ class Admission:
         self._engine = engine
         self._attempts = attempts
         self._reserve_tokens = reserve_tokens
-        self.forecast = forecast
+        self.forecast = SlotForecast(engine.spec.slots)
         self._batch_pages = batch_pages
         self._reclaim = reclaim
         self._start_limit_s = start_limit_s
@@ -227,16 +223,14 @@ class Admission:
         waiting = WaitingReservation(session_number, reservation, size, deadline)
         self._waiting.setdefault(session_number, {})[key] = waiting
 
-    def cancel(self, session_number: int, key: AttemptKey, choice: int | None = None) -> bool:
-        """Remove a waiting reservation, or end one choice of it; returns False if there is none."""
-        waiting = self._waiting.get(session_number, {}).get(key)
-        if waiting is None:
-            return False
+    def cancel(self, session_number: int, key: AttemptKey, choice: int | None = None) -> None:
+        """Remove a waiting reservation, or end one choice of it; does nothing if it does not wait."""
+        if (waiting := self._waiting.get(session_number, {}).get(key)) is None:
+            return
         if choice is not None:
             waiting.cancelled.add(choice)
         if choice is None or len(waiting.cancelled) >= waiting.reservation.choices:
             self._remove(waiting)
-        return True
 
     def clear(self, session_number: int | None = None) -> list[WaitingReservation]:
         """Remove and return all waiting reservations, or those of one session; the caller must refuse them."""
@@ -262,7 +256,6 @@ class Admission:
             (self._forks_next and self._fork_next(progress, limit))
             or self._grant_next(progress, limit, now)
             or self._fork_next(progress, slots - headroom)
-            or (progress.out_of_pages and self._reclaim())
         ):
             pass
         for waiting in self._in_turn():
@@ -291,7 +284,7 @@ class Admission:
     def _grant_next(self, progress: Progress, limit: int, now: float) -> bool:
         """Grant the next reservation for which there are pages, if fewer than `limit` sequences are held.
 
-        Returns False if there is none, and no other pages are set aside than before.
+        Returns False if there is none, no page was reclaimed, and no other pages are set aside than before.
         """
         first = self._line.first
         if not self._waiting or (free_slots := limit - self._attempts.held_sequences) <= 0:
@@ -303,7 +296,7 @@ class Admission:
         return self._line.first != first
 
     def _grant(self, waiting: WaitingReservation, progress: Progress, now: float) -> bool:
-        """Grant a reservation, or refuse it if the engine fails; returns False if it must wait on."""
+        """Grant a reservation, or refuse it if the engine fails, or reclaim pages for it; False if it must wait on."""
         session_number, reservation, size = waiting.session_number, waiting.reservation, waiting.size
         if not (self._has_context_room(waiting) and self._has_pages(waiting)):
             self._stop_evicting(waiting)
@@ -312,11 +305,11 @@ class Admission:
                 limit_s, deadline = self._start_limit_s, waiting.deadline
                 attempt = self._attempts.take_pages(session_number, reservation, size, now, limit_s, deadline)
             except OutOfPages:
-                free = self._free()
+                tried_free, free = waiting.tried[0], self._free()
+                waiting.tried = free, self._attempts.changes
+                self._line.add(waiting.party, size.pages)
                 # Not again at each commit, so that copies to the shared cache can end.
-                progress.out_of_pages |= free > waiting.tried[0]
-                waiting.tried = free, self._ready_attempts
-                self._line.add(waiting.party, size.pages, free)
+                return free > tried_free and self._reclaim()
             except Exception as error:
                 self._refuse(waiting, f"{type(error).__name__}: {error}", progress)
                 return True
@@ -351,10 +344,11 @@ class Admission:
         if waiting.reservation.choices == 1:
             return True
         # A context larger than the share of all contexts is kept only while no other one is.
-        need, free = min(self._context_pages(waiting), self._max_context_pages), self._free_context_pages
+        pages, free = self._engine.spec.pages_for(waiting.reservation.context_tokens), self._free_context_pages
+        need = min(pages, self._max_context_pages)
         if need <= self._context_line.room(waiting.party, free):
             return True
-        self._context_line.add(waiting.party, need, free)
+        self._context_line.add(waiting.party, need)
         # Two reservations could each be the first in the line that the other one waits for.
         self._line.remove(waiting.party)
         return False
@@ -362,12 +356,12 @@ class Admission:
     def _has_pages(self, waiting: WaitingReservation) -> bool:
         """Whether its pages may be free for it; if not, it gets a place in line."""
         pages, free = waiting.size.pages, self._free()
-        tried_free, tried_ready = waiting.tried
-        may_share = bool(waiting.reservation.pinnable_digests) and self._ready_attempts != tried_ready
+        tried_free, tried_changes = waiting.tried
+        may_share = bool(waiting.reservation.pinnable_digests) and self._attempts.changes != tried_changes
         # Only the engine knows how many pages it would share, so it is asked when its answer may be another one.
         if self._may_take(waiting.party, pages) and (pages <= free or free > tried_free or may_share):
             return True
-        self._line.add(waiting.party, pages, free)
+        self._line.add(waiting.party, pages)
         return False
 
     def _may_take(self, party: Party | None, pages: int) -> bool:
@@ -380,18 +374,18 @@ class Admission:
         return (room == free and not self._batch_pages.kept_pages) or pages <= room
 
     def _evict_for(self, waiting: WaitingReservation, progress: Progress) -> bool:
-        """Evict a slice of the cached blocks that a long context replaces; False if its pages may be taken now.
+        """Evict a slice of the cached blocks that a large reservation replaces; False if its pages may be taken now.
 
-        Blocks are evicted for one context at a time: two could evict each other's prefix.
+        Blocks are evicted for one reservation at a time: two could evict each other's prefix.
         """
         digests, size = waiting.reservation.pinnable_digests, waiting.size
-        if self._context_pages(waiting) <= SLICE_NODES:
+        if size.pages <= SLICE_NODES:
             return False
         if not progress.evicting and self._evicting in (None, waiting):
             progress.evicting = self._engine.evict_for(size.tokens, digests, size.pinnable_tokens)
             self._evicting = waiting if progress.evicting else None
             if progress.evicting:
-                self._line.add(waiting.party, size.pages, self._free())
+                self._line.add(waiting.party, size.pages)
         return progress.evicting or self._evicting is not None
 
     def _stop_evicting(self, waiting: WaitingReservation) -> None:
@@ -401,24 +395,27 @@ class Admission:
     # Forks.
 
     def _fork_next(self, progress: Progress, limit: int) -> bool:
-        """Fork the first attempt that has the pages, if fewer than `limit` sequences are held; False if none has."""
-        turns = self._attempts.pending
-        if not self._oldest_leads:
-            # So contexts are freed one after the other, and requests with few choices do not wait for all others.
-            turns = sorted(turns, key=lambda attempt: attempt.pending_choices)
-        if progress.failed or not turns or self._attempts.held_sequences + (self._evicting is not None) >= limit:
-            self._forks_next = self._forks_next and bool(turns)
+        """Fork the first attempt that has the pages, if fewer than `limit` sequences are held, or reclaim pages for it.
+
+        Returns False if there is no slot or page for a fork.
+        """
+        turns, held = self._attempts.pending, self._attempts.held_sequences
+        if progress.failed or not turns or held + (self._evicting is not None) >= limit:
             return False
         # The turn is over even if pages are missing.
         self._forks_next = False
-        makes_progress = any(attempt.makes_progress for attempt in self._attempts)
+        if not self._oldest_leads:
+            # So contexts are freed one after the other, and requests with few choices do not wait for all others.
+            turns = sorted(turns, key=lambda attempt: attempt.pending_choices)
+        free = self._free()
+        # If nothing else makes progress, forks may take all pages.
+        room = self._line.room(FORKS, free) if held else self._engine.spec.pages
         for attempt in turns:
-            if makes_progress and not self._may_take(FORKS, self._attempts.fork_pages(attempt)):
+            if self._attempts.fork_pages(attempt) > room:
                 continue
             try:
                 progress.forked.append(self._attempts.fork(attempt))
             except OutOfPages:
-                progress.out_of_pages = True
                 continue
             except Exception as error:
                 progress.failed.append((attempt, error))
@@ -426,8 +423,9 @@ class Admission:
             self._oldest_leads = not self._oldest_leads
             self._line.remove(FORKS, self._free())
             return True
-        self._line.add(FORKS, self._fork_need(turns), self._free())
-        return False
+        need = self._fork_need(turns)
+        self._line.add(FORKS, need)
+        return need > free and self._reclaim()
 
     def _fork_need(self, turns: abc.Sequence[DecodeAttempt]) -> int:
         """Number of pages for which forks wait: of the first in `turns` that fits in the pool beside all kept contexts.
@@ -440,16 +438,9 @@ class Admission:
 
     # Pages.
 
-    def _context_pages(self, waiting: WaitingReservation) -> int:
-        return self._engine.spec.pages_for(waiting.reservation.context_tokens)
-
     @property
     def _free_context_pages(self) -> int:
         return max(self._max_context_pages - self._attempts.expected_context_pages, 0)
-
-    @property
-    def _ready_attempts(self) -> int:
-        return sum(attempt.committed for attempt in self._attempts)
 
     def _free(self) -> int:
         """Number of free and cached pages that the batch does not need."""

@@ -36,9 +36,9 @@ from baton.errors import EngineError, IncompleteTransfer, OutOfPages
 from baton.kv.hashing import RollingBlockHasher, chain_root
 from baton.ledger import LedgerEntry
 from baton.lifecycle import Lifecycle, State
-from baton.request import FirstToken, Handoff, SequenceState, check_token_ids
+from baton.request import FirstToken, Handoff, SequenceState, check_token_ids, join_ids
 from decode_svc.messages import AttemptKey, Failure, FailureKind, Reserve
-from decode_svc.reservation import ReservationSize, context_ids
+from decode_svc.reservation import ReservationSize
 from decode_svc.scheduler import DecodeSequence
 
 
@@ -119,19 +119,9 @@ class DecodeAttempt:
         return self.lifecycle.state in (State.SLOT_WAIT, State.DECODING)
 
     @property
-    def held_sequences(self) -> int:
-        """Number of its sequences; 1 before its KV is complete."""
-        return len(self.choices) if self.committed else 1
-
-    @property
     def pending_choices(self) -> int:
         """Number of choices that are still to be forked."""
         return len(self.pending.first_tokens) if self.pending is not None else 0
-
-    @property
-    def makes_progress(self) -> bool:
-        """Whether its transfer goes on, or one of its choices is a sequence; otherwise it waits for a fork."""
-        return not self.committed or bool(self.choices)
 
     @property
     def handles(self) -> list[KvHandle]:
@@ -229,7 +219,12 @@ class Attempts:
         self._shares_kv = shares_kv
         self._live: dict[tuple[int, AttemptKey], DecodeAttempt] = {}
         self._owners: dict[int, tuple[DecodeAttempt, int]] = {}
-        self._pending: dict[DecodeAttempt, None] = {}
+        self._coming: dict[DecodeAttempt, int] = {}
+        """Attempts whose KV is not complete, and the pages of contexts that will be kept for pending choices."""
+        self._pending: dict[DecodeAttempt, int] = {}
+        """Attempts with pending choices, the oldest first, and the pages of their contexts."""
+        self.changes = 0
+        """Number of reservations and commits so far. After each one, other reservations may share other pages."""
         self._numbers = itertools.count()
         self._ids = itertools.count()
 
@@ -242,7 +237,7 @@ class Attempts:
     @property
     def held_sequences(self) -> int:
         """Number of sequences, counting 1 for each attempt whose KV is not complete. Pending choices do not count."""
-        return sum(attempt.held_sequences for attempt in self._live.values())
+        return len(self._owners) + len(self._coming)
 
     @property
     def pending(self) -> abc.Sequence[DecodeAttempt]:
@@ -314,6 +309,8 @@ class Attempts:
             session_number, order_key, reservation, size.tokens, taken[0], spare, lifecycle, reserved_at=now
         )
         self._live[session_number, key] = attempt
+        self._coming[attempt] = self._context_pages(attempt) if reservation.choices > 1 else 0
+        self.changes += 1
         return attempt
 
     def start(
@@ -380,8 +377,10 @@ class Attempts:
         if attempt.spare is not None:
             self._engine.free(attempt.spare)
         attempt.lifecycle.enter(State.SLOT_WAIT, now)
+        del self._coming[attempt]
+        self.changes += 1
         if pending is not None:
-            attempt.pending, self._pending[attempt] = pending, None
+            attempt.pending, self._pending[attempt] = pending, self._context_pages(attempt)
         return self._sequence(attempt, going[0], attempt.handle, handoff, hasher, fetch_ms, now)
 
     def fork_pages(self, attempt: DecodeAttempt) -> int:
@@ -394,14 +393,12 @@ class Attempts:
     @property
     def pending_context_pages(self) -> int:
         """Number of pages of the contexts that are kept for pending choices. Shared pages count for each attempt."""
-        return sum(self._engine.spec.pages_for(attempt.reservation.context_tokens) for attempt in self._pending)
+        return sum(self._pending.values())
 
     @property
     def expected_context_pages(self) -> int:
         """`pending_context_pages`, plus pages of contexts that will be kept for pending choices after their commit."""
-        pages_for = self._engine.spec.pages_for
-        coming = (each for each in self._live.values() if not each.committed and each.reservation.choices > 1)
-        return self.pending_context_pages + sum(pages_for(each.reservation.context_tokens) for each in coming)
+        return self.pending_context_pages + sum(self._coming.values())
 
     def fork(self, attempt: DecodeAttempt) -> DecodeSequence:
         """Make a sequence of the attempt's next pending choice. Raises OutOfPages."""
@@ -464,6 +461,7 @@ class Attempts:
         del self._live[attempt.session_number, attempt.key]
         published = [self._release(sequence) if publish else () for sequence in sequences]
         self._free(held)
+        self._coming.pop(attempt, None)
         self._pending.pop(attempt, None)
         attempt.pending = None
         attempt.choices.clear()
@@ -511,6 +509,9 @@ class Attempts:
         self._owners[sequence.id] = (attempt, first.choice_index)
         return sequence
 
+    def _context_pages(self, attempt: DecodeAttempt) -> int:
+        return self._engine.spec.pages_for(attempt.reservation.context_tokens)
+
     def _context(self, attempt: DecodeAttempt) -> KvHandle:
         """Make a handle that keeps the pages of the context, with a copy of its last, partly filled page."""
         tokens = attempt.reservation.context_tokens
@@ -528,7 +529,8 @@ class Attempts:
         spec = self._engine.spec
         root = chain_root(spec.fingerprint, spec.kv_format.digest, attempt.reservation.cache_salt)
         size = spec.kv_format.block_size
-        return RollingBlockHasher(root, size, digests, context_ids(handoff)[len(digests) * size :])
+        context = join_ids(handoff.prompt_ids, handoff.output_ids)
+        return RollingBlockHasher(root, size, digests, context[len(digests) * size :])
 
     def _release(self, sequence: DecodeSequence) -> abc.Sequence[bytes]:
         """Publish the final blocks of a sequence, free its handle, and return the digests of the blocks.

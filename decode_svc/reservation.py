@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import abc
 from dataclasses import dataclass
 
 from baton.engine.contract import EngineSpec
 from baton.errors import InvalidRequest
 from baton.kv.hashing import DIGEST_BYTES, MAX_SALT_BYTES
-from baton.request import MAX_CHOICES, Handoff, join_ids
+from baton.request import MAX_CHOICES
 from decode_svc.messages import Reserve
 
 
@@ -73,8 +72,3 @@ def _check_fields(spec: EngineSpec, reservation: Reserve) -> None:
         raise InvalidRequest("reserve.prefix_digests", problem, size // DIGEST_BYTES)
     if (salt_size := len(reservation.cache_salt)) > MAX_SALT_BYTES:
         raise InvalidRequest("reserve.cache_salt", f"must have at most {MAX_SALT_BYTES} bytes", salt_size)
-
-
-def context_ids(handoff: Handoff) -> abc.Sequence[int]:
-    """The token ids of the context: prompt and earlier outputs."""
-    return join_ids(handoff.prompt_ids, handoff.output_ids)

@@ -43,7 +43,7 @@ from baton.kv.prefix.contract import PrefixCache
 from baton.ledger import Ledger, LedgerEntry
 from baton.lifecycle import State
 from baton.process.executors import EngineThread
-from baton.request import Handoff, Output, RemoteExport, ReserveResult
+from baton.request import Handoff, Output, RemoteExport, ReserveResult, join_ids
 from baton.telemetry import metrics
 from baton.telemetry.logs import about
 from baton.transfer.export import ExportRegistry
@@ -52,12 +52,12 @@ from baton.worker.health import Watchdog, WorkerAudit
 from baton.worker.in_place import Computed, InPlaceTransfers, Offer
 from baton.worker.prefix_cache import BlockCopier, CacheAdmin
 from baton.worker.status import WorkerIdentity, WorkerLoad
-from decode_svc.admission import Admission, Progress, SlotForecast
+from decode_svc.admission import Admission, Progress
 from decode_svc.attempts import Attempts, DecodeAttempt, ledger_entries
 from decode_svc.load_meter import LoadMeter
 from decode_svc.loop import DecodeLoop, PromptSource, StepReport
 from decode_svc.messages import AttemptKey, Cancel, Command, Ended, Failure, FailureKind, Heartbeat, Reserve, Start
-from decode_svc.reservation import ReservationTooLarge, context_ids
+from decode_svc.reservation import ReservationTooLarge
 from decode_svc.scheduler import BatchPages
 from decode_svc.session import MAX_ANSWERS, MAX_WAITING, RouterSession
 from decode_svc.write_backs import WriteBacks
@@ -130,7 +130,6 @@ class DecodeWorker:
             engine,
             self.attempts,
             config.reserve_tokens,
-            SlotForecast(engine.spec.slots),
             self.batch_pages,
             self.write_backs.release_pages,
             start_limit_s=config.start_timeout_s,
@@ -289,7 +288,8 @@ class DecodeWorker:
                 handoff = await self._fetch(attempt, source)
                 fetch_ms = (self._loop.time() - started) * 1e3
             if digests is None and self.attempts.needs_digests(attempt):
-                digests = await self._blocks.hash_blocks(context_ids(handoff), attempt.reservation.cache_salt)
+                context = join_ids(handoff.prompt_ids, handoff.output_ids)
+                digests = await self._blocks.hash_blocks(context, attempt.reservation.cache_salt)
             self.attempts.check_handoff(attempt, handoff, digests or ())
             if digests is not None and self.attempts.may_publish(attempt):
                 await self._blocks.publish(attempt.handle, digests)
@@ -348,7 +348,9 @@ class DecodeWorker:
                 self.on_pages_returned()
         self._set_timer()
         for attempt, error in progress.failed:
-            self._fail(attempt, FailureKind.ENGINE, f"{attempt.key}: a choice can't be forked: {error}")
+            # `call_soon`, because the end of an attempt calls this method, and all forks may fail.
+            message = f"{attempt.key}: a choice can't be forked: {error}"
+            self._loop.call_soon(self._fail, attempt, FailureKind.ENGINE, message)
 
     def _set_timer(self) -> None:
         """Set the timer to the next deadline."""

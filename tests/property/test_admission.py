@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from baton.engine.fake import FakeEngine
 from baton.request import SamplingParams
-from decode_svc.admission import FORK_HEADROOM_DIVISOR, FORKS, Admission, SlotForecast
+from decode_svc.admission import FORK_HEADROOM_DIVISOR, FORKS, Admission
 from decode_svc.attempts import Attempts, DecodeAttempt
 from decode_svc.messages import AttemptKey, Reserve
 from decode_svc.scheduler import BatchPages
@@ -35,8 +35,7 @@ class Worker:
     def __init__(self, slots: int, pages: int) -> None:
         self.engine = FakeEngine(page_size=PAGE, pages=pages, slots=slots, max_model_len=pages * PAGE)
         self.attempts, self.batch_pages = Attempts(self.engine), BatchPages()
-        forecast = SlotForecast(slots)
-        self.admission = Admission(self.engine, self.attempts, 1, forecast, self.batch_pages, lambda: False)
+        self.admission = Admission(self.engine, self.attempts, 1, self.batch_pages, lambda: False)
         self.slots, self.now, self.numbers = slots, 0.0, itertools.count()
         self.came: dict[str, float] = {}
         self.granted: dict[str, float] = {}

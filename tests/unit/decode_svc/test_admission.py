@@ -81,10 +81,7 @@ class Worker:
         self.batch_pages = BatchPages()
         self.loop = DecodeLoop(self.engine, Watchdog(), self.reports.append, batch_pages=self.batch_pages)
         self.attempts = Attempts(self.engine)
-        forecast = SlotForecast(slots)
-        self.admission = Admission(
-            self.engine, self.attempts, reserve_tokens, forecast, self.batch_pages, lambda: False
-        )
+        self.admission = Admission(self.engine, self.attempts, reserve_tokens, self.batch_pages, lambda: False)
         self.asked: dict[str, Asked] = {}
         self.now = 0.0
 
@@ -101,7 +98,7 @@ class Worker:
     def cancel(self, name: str) -> None:
         """End a reservation that waits."""
         del self.asked[name]
-        assert self.admission.cancel(1, AttemptKey(name, 0))
+        self.admission.cancel(1, AttemptKey(name, 0))
 
     def advance(self) -> None:
         progress = self.admission.advance(self.now)
@@ -248,7 +245,7 @@ def test_an_attempt_whose_forks_lack_pages_lets_the_forks_of_others_go_on(monkey
     assert (worker.attempts.pending_choices, worker.engine.stats().free) == (6, 1)
     monkeypatch.undo()
     worker.advance()
-    assert {attempt.key.request_id for attempt in worker.attempts if attempt.held_sequences} == {"small"}
+    assert {attempt.key.request_id for attempt in worker.attempts if attempt.choices} == {"small"}
     worker.engine.free(other)
     worker.finish()
     assert not any(asked.failed for asked in worker.asked.values())
@@ -339,16 +336,17 @@ def set_aside(line: PageLine, free: int) -> int:
 
 def test_half_of_what_comes_free_is_set_aside_and_no_more_than_the_first_in_line_needs_now() -> None:
     line = PageLine()
-    line.add(FORKS, 50, 20)
+    line.add(FORKS, 50)
     # Growth takes from both halves, and what it gives back counts once.
     assert [set_aside(line, free) for free in (20, 10, 20, 0, 200)] == [10, 5, 10, 0, 50]
-    line.add(FORKS, 4, 200)
+    line.add(FORKS, 4)
     assert set_aside(line, 200) == 4
 
 
 def test_what_others_take_is_not_taken_from_the_first_in_line() -> None:
     line = PageLine()
-    line.add(FORKS, 50, 20)
+    line.add(FORKS, 50)
+    assert set_aside(line, 20) == 10
     line.remove((1, AttemptKey("other", 0)), 12)
     assert set_aside(line, 12) == 10
 
@@ -357,12 +355,12 @@ def test_sessions_and_all_forks_together_take_turns_in_the_line() -> None:
     line = PageLine()
     a, again, b = ((session, AttemptKey(name, 0)) for session, name in ((1, "a"), (1, "again"), (2, "b")))
     for party in (a, FORKS, again, b):
-        line.add(party, 50, 20)
+        line.add(party, 50)
     line.remove(again)
     assert (line.first, set_aside(line, 20)) == (a, 10)
     line.remove(a, 12)
     assert (line.first, set_aside(line, 12)) == (FORKS, 6), "half of what is free when it comes to the front"
-    line.add(again, 50, 12)
+    line.add(again, 50)
     line.remove(FORKS)
     assert line.first == b
     line.remove(b)
@@ -434,7 +432,7 @@ class SlotWorker:
     def __init__(self, slots: int, forks: int = 1000, asking: int = 0) -> None:
         engine = FakeEngine(slots=slots)
         self.attempts, self.now, self.numbers = CountedAttempts(engine, forks), 0.0, itertools.count()
-        self.admission = Admission(engine, self.attempts, 1, SlotForecast(slots), BatchPages(), lambda: False)
+        self.admission = Admission(engine, self.attempts, 1, BatchPages(), lambda: False)
         self.ask(asking)
 
     def ask(self, count: int = 1) -> None:
@@ -516,12 +514,13 @@ def test_a_reservation_ends_at_its_deadline_by_a_cancel_with_its_session_or_in_a
     ((late, answer),) = worker.admission.advance(6.0).answers
     assert (late.reservation.key.request_id, answer) == ("late", ReserveResult(False, "its deadline has passed"))
     assert worker.admission.deadline == math.inf
-    assert worker.admission.cancel(1, AttemptKey("cancelled", 0))
-    assert not worker.admission.cancel(1, AttemptKey("cancelled", 0))
+    for _ in range(2):
+        worker.admission.cancel(1, AttemptKey("cancelled", 0))
+        assert set(worker.admission.in_session(1)) == {AttemptKey("choices", 0)}
     assert [each.reservation.key.request_id for each in worker.admission.clear(2)] == ["lost"]
-    assert worker.admission.cancel(1, AttemptKey("choices", 0), 1)
+    worker.admission.cancel(1, AttemptKey("choices", 0), 1)
     assert set(worker.admission.in_session(1)) == {AttemptKey("choices", 0)}
-    assert worker.admission.cancel(1, AttemptKey("choices", 0), 0)
+    worker.admission.cancel(1, AttemptKey("choices", 0), 0)
     assert [each.reservation.key.request_id for each in worker.admission.clear()] == ["kept"]
     assert len(worker.admission) == 0
 
@@ -588,6 +587,49 @@ def test_a_reservation_that_shares_pages_is_granted_when_the_blocks_are_there() 
     assert second.handle.cached_tokens >= 32
 
 
+def test_a_reservation_is_granted_when_it_shares_pages_of_one_that_came_while_no_slot_was_free() -> None:
+    worker, ids = Worker(2, pages=24), list(range(2, 42))
+    names = digests(worker.engine, ids)
+    worker.engine.reserve("held", 12 * PAGE)
+
+    def ask(name: str, context: int, prefix: abc.Sequence[bytes] = (), session: int = 1) -> list[DecodeAttempt]:
+        reserve = Reserve(AttemptKey(name, 0), context, 4, 1, prefix_digests=b"".join(prefix))
+        worker.admission.register(session, reserve, 0.0)
+        return worker.admission.advance(0.0).granted
+
+    def commit(attempt: DecodeAttempt, prompt: list[int]) -> None:
+        ready = prefill(prompt, SamplingParams(max_tokens=4), request_id=attempt.key.request_id, page_size=PAGE)
+        worker.attempts.start(attempt, 0.0)
+        worker.attempts.commit(attempt, ready.handoff, 0.0, 0.0)
+        assert not worker.admission.advance(0.0).granted
+
+    (first,) = ask("first", 1)
+    commit(first, [1])
+    assert not ask("waits", 40, names), "it needs 11 pages, and 10 are free"
+    (second,) = ask("second", 16, names[:1], session=2)
+    worker.engine.publish(second.handle, names[:1])
+    commit(second, ids[:16])
+    worker.attempts.end(first, 0.0)
+    # Four pages are shared, and seven are free. One attempt has its KV, as when it was tried before.
+    (granted,) = worker.admission.advance(0.0).granted
+    assert (granted.key.request_id, granted.handle.cached_tokens) == ("waits", 16)
+
+
+def test_a_reservation_is_granted_when_it_shares_pages_that_another_one_has_pinned() -> None:
+    worker, ids = Worker(4, pages=24), list(range(2, 42))
+    names = digests(worker.engine, ids)
+    worker.engine.free(worker.engine.reserve("cached", 16), names[:1])
+    held = [worker.engine.reserve("held", pages * PAGE) for pages in (12, 2)]
+    for name, context, blocks in (("waits", 40, 2), ("pins", 16, 1)):
+        prefix = b"".join(names[:blocks])
+        worker.admission.register(1, Reserve(AttemptKey(name, 0), context, 4, 1, prefix_digests=prefix), 0.0)
+    (attempt,) = worker.admission.advance(0.0).granted
+    assert (attempt.key.request_id, attempt.handle.cached_tokens, worker.engine.stats().free) == ("pins", 16, 5)
+    worker.engine.free(held.pop())
+    # It needs eleven pages, of which it shares four; ten were free when it was tried first.
+    assert len(worker.admission.advance(0.0).granted) == 1
+
+
 def test_pages_that_no_request_holds_are_freed_for_a_reservation() -> None:
     worker = Worker(4, pages=8)
     copies = [worker.engine.reserve("copy", 4 * PAGE)]
@@ -597,7 +639,7 @@ def test_pages_that_no_request_holds_are_freed_for_a_reservation() -> None:
             worker.engine.free(copy)
         return bool(copies) and not copies.clear()
 
-    admission = Admission(worker.engine, worker.attempts, 4, SlotForecast(4), BatchPages(), reclaim)
+    admission = Admission(worker.engine, worker.attempts, 4, BatchPages(), reclaim)
     admission.register(1, Reserve(AttemptKey("r", 0), 20, 4, 1), 0.0)
     assert len(admission.advance(0.0).granted) == 1
 
@@ -624,7 +666,7 @@ def test_copies_that_begin_while_a_reservation_waits_go_on_until_more_pages_are_
         reclaimed.append(worker.engine.stats().free)
         return False
 
-    admission = Admission(worker.engine, worker.attempts, 4, SlotForecast(4), BatchPages(), reclaim)
+    admission = Admission(worker.engine, worker.attempts, 4, BatchPages(), reclaim)
     ids = list(range(2, 30))
     names = b"".join(digests(worker.engine, ids))
     held = [worker.engine.reserve("held", pages * PAGE) for pages in (5, 1, 1)]
@@ -649,10 +691,7 @@ def test_the_token_that_prefill_computes_here_is_not_pinned() -> None:
     names = digests(worker.engine, ids)
     worker.engine.free(worker.engine.reserve("cached", 32), names)
     for computed in (0, 1):
-        forecast = SlotForecast(4)
-        admission = Admission(
-            worker.engine, worker.attempts, 4, forecast, BatchPages(), lambda: False, computed_tokens=computed
-        )
+        admission = Admission(worker.engine, worker.attempts, 4, BatchPages(), lambda: False, computed_tokens=computed)
         key = AttemptKey(f"r{computed}", 0)
         admission.register(1, Reserve(key, 32, 4, 1, prefix_digests=b"".join(names)), 0.0)
         (attempt,) = admission.advance(0.0).granted

@@ -5,15 +5,17 @@ Reservations that wait, and those that replace many cached blocks: others are se
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
 from baton.config.worker import DecodeConfig, WorkerConfig
 from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine
+from baton.errors import EngineError
 from baton.request import CachePolicy, Handoff, RemoteExport, ReserveResult, SamplingParams
 from baton.transfer.export import ExportRegistry
 from baton.transfer.fetcher import ExportFetcher
@@ -126,10 +128,18 @@ class Evicting:
         session.send = noted  # type: ignore[method-assign]
         return session
 
-    def ask(self, session: RouterSession, name: str, pages: int, prefix: Sequence[int] = (), attempt: int = 0) -> None:
-        """Soon ask for so many pages."""
+    def ask(
+        self,
+        session: RouterSession,
+        name: str,
+        pages: int,
+        prefix: Sequence[int] = (),
+        attempt: int = 0,
+        outputs: int = 1,
+    ) -> None:
+        """Soon ask for so many pages, including those of `outputs` tokens."""
         names = b"".join(digests(self.engine, prefix))
-        request = Reserve(AttemptKey(name, attempt), pages * 16 - 1, 1, 1, prefix_digests=names)
+        request = Reserve(AttemptKey(name, attempt), pages * 16 - outputs, outputs, 1, prefix_digests=names)
         self.loop.call_soon(self.worker.handle_command, session, request)
 
 
@@ -144,13 +154,44 @@ def evicting(loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch) -> Iterator[Evi
     assert made.engine.audit() == {}
 
 
-def test_others_are_served_while_blocks_are_evicted_for_a_long_context(evicting: Evicting) -> None:
+@pytest.mark.parametrize("outputs", [1, 160])
+def test_others_are_served_while_blocks_are_evicted_for_a_long_context_or_output(
+    evicting: Evicting, outputs: int
+) -> None:
     first, second = evicting.open_session(), evicting.open_session()
-    evicting.ask(first, "long", 12, evicting.contexts[0][:32])
+    evicting.ask(first, "long", 12, evicting.contexts[0][:32], outputs=outputs)
     evicting.ask(second, "short", 1)
     evicting.loop.settle()
     assert evicting.answers == [("short", "granted"), ("long", "granted")]
     assert evicting.engine.match_prefix(digests(evicting.engine, evicting.contexts[0])) == 32, "its own prefix stays"
+
+
+def test_forks_that_all_fail_end_all_attempts_and_nothing_else(
+    loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, count = FakeEngine(pages=1600, page_size=4, slots=400), 400
+    ready = prefill(PROMPT, SamplingParams(max_tokens=8, seed=1, n=2), request_id="r", choices=range(2), page_size=4)
+
+    async def fetch(source: RemoteExport, handle: KvHandle, *, tokens: range, **limits: float) -> Handoff:
+        ready.write(engine, handle, tokens.start)
+        return replace(ready.handoff, request_id=source.transfer_id)
+
+    worker = made(loop, engine, fetch)
+    session = loop.call(worker.open_session, "router")
+    monkeypatch.setattr(worker.admission, "_fork_next", lambda *_: False)
+    for number in range(count):
+        key = AttemptKey(f"r{number}", 0)
+        loop.call(worker.handle_command, session, Reserve(key, len(PROMPT), 8, 2))
+        loop.call(worker.handle_command, session, Start(key, RemoteExport(key.request_id, "theirs", ())))
+        loop.call(worker.handle_command, session, Cancel(key, 0))
+    assert worker.attempts.pending_choices == count
+    monkeypatch.undo()
+    monkeypatch.setattr(worker.attempts, "fork", Mock(side_effect=EngineError("broken")))
+    loop.call(worker.resume_waiting)
+    loop.settle()
+    assert {failure.kind for _, failure in session._down.failures} == {FailureKind.ENGINE}
+    assert (len(session._down.failures), engine.audit()) == (count, {})
+    loop.call(worker.close_session, session)
 
 
 def test_a_drain_ends_the_eviction_for_a_long_context(evicting: Evicting) -> None:
