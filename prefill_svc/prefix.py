@@ -458,7 +458,7 @@ class PeerFetcher:
 
     @property
     def rate(self) -> FetchRate | None:
-        """The measured rate of recent fetches; None before the first one that succeeded."""
+        """The measured rate of recent fetches that were not cancelled; None before the first one that succeeded."""
         bytes_per_s = self._bytes_per_s.value
         return FetchRate(0.0, bytes_per_s) if bytes_per_s else None
 
@@ -478,8 +478,8 @@ class PeerFetcher:
         except TransferError as error:
             owner = handle.owner
             _log.info("%s: the prefix could not be fetched, and is computed: %s", owner, error, extra=about(owner))
-        finally:
-            self._bytes_per_s.add(arrived, time.monotonic() - began)
+        # A fetch that is cancelled says nothing about the peer.
+        self._bytes_per_s.add(arrived, time.monotonic() - began)
         return arrived == size
 
     async def close(self) -> None:
