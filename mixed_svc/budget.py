@@ -4,13 +4,14 @@
 
 The seconds of a step alone are measured by the size of the batch, in classes of powers of two. The rate of prompt
 tokens is measured in passes that also have a step, and apart from it in passes without one. Both may change with time,
-so old passes count less. While prompts wait, no step is alone; so every MEASURE_EVERY passes one is, and at once if
-nothing is known of batches of this size. Since one wrong time must not make a pass long, the number of prompt tokens
-grows from pass to pass by at most a factor.
+so old passes count less. While prompts wait, no step is alone; so every MEASURE_EVERY passes one is, and at once while
+fewer than three are known of batches of this size. The middle one of the last three counts, since one slow step must
+not make the next passes long. A wrong rate must not make them long at once, so the number of prompt tokens grows from
+pass to pass by at most a factor.
 
 The overhead does not depend on the number of prompt tokens. On a GPU it may be many times a step alone, which is one
 CUDA graph; on a CPU it is about 0. It is measured in small passes, which have few prompt tokens; every MEASURE_EVERY
-passes one does. The least of the last three counts, since one slow pass must not make the next passes long.
+passes one does. The least of the last three counts, for the same reason.
 
 Tokens of a prompt that is far take longer than others, by a factor that grows with the prompt. So each such prompt has
 a rate of its own, and the rate of all others is measured without them.
@@ -30,7 +31,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.rates import UNKNOWN_PREFILL_RATE, DecayingAverage, DecayingRate
+from baton.rates import UNKNOWN_PREFILL_RATE, DecayingRate
 
 DEFAULT_MULTIPLE = 3.5
 """Default target of a pass, in times of a step alone. Smaller ones cost much of the rate, and larger ones add little
@@ -44,7 +45,8 @@ ALONE_S = 0.25
 ALONE_TOKENS = 64
 """Smallest number of tokens of a pass without a step; shorter passes use a processor badly."""
 
-_WEIGHT = 0.25
+_LATEST = 3
+"""Number of latest measurements that count: of steps alone, and of small passes."""
 _LEAST_SHARE = 0.5
 """Smallest time of the prompts in a mixed pass, as a part of their share of its rows. The time of a step alone is
 measured in other passes, and may have been longer by chance."""
@@ -52,7 +54,8 @@ _GROWTH, _SHRINKAGE = 2.0, 0.9
 """A mixed pass has at most _GROWTH times the prompt tokens of a recent one; each pass lowers that limit."""
 _SMALL = 1 / 16
 """Largest number of tokens of a small pass, as a part of the limit from _GROWTH."""
-_SMALL_PASSES = 3
+_STILL_SMALL = _SMALL / _SHRINKAGE**2
+"""The same when the pass is read: the limit may have fallen twice since its launch, if passes are launched ahead."""
 
 
 class Part(Protocol):
@@ -96,13 +99,13 @@ class PassBudget:
 
     def __init__(self, target_s: float = 0.0) -> None:
         self._target_s = target_s
-        self._alone: dict[int, DecayingAverage] = {}
+        self._alone: dict[int, deque[float]] = {}
         self._mixed_rate, self._prompt_rate = DecayingRate(), DecayingRate()
         self._since_alone = 0
         # A rate must be known first.
         self._until_small = MEASURE_EVERY // 4
         self._most_tokens = float(ALONE_TOKENS)
-        self._small = deque[tuple[int, float]](maxlen=_SMALL_PASSES)
+        self._small = deque[tuple[int, float]](maxlen=_LATEST)
         """Prompt tokens of the last small or very short passes, and the seconds that they took beyond a step alone."""
 
     @property
@@ -112,14 +115,14 @@ class PassBudget:
     @property
     def _overhead(self) -> float:
         """Seconds; 0 while unknown."""
-        if len(self._small) < _SMALL_PASSES:
+        if len(self._small) < _LATEST:
             return 0.0
         return max(min(seconds - tokens / self._rate for tokens, seconds in self._small), 0.0)
 
     def step_alone(self, running: int) -> float:
         """Seconds of a step of `running` sequences without prompts; 0 while unknown."""
-        known = self._alone.get(_size_class(running))
-        return known.value if known is not None else 0.0
+        known = self._alone.get(_size_class(running), ())
+        return sorted(known)[_LATEST // 2] if len(known) == _LATEST else 0.0
 
     def next(self, running: int) -> Budget | None:
         """The budget of the next pass, which has a step of `running` sequences; None if it must have no prompts."""
@@ -140,15 +143,15 @@ class PassBudget:
         if not running:
             return _split(near, far, seconds, self._prompt_rate)
         if not (tokens := near + far):
-            self._alone.setdefault(_size_class(running), DecayingAverage(_WEIGHT)).add(seconds)
+            self._alone.setdefault(_size_class(running), deque(maxlen=_LATEST)).append(seconds)
             self._since_alone = 0
             return TokenSeconds(0.0, 0.0)
         self._since_alone += 1
         self._until_small -= 1
-        alone, is_small = self.step_alone(running), tokens <= _SMALL * self._most_tokens
+        alone, is_small = self.step_alone(running), tokens <= _STILL_SMALL * self._most_tokens
         if (is_small and not far) or seconds - alone < self._overhead:
             self._small.append((tokens, seconds - alone))
-        if is_small and (far or len(self._small) == _SMALL_PASSES):
+        if is_small and (far or len(self._small) == _LATEST):
             self._until_small = MEASURE_EVERY
         self._most_tokens = max(_GROWTH * tokens, _SHRINKAGE * self._most_tokens, ALONE_TOKENS)
         seconds -= self._overhead

@@ -112,7 +112,6 @@ class PrefixState:
     hits            blocks that the cache had, from block `looked_up_from` on
     load_plan       the part of `hits` that is loaded
     origins         (tier, tokens) pairs for the KV in the pages, in the order of the tokens
-    published_tokens  number of leading tokens whose full blocks are published
     to_save         for each block, whether the shared store should get it; empty unless the prompt is saved while it
                     is computed
     saved           number of leading blocks that need no more saving
@@ -124,7 +123,6 @@ class PrefixState:
     hits: Hits = field(default_factory=Hits)
     load_plan: list[TierRun] = field(default_factory=list)
     origins: list[tuple[str, int]] = field(default_factory=list)
-    published_tokens: int = 0
     to_save: Sequence[bool] = ()
     saved: int = 0
     saving: asyncio.Task[None] | None = None

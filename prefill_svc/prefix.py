@@ -174,7 +174,6 @@ class PrefixLoader:
         """Publish the job's final blocks, so that others can share them."""
         if job.handle is not None and job.request.cache.writes:
             self._engine.publish(job.handle, job.prefix.digests[: job.computed_tokens // self._block_size])
-            job.prefix.published_tokens = job.computed_tokens
 
     async def publish_loaded(self, job: PrefillJob) -> None:
         """Publish the job's final blocks after a load, in slices between which the event loop runs."""
@@ -182,7 +181,6 @@ class PrefixLoader:
             await self._blocks.publish(
                 job.allocated_handle, job.prefix.digests[: job.computed_tokens // self._block_size]
             )
-            job.prefix.published_tokens = job.computed_tokens
 
     async def save(self, job: PrefillJob) -> None:
         """Save the final blocks of a long prompt during its next chunk.
@@ -235,8 +233,9 @@ class PrefixLoader:
         common = min(blocks * self._block_size, len(other.token_ids) // unit * unit)
         if behind > common - done:
             common = min(common, other.computing_end // unit * unit)
-        saved = min(common, len(job.token_ids) - 1) - done
-        return other.prefix.published_tokens < -(-common // unit) * unit and 2 * saved >= job.scheduled.remaining
+        if 2 * (min(common, len(job.token_ids) - 1) - done) < job.scheduled.remaining:
+            return False
+        return self._engine.match_prefix(job.prefix.digests[: common // self._block_size]) < common
 
     async def _look_up_in_cache(self, job: PrefillJob) -> None:
         wanted = job.prefix.digests[job.prefix.looked_up_from : self._useful_blocks(job)]
@@ -459,7 +458,7 @@ class PeerFetcher:
 
     @property
     def rate(self) -> FetchRate | None:
-        """The measured rate of recent fetches; None before the first one that succeeded."""
+        """The measured rate of recent fetches that were not cancelled; None before the first one that succeeded."""
         bytes_per_s = self._bytes_per_s.value
         return FetchRate(0.0, bytes_per_s) if bytes_per_s else None
 
@@ -479,8 +478,8 @@ class PeerFetcher:
         except TransferError as error:
             owner = handle.owner
             _log.info("%s: the prefix could not be fetched, and is computed: %s", owner, error, extra=about(owner))
-        finally:
-            self._bytes_per_s.add(arrived, time.monotonic() - began)
+        # A fetch that is cancelled says nothing about the peer.
+        self._bytes_per_s.add(arrived, time.monotonic() - began)
         return arrived == size
 
     async def close(self) -> None:

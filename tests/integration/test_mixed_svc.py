@@ -20,8 +20,8 @@ from baton.engine.fake import FakeEngine, expected_tokens
 from baton.errors import ConfigError, EngineError
 from baton.kv.prefix.contract import Hits
 from baton.pb import decode_pb2, prefill_pb2
-from baton.request import SamplingParams
-from baton.rpc.convert import export_to_proto, sampling_to_proto
+from baton.request import CachePolicy, SamplingParams
+from baton.rpc.convert import cache_policy_to_proto, export_to_proto, sampling_to_proto
 from baton.telemetry.metrics import RUNNING, TRANSFER_BYTES, WAITING
 from baton.worker.status import WorkerRole
 from mixed_svc import passes
@@ -472,6 +472,46 @@ async def test_a_prompt_in_place_goes_on_when_another_one_has_loaded_their_commo
         answers = [await each.answer() for each in asked]
         assert [each.tokens for each in answers] == [[expected_tokens(prompt, TOKENS)] for prompt in prompts]
         assert [each.cached for each in answers] == [48, 48]
+
+
+async def test_a_prompt_in_place_does_not_wait_for_a_load_of_blocks_that_are_in_pages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A third prompt, which reads no cache, computes them while the first one loads."""
+    fetch_all(monkeypatch)
+    cache, loading, held = MemoryPrefixCache(), asyncio.Event(), asyncio.Event()
+    monkeypatch.setattr(baton.worker.start, "open_worker_cache", lambda *_, **__: cache)
+    fetch = cache.fetch
+
+    async def fetch_slowly(wanted: Sequence[bytes]) -> Any:
+        monkeypatch.setattr(cache, "lookup", find_nothing)
+        loading.set()
+        await held.wait()
+        return await fetch(wanted)
+
+    async def find_nothing(_: Sequence[bytes]) -> Hits:
+        return Hits()
+
+    prompts = [[*PROMPT, number] for number in range(3)]
+    async with mixed() as (app, workers):
+        worker = await workers.connect(app)
+        await workers.complete(worker, worker, PROMPT, GREEDY)
+        await until_free(app.engine)
+        app.engine.drop_cached()
+        monkeypatch.setattr(cache, "fetch", fetch_slowly)
+        try:
+            first = await workers.ask(worker, worker, prompts[0], GREEDY)
+            await asyncio.wait_for(loading.wait(), WAIT_S)
+            second = await workers.ask(worker, worker, prompts[1], GREEDY)
+            third = prefill_request("third", prompts[2], cache=cache_policy_to_proto(CachePolicy.WRITE))
+            await asyncio.wait_for(read(worker.prefill.Prefill(third)), WAIT_S)
+            answer = await asyncio.wait_for(second.answer(), WAIT_S)
+            assert (answer.tokens, answer.cached) == ([expected_tokens(prompts[1], TOKENS)], 48)
+        finally:
+            held.set()
+        assert (await first.answer()).tokens == [expected_tokens(prompts[0], TOKENS)]
+        incarnation = app.status.identity.incarnation
+        await worker.prefill.Abandon(prefill_pb2.AbandonRequest(transfer_id="third/0/t", incarnation=incarnation))
 
 
 async def test_a_second_start_with_the_same_transfer_fails_alone() -> None:

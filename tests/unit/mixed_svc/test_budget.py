@@ -1,12 +1,22 @@
 """The budget of passes in simulated time: a step costs so much, each prompt token so much more."""
 
 import random
+from collections import deque
 from dataclasses import dataclass, field
 
 import pytest
 
 from baton.rates import DecayingRate
-from mixed_svc.budget import ALONE_S, DEFAULT_MULTIPLE, MEASURE_EVERY, ROW_TOKENS, Budget, PassBudget, next_rows
+from mixed_svc.budget import (
+    ALONE_S,
+    ALONE_TOKENS,
+    DEFAULT_MULTIPLE,
+    MEASURE_EVERY,
+    ROW_TOKENS,
+    Budget,
+    PassBudget,
+    next_rows,
+)
 
 
 @dataclass
@@ -44,9 +54,13 @@ class Machine:
     overhead_s: float = 0.0
     """Additional time of a pass with prompts, for any number of tokens."""
     noise: float = 0.0
+    ahead: int = 0
+    """Number of passes that are launched before the oldest one is read."""
     passes: list[tuple[int, float]] = field(default_factory=list)
     """Prompt tokens and seconds of each pass."""
     draw: random.Random = field(default_factory=lambda: random.Random(1))
+    in_flight: deque[tuple[int, list[tuple[Prompt, int]], int, float]] = field(default_factory=deque)
+    """Tokens of near prompts, far prompts with their tokens, sequences, and seconds of each pass that is not read."""
 
     def run(self, passes: int, running: int) -> list[tuple[int, float]]:
         for _ in range(passes):
@@ -62,13 +76,18 @@ class Machine:
                     far.append((prompt, count))
                 prompt.position = end
             seconds = (self.alone(running) + own_s) * (1 + self.noise * self.draw.uniform(-1, 1))
-            far_tokens = sum(count for _, count in far)
-            token_s = self.budget.record(tokens - far_tokens, far_tokens, running, seconds)
-            for prompt, count in far:
-                prompt.own_rate.add(count, count * token_s.far)
+            self.in_flight.append((tokens - sum(count for _, count in far), far, running, seconds))
+            if len(self.in_flight) > self.ahead:
+                self._read()
             self.prompts = [prompt for prompt in self.prompts if prompt.position < prompt.total]
             self.passes.append((tokens, seconds))
         return self.passes[-passes:]
+
+    def _read(self) -> None:
+        near, far, running, seconds = self.in_flight.popleft()
+        token_s = self.budget.record(near, sum(count for _, count in far), running, seconds)
+        for prompt, count in far:
+            prompt.own_rate.add(count, count * token_s.far)
 
     def default_target(self, running: int) -> float:
         """Seconds of a pass for which no target is set."""
@@ -149,23 +168,45 @@ def test_small_passes_are_few_if_all_prompts_are_far() -> None:
     assert sum(0 < tokens < 8 for tokens, _ in passes) <= 4
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_small_passes_are_few_if_passes_are_launched_ahead(ahead: int) -> None:
+    """The limit that makes a pass small falls before the pass is read."""
+    machine = gpu()
+    machine.ahead = ahead
+    assert 3 <= sum(0 < tokens < ALONE_TOKENS for tokens, _ in machine.run(70, 32)) <= 3 + ahead
+
+
 def test_steps_are_measured_alone_at_first_and_from_time_to_time() -> None:
     machine = Machine(PassBudget())
-    passes = machine.run(1 + 2 * (MEASURE_EVERY + 1), 8)
+    passes = machine.run(3 + 2 * (MEASURE_EVERY + 1), 8)
     assert [index for index, (tokens, _) in enumerate(passes) if not tokens] == [
         0,
-        MEASURE_EVERY + 1,
-        2 * (MEASURE_EVERY + 1),
+        1,
+        2,
+        MEASURE_EVERY + 3,
+        2 * (MEASURE_EVERY + 1) + 2,
     ]
     # A batch of another size is measured at once, but not one of nearly the same size.
     assert [tokens == 0 for tokens, _ in machine.run(2, 7)] == [False, False]
-    assert [tokens == 0 for tokens, _ in machine.run(2, 20)] == [True, False]
+    assert [tokens == 0 for tokens, _ in machine.run(4, 20)] == [True, True, True, False]
 
 
-def test_one_slow_step_alone_does_not_make_the_next_pass_long() -> None:
-    """It makes prompts look fast."""
+@pytest.mark.parametrize("known", [0, 50])
+@pytest.mark.parametrize("running", [1, 8, 32])
+def test_one_slow_step_alone_does_not_make_passes_long(running: int, known: int) -> None:
+    """As the first one of a batch of this size, or later."""
     machine = Machine(PassBudget())
-    machine.budget.record(0, 0, 8, 5 * machine.alone(8))
+    machine.run(known, running)
+    machine.budget.record(0, 0, running, 20 * machine.alone(running))
+    longest = max(machine.default_target(running), machine.alone(running) + ALONE_TOKENS * machine.token_s)
+    assert all(seconds <= 1.02 * longest for _, seconds in machine.run(200, running))
+
+
+def test_slow_steps_alone_do_not_make_the_next_pass_long() -> None:
+    """They make prompts look fast."""
+    machine = Machine(PassBudget())
+    for _ in range(3):
+        machine.budget.record(0, 0, 8, 5 * machine.alone(8))
     machine.budget.record(40, 0, 8, machine.alone(8) + 40 * machine.token_s)
     ((_, seconds),) = machine.run(1, 8)
     assert seconds <= machine.alone(8) + 81 * machine.token_s

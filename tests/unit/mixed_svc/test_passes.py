@@ -123,7 +123,7 @@ async def started() -> None:
 async def test_prompts_and_steps_share_passes_and_prompts_go_on_without_the_asyncio_loop(ahead: int) -> None:
     bench = Bench(steps_ahead=ahead)
     bench.sequence([5, 7])
-    await bench.run(2)
+    await bench.run(4)
     del bench.engine.passes[:]
     ids = list(range(30, 50))
     computing = bench.prompt("p", ids)
@@ -195,7 +195,7 @@ async def test_tenants_pay_for_seconds_not_for_tokens(monkeypatch: pytest.Monkey
 async def test_a_prompt_that_is_aborted_fails_alone_before_its_next_chunk() -> None:
     bench = Bench()
     bench.sequence([5, 7])
-    await bench.run(2)
+    await bench.run(4)
     stopped, other = bench.prompt("stopped", range(30)), bench.prompt("other", range(40))
     await started()
     await bench.run()
@@ -233,7 +233,7 @@ async def test_a_cancelled_job_waits_for_the_end_of_the_pass_and_its_tokens_coun
 async def test_a_cancelled_job_learns_that_its_kv_may_be_wrong(ahead: int, cancels: int) -> None:
     bench = Bench(steps_ahead=ahead)
     bench.sequence([5, 7])
-    await bench.run(2)
+    await bench.run(4)
     computing = bench.prompt("p", range(16))
     await started()
     await bench.run()
@@ -253,7 +253,7 @@ async def test_a_cancelled_job_learns_that_its_kv_may_be_wrong(ahead: int, cance
 async def test_a_pass_that_fails_fails_its_chunks_and_its_batch(ahead: int) -> None:
     bench = Bench(steps_ahead=ahead)
     bench.sequence([5, 7])
-    await bench.run(2)
+    await bench.run(4)
     failing = bench.prompt("p", range(30))
     await started()
     await bench.run()
@@ -283,7 +283,7 @@ async def test_a_prompt_whose_pages_are_gone_fails_alone() -> None:
 async def test_the_loop_waits_a_little_for_the_sequences_of_prompts_that_ended_in_place() -> None:
     bench = Bench(chunk_size=0)
     bench.sequence([5, 7])
-    await bench.run(2)
+    await bench.run(4)
     computing = bench.prompt("p", range(10), in_place=True)
     await started()
     thread = asyncio.get_running_loop().run_in_executor(None, lambda: (bench.loop.run_once(), bench.loop.run_once()))
@@ -301,7 +301,7 @@ async def test_short_passes_are_followed_only_for_exports() -> None:
     await bench.run()
     await alone
     bench.sequence([5, 7])
-    await bench.run(2)
+    await bench.run(4)
     del bench.engine.followed[:]
     prompts = [bench.prompt(name, range(8)) for name in ("here", "elsewhere")]
     await started()

@@ -1,11 +1,19 @@
 """From where a prefix is loaded."""
 
+import asyncio
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from baton.engine.fake import FakeEngine
+from baton.errors import TransferError
 from baton.kv.prefix.contract import FetchRate, Hits
-from prefill_svc.prefix import TierRun, add_peer, cached_runs, common_blocks, to_hits, truncate
+from baton.request import PrefixSource, RemoteExport
+from baton.transfer.fetcher import ExportFetcher
+from prefill_svc import prefix
+from prefill_svc.prefix import PeerFetcher, TierRun, add_peer, cached_runs, common_blocks, to_hits, truncate
 
 HITS = Hits((("host", 2), ("redis", 3)))
 SLOW, QUICK = FetchRate(0.001, 1e6), FetchRate(0.0, 1e9)
@@ -64,3 +72,30 @@ def test_chains_have_their_beginning_in_common() -> None:
         other = [*chain[:common], *(b"other" for _ in chain[common:])]
         assert common_blocks(chain, other) == common_blocks(other, chain) == common
         assert common_blocks(chain, chain[:common]) == common
+
+
+async def test_the_rate_of_peers_counts_fetches_that_fail_but_not_those_that_are_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, now = FakeEngine(), [0.0]
+    monkeypatch.setattr(prefix, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    ends: list[BaseException | None] = [None, asyncio.CancelledError(), TransferError("is gone")]
+
+    async def fetch(*_: Any, **__: Any) -> None:
+        now[0] += 0.5
+        if (error := ends.pop(0)) is not None:
+            raise error
+
+    monkeypatch.setattr(ExportFetcher, "fetch_prefix", fetch)
+    peers, handle = PeerFetcher(engine, None, "prefill", 1.0), engine.reserve("r", 64)
+    source = PrefixSource(RemoteExport("t", "i", ()), 64)
+    assert await peers.fetch(handle, source, range(64), b"")
+    rate = FetchRate(0.0, 64 * engine.spec.kv_format.token_bytes / 0.5)
+    assert peers.rate == rate
+    with pytest.raises(asyncio.CancelledError):
+        await peers.fetch(handle, source, range(64), b"")
+    assert peers.rate == rate
+    assert not await peers.fetch(handle, source, range(64), b"")
+    assert peers.rate is not None
+    assert peers.rate.bytes_per_s < rate.bytes_per_s
+    await peers.close()
