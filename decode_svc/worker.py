@@ -81,7 +81,6 @@ class DecodeWorker:
         self._loop = loop = asyncio.get_running_loop()
         self._config = config
         self._engine = engine = parts.engine
-        self._identity = parts.identity
         self._fetcher = fetcher
         self._exports = parts.exports
         self._cache = cache = parts.cache
@@ -230,7 +229,7 @@ class DecodeWorker:
 
     def _offer_pages(self, attempt: DecodeAttempt, source: RemoteExport) -> asyncio.Future[Computed] | None:
         """Offer the attempt's pages to the prompt that is computed in place; None if its KV comes from elsewhere."""
-        if self._in_place is None or source.incarnation != self._identity.incarnation:
+        if self._in_place is None or source.incarnation != self._exports.incarnation:
             return None
         pinned = attempt.reservation.pinnable_digests[: self.attempts.pinned_blocks(attempt)]
         offer = Offer(attempt.handle, attempt.reservation.context_tokens, pinned[-1] if pinned else b"")

@@ -117,7 +117,6 @@ class PrefillWorker:
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
         self._engine = engine = parts.engine
-        self._identity = parts.identity
         self._exports = parts.exports
         self._cache, self._peers = parts.cache, peers
         self._changed = parts.changed
@@ -179,7 +178,7 @@ class PrefillWorker:
 
     def abandon(self, transfer_id: str, incarnation: str) -> None:
         """End an export that nobody will fetch, and the job that computes for it; idempotent."""
-        if incarnation != self._identity.incarnation:
+        if incarnation != self._exports.incarnation:
             return
         for job in [job for job in self._open_jobs.values() if job.request.transfer_id == transfer_id]:
             self.abort(job, Cancelled("the attempt was abandoned"))
