@@ -55,20 +55,8 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
         )
         fetcher = ExportFetcher(base.engine, base.tls, base.identity.consumer, config.fetch_silence_s)
         stack.push_async_callback(fetcher.close)
-        worker = DecodeWorker(
-            config,
-            base.engine,
-            base.identity,
-            fetcher,
-            base.exports,
-            base.cache,
-            base.cache_admin,
-            base.watchdog,
-            base.status.notify,
-        )
-        addresses = await stack.enter_async_context(
-            base.serve([decode_service(worker)], worker.ledger, worker.fail_engine, worker.set_gauges)
-        )
+        worker = DecodeWorker(config, base, fetcher)
+        addresses = await stack.enter_async_context(base.serve([decode_service(worker)], worker.set_gauges))
         worker.start(base.thread)
         stack.push_async_callback(worker.close)
         stack.callback(base.status.drain)

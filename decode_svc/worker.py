@@ -37,21 +37,18 @@ import math
 from collections import abc
 
 from baton.config.worker import DecodeConfig
-from baton.engine.contract import Engine
 from baton.errors import BatonError, OutOfPages, Overloaded
-from baton.kv.prefix.contract import PrefixCache
-from baton.ledger import Ledger, LedgerEntry
+from baton.ledger import LedgerEntry
 from baton.lifecycle import State
 from baton.process.executors import EngineThread
 from baton.request import Handoff, Output, RemoteExport, ReserveResult, join_ids
 from baton.telemetry import metrics
 from baton.telemetry.logs import about
-from baton.transfer.export import ExportRegistry
 from baton.transfer.fetcher import ExportFetcher
-from baton.worker.health import Watchdog, WorkerAudit
 from baton.worker.in_place import Computed, InPlaceTransfers, Offer
-from baton.worker.prefix_cache import BlockCopier, CacheAdmin
-from baton.worker.status import WorkerIdentity, WorkerLoad
+from baton.worker.prefix_cache import BlockCopier
+from baton.worker.start import WorkerParts
+from baton.worker.status import WorkerLoad
 from decode_svc.admission import Admission, Progress
 from decode_svc.attempts import Attempts, DecodeAttempt, ledger_entries
 from decode_svc.load_meter import LoadMeter
@@ -68,36 +65,27 @@ _log = logging.getLogger(__name__)
 class DecodeWorker:
     """All sessions and attempts of one worker, and its engine thread; used on the asyncio loop only.
 
-    `changed` is called when the load has changed. The worker decodes from `start` on. On a mixed worker, the passes
-    also compute the chunks of `prompts`, and `transfers` has the prompts that are computed in pages of its attempts;
-    the ledger is then that of both services.
+    The worker decodes from `start` on. On a mixed worker, the passes also compute the chunks of `prompts`, and
+    `transfers` has the prompts that are computed in pages of its attempts.
     """
 
     def __init__(
         self,
         config: DecodeConfig,
-        engine: Engine,
-        identity: WorkerIdentity,
+        parts: WorkerParts,
         fetcher: ExportFetcher,
-        exports: ExportRegistry,
-        cache: PrefixCache,
-        cache_admin: CacheAdmin,
-        watchdog: Watchdog,
-        changed: abc.Callable[[], object],
         *,
-        audit: WorkerAudit | None = None,
         transfers: InPlaceTransfers | None = None,
         prompts: PromptSource | None = None,
     ) -> None:
         self._loop = loop = asyncio.get_running_loop()
         self._config = config
-        self._engine = engine
-        self._identity = identity
+        self._engine = engine = parts.engine
         self._fetcher = fetcher
-        self._exports = exports
-        self._cache = cache
-        self._cache_admin = cache_admin
-        self._changed = changed
+        self._exports = parts.exports
+        self._cache = cache = parts.cache
+        self._cache_admin = parts.cache_admin
+        self._changed = parts.changed
         self._in_place = transfers
         self._idle = asyncio.Event()
         """Set while there is no attempt."""
@@ -119,7 +107,7 @@ class DecodeWorker:
         self._timer: asyncio.TimerHandle | None = None
         self.decode_loop = DecodeLoop(
             engine,
-            watchdog,
+            parts.watchdog,
             lambda report: loop.call_soon_threadsafe(self.on_step_report, report),
             loop.time,
             self.write_backs.release_pages,
@@ -136,7 +124,7 @@ class DecodeWorker:
             # Prefill computes the last token of a context, also in pages of an attempt.
             computed_tokens=0 if transfers is None else 1,
         )
-        self._audit = audit or WorkerAudit(identity, engine)
+        self._audit = parts.audit
         self._audit.add(self)
         self._loop_run: asyncio.Future[None] | None = None
         self._resume_scheduled = False
@@ -240,7 +228,7 @@ class DecodeWorker:
 
     def _offer_pages(self, attempt: DecodeAttempt, source: RemoteExport) -> asyncio.Future[Computed] | None:
         """Offer the attempt's pages to the prompt that is computed in place; None if its KV comes from elsewhere."""
-        if self._in_place is None or source.incarnation != self._identity.incarnation:
+        if self._in_place is None or source.incarnation != self._exports.incarnation:
             return None
         pinned = attempt.reservation.pinnable_digests[: self.attempts.pinned_blocks(attempt)]
         offer = Offer(attempt.handle, attempt.reservation.context_tokens, pinned[-1] if pinned else b"")
@@ -474,10 +462,6 @@ class DecodeWorker:
         """One entry for each handle."""
         now = self._loop.time()
         return [*ledger_entries(self.attempts, self._engine, now), *self.write_backs.entries(now)]
-
-    async def ledger(self) -> Ledger:
-        """The ledger: all owners of pages, and whether the sums are right."""
-        return await self._audit.ledger()
 
     def refuse(self) -> None:
         """Refuse all waiting and new reservations."""

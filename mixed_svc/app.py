@@ -11,7 +11,6 @@ from baton.config.worker import MixedConfig
 from baton.engine.contract import Engine
 from baton.telemetry import metrics
 from baton.transfer.fetcher import ExportFetcher
-from baton.worker.health import WorkerAudit
 from baton.worker.in_place import InPlaceTransfers
 from baton.worker.start import WorkerAddresses, WorkerApp, WorkerRuntime, start_runtime
 from baton.worker.status import WorkerLoad, WorkerRole
@@ -21,7 +20,7 @@ from decode_svc.worker import DecodeWorker
 from mixed_svc.budget import PassBudget
 from mixed_svc.passes import MixedPasses, PackedChunks
 from prefill_svc.app import prefill_service
-from prefill_svc.prefix import PeerFetcher, PrefixBackends
+from prefill_svc.prefix import PeerFetcher
 from prefill_svc.servicer import PrefillServicer
 from prefill_svc.worker import PrefillWorker, SharedEngine
 
@@ -68,15 +67,10 @@ async def run(config: MixedConfig, *, engine: Engine | None = None) -> AsyncIter
         )
         fetcher = ExportFetcher(base.engine, base.tls, base.identity.consumer, config.fetch_silence_s)
         stack.push_async_callback(fetcher.close)
-        decode, prefill, audit = make_services(config, base, fetcher)
+        decode, prefill = make_services(config, base, fetcher)
         servicer = PrefillServicer(prefill, base.engine.spec)
         addresses = await stack.enter_async_context(
-            base.serve(
-                [prefill_service(servicer), decode_service(decode)],
-                audit.ledger,
-                audit.fail,
-                lambda: set_gauges(prefill, decode),
-            )
+            base.serve([prefill_service(servicer), decode_service(decode)], lambda: set_gauges(prefill, decode))
         )
         decode.start(base.thread)
         stack.push_async_callback(decode.close)
@@ -89,24 +83,11 @@ async def run(config: MixedConfig, *, engine: Engine | None = None) -> AsyncIter
 
 def make_services(
     config: MixedConfig, base: WorkerRuntime, fetcher: ExportFetcher
-) -> tuple[DecodeWorker, PrefillWorker, WorkerAudit]:
-    """Make both services over one engine, with their common audit."""
-    audit, transfers = WorkerAudit(base.identity, base.engine), InPlaceTransfers()
+) -> tuple[DecodeWorker, PrefillWorker]:
+    """Make both services over one engine."""
     passes = MixedPasses(base.engine.spec, base.watchdog, PassBudget(config.itl_target_ms / 1e3))
-    decode = DecodeWorker(
-        config,
-        base.engine,
-        base.identity,
-        fetcher,
-        base.exports,
-        base.cache,
-        base.cache_admin,
-        base.watchdog,
-        base.status.notify,
-        audit=audit,
-        transfers=transfers,
-        prompts=passes,
-    )
+    transfers = InPlaceTransfers()
+    decode = DecodeWorker(config, base, fetcher, transfers=transfers, prompts=passes)
 
     def write_back(owner: str, digests: Sequence[bytes], stored: int) -> None:
         decode.write_backs.add(PublishedBlocks(owner, digests, stored))
@@ -114,17 +95,12 @@ def make_services(
     peers = PeerFetcher(base.engine, base.tls, base.identity.consumer, config.cache_budget_s)
     prefill = PrefillWorker(
         config,
-        base.engine,
-        base.identity,
-        base.exports,
-        PrefixBackends(base.cache, base.cache_admin, peers),
-        audit,
-        base.watchdog,
-        base.status.notify,
+        base,
+        peers,
         partial(PackedChunks, passes, decode.decode_loop, config.chunk_size),
         SharedEngine(transfers, config.start_timeout_s, decode.admission.may_take_for_prompt, write_back),
     )
-    return decode, prefill, audit
+    return decode, prefill
 
 
 def load_report(prefill: PrefillWorker, decode: DecodeWorker) -> WorkerLoad:

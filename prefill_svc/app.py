@@ -11,10 +11,9 @@ import grpc
 from baton.config.worker import PrefillConfig
 from baton.engine.contract import Engine
 from baton.pb import prefill_pb2, prefill_pb2_grpc
-from baton.worker.health import WorkerAudit
 from baton.worker.start import Service, WorkerAddresses, WorkerApp, WorkerRuntime, start_runtime
 from baton.worker.status import WorkerRole
-from prefill_svc.prefix import PeerFetcher, PrefixBackends
+from prefill_svc.prefix import PeerFetcher
 from prefill_svc.servicer import PrefillServicer
 from prefill_svc.worker import ChunkRunner, PrefillWorker
 
@@ -67,21 +66,9 @@ async def run(config: PrefillConfig, *, engine: Engine | None = None) -> AsyncIt
             )
         )
         peers = PeerFetcher(base.engine, base.tls, base.identity.consumer, config.cache_budget_s)
-        worker = PrefillWorker(
-            config,
-            base.engine,
-            base.identity,
-            base.exports,
-            PrefixBackends(base.cache, base.cache_admin, peers),
-            WorkerAudit(base.identity, base.engine),
-            base.watchdog,
-            base.status.notify,
-            partial(ChunkRunner, base.engine, base.thread, base.watchdog),
-        )
+        worker = PrefillWorker(config, base, peers, partial(ChunkRunner, base.engine, base.thread, base.watchdog))
         worker.start()
         stack.push_async_callback(worker.close)
         servicer = PrefillServicer(worker, base.engine.spec)
-        addresses = await stack.enter_async_context(
-            base.serve([prefill_service(servicer)], worker.ledger, worker.fail_engine, worker.set_gauges)
-        )
+        addresses = await stack.enter_async_context(base.serve([prefill_service(servicer)], worker.set_gauges))
         yield PrefillApp(base, addresses, config.drain_s, worker, servicer)

@@ -44,7 +44,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from baton.engine.contract import Engine, KvHandle
 from baton.errors import EngineError, TransferError
@@ -58,41 +57,34 @@ from baton.rpc.tls import Tls
 from baton.telemetry import metrics
 from baton.telemetry.logs import about
 from baton.transfer.fetcher import ExportFetcher
-from baton.worker.prefix_cache import POOL, BlockCopier, CacheAdmin
+from baton.worker.prefix_cache import POOL, BlockCopier
+from baton.worker.start import WorkerParts
 from prefill_svc.job import PrefillJob, TierRun
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixBackends:
-    """The sources of cached KV other than the engine's pages, and the statistics of all tiers."""
-
-    cache: PrefixCache
-    cache_admin: CacheAdmin
-    peers: PeerFetcher
-
-
 class PrefixLoader:
     """Finds and loads the cached blocks of one worker's jobs; used on the asyncio loop only.
 
-    `prefill_rate` returns the number of tokens per second that the worker computes, or 0 while it is unknown. Prompts
-    of at least `long_chunks` chunks are saved while they are computed; if it is 0, no prompt is.
+    `peers` fetches them from decode workers. `prefill_rate` returns the number of tokens per second that the worker
+    computes, or 0 while it is unknown. Prompts of at least `long_chunks` chunks are saved while they are computed; if
+    it is 0, no prompt is.
     """
 
     def __init__(
-        self, engine: Engine, backends: PrefixBackends, prefill_rate: Callable[[], float], long_chunks: int
+        self, parts: WorkerParts, peers: PeerFetcher, prefill_rate: Callable[[], float], long_chunks: int
     ) -> None:
-        self._engine = engine
-        self._cache, self._cache_admin, self._peers = backends.cache, backends.cache_admin, backends.peers
+        self._engine = engine = parts.engine
+        self._cache, self._cache_admin, self._peers = parts.cache, parts.cache_admin, peers
         self._prefill_rate = prefill_rate
         self._block_size = engine.spec.kv_format.block_size
         self._unit_tokens = math.lcm(engine.spec.page_size, self._block_size)
         self._block_bytes = engine.spec.kv_format.block_bytes
         self._layers = engine.spec.kv_format.layers
         self._fetch_cost = FetchCostModel(self._block_bytes, self._block_size)
-        self._blocks = BlockCopier(engine, backends.cache)
-        self._saver = LongPromptSaver(backends.cache, self._blocks, self._block_size, long_chunks)
+        self._blocks = BlockCopier(engine, parts.cache)
+        self._saver = LongPromptSaver(parts.cache, self._blocks, self._block_size, long_chunks)
 
     def stop(self) -> None:
         """End loads and write-backs soon."""

@@ -47,18 +47,18 @@ from baton.errors import (
     TransferError,
     Unavailable,
 )
-from baton.ledger import Ledger, LedgerEntry
+from baton.ledger import LedgerEntry
 from baton.lifecycle import State
 from baton.process.executors import EngineThread, wait_to_end
 from baton.request import Prefilled
 from baton.telemetry import metrics
 from baton.telemetry.logs import about
-from baton.transfer.export import ExportRegistry
-from baton.worker.health import NoTokenCounter, Watchdog, WorkerAudit
+from baton.worker.health import NoTokenCounter, Watchdog
 from baton.worker.in_place import Computed, InPlaceTransfers, Offer
-from baton.worker.status import WorkerIdentity, WorkerLoad
+from baton.worker.start import WorkerParts
+from baton.worker.status import WorkerLoad
 from prefill_svc.job import PrefillJob, PrefillRequest, count_by_tier, ledger_entries, make_result, overdue_error
-from prefill_svc.prefix import PrefixBackends, PrefixLoader
+from prefill_svc.prefix import PeerFetcher, PrefixLoader
 from prefill_svc.scheduler import PrefillScheduler, ScheduledJob
 
 _log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class SharedEngine:
 
 
 class PrefillWorker:
-    """All jobs of one worker; used on the asyncio loop only. `changed` is called when the load has changed.
+    """All jobs of one worker; used on the asyncio loop only.
 
     `make_chunks` makes the computer of chunks, given the scheduler and the jobs whose callers wait. `shared` is None
     unless decode uses the engine too.
@@ -109,39 +109,33 @@ class PrefillWorker:
     def __init__(
         self,
         config: PrefillConfig,
-        engine: Engine,
-        identity: WorkerIdentity,
-        exports: ExportRegistry,
-        backends: PrefixBackends,
-        audit: WorkerAudit,
-        watchdog: Watchdog,
-        changed: Callable[[], None],
+        parts: WorkerParts,
+        peers: PeerFetcher,
         make_chunks: Callable[[PrefillScheduler, Mapping[ScheduledJob, PrefillJob]], Chunks],
         shared: SharedEngine | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
-        self._engine = engine
-        self._identity = identity
-        self._exports = exports
-        self._backends = backends
-        self._changed = changed
+        self._engine = engine = parts.engine
+        self._exports = parts.exports
+        self._cache, self._peers = parts.cache, peers
+        self._changed = parts.changed
         self._shared = shared
         self._scheduler = PrefillScheduler(engine.spec, config.chunk_size, config.max_waiting)
-        self._prefix = PrefixLoader(engine, backends, lambda: self._scheduler.rate.value, config.long_prompt_chunks)
+        self._prefix = PrefixLoader(parts, peers, lambda: self._scheduler.rate.value, config.long_prompt_chunks)
         self._open_jobs: dict[ScheduledJob, PrefillJob] = {}
         """Jobs whose callers wait for the answer."""
         self._live_jobs: dict[PrefillJob, None] = {}
         """Jobs that may hold pages or an export."""
-        self._watchdog = watchdog
+        self._watchdog = parts.watchdog
         self._chunks = make_chunks(self._scheduler, self._open_jobs)
         self._refusal = ""
         self._block_size = engine.spec.kv_format.block_size
         self._no_tokens = NoTokenCounter()
         self._closing = False
         self._next_allocation = self._loop.call_soon(self._allocate_pages)
-        self._audit = audit
-        audit.add(self)
+        self._audit = parts.audit
+        self._audit.add(self)
 
     def start(self) -> None:
         """Audit whenever the worker is idle."""
@@ -184,7 +178,7 @@ class PrefillWorker:
 
     def abandon(self, transfer_id: str, incarnation: str) -> None:
         """End an export that nobody will fetch, and the job that computes for it; idempotent."""
-        if incarnation != self._identity.incarnation:
+        if incarnation != self._exports.incarnation:
             return
         for job in [job for job in self._open_jobs.values() if job.request.transfer_id == transfer_id]:
             self.abort(job, Cancelled("the attempt was abandoned"))
@@ -236,10 +230,6 @@ class PrefillWorker:
         """One entry for each job; one in place has no pages of its own."""
         return ledger_entries(self._live_jobs, self._engine.spec, time.monotonic())
 
-    async def ledger(self) -> Ledger:
-        """The ledger: all owners of pages, and whether the sums are right."""
-        return await self._audit.ledger()
-
     def refuse(self) -> None:
         """Refuse new requests."""
         self._refusal = self._refusal or "the worker is draining"
@@ -248,7 +238,7 @@ class PrefillWorker:
         """Wait until no job, export or write-back is left; for a drain, after `refuse`."""
         while tasks := [job.serve_task for job in self._live_jobs if job.serve_task is not None]:
             await asyncio.wait(tasks)
-        await self._backends.cache.flush()
+        await self._cache.flush()
 
     def cut_short(self, grace_s: float) -> None:
         """Log that a drain of `grace_s` seconds was too short; jobs end with the worker."""
@@ -266,7 +256,7 @@ class PrefillWorker:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._audit.close()
         await self._exports.wait_closed()
-        await self._backends.peers.close()
+        await self._peers.close()
         if not self.failed.cancel():
             self.failed.exception()
 

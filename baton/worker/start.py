@@ -37,7 +37,7 @@ from baton.transfer.export import LEASE_S, ExportRegistry
 from baton.transfer.tickets import TicketVerifier
 from baton.transfer.transport import SERVICE as KV_SERVICE
 from baton.transfer.transport import KvServicer
-from baton.worker.health import Watchdog, watch_engine
+from baton.worker.health import Watchdog, WorkerAudit, watch_engine
 from baton.worker.prefix_cache import CacheAdmin, open_worker_cache
 from baton.worker.status import (
     PrefixChangeFeed,
@@ -157,28 +157,32 @@ class WorkerAddresses:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerRuntime:
-    """The parts from which the services of a worker are built."""
+class WorkerParts:
+    """The parts that each service of a worker uses. `changed` is called when the load has changed."""
+
+    engine: Engine
+    identity: WorkerIdentity
+    exports: ExportRegistry
+    cache: PrefixCache
+    cache_admin: CacheAdmin
+    watchdog: Watchdog
+    audit: WorkerAudit
+    changed: Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRuntime(WorkerParts):
+    """All parts of a worker but its services."""
 
     config: WorkerConfig
     thread: EngineThread
-    engine: Engine
-    identity: WorkerIdentity
     tls: Tls | None
     tickets: TicketVerifier | None
     probes: WorkerProbes
-    watchdog: Watchdog
-    cache: PrefixCache
-    cache_admin: CacheAdmin
-    exports: ExportRegistry
     status: StatusHub
 
     def serve(
-        self,
-        services: Sequence[Service],
-        ledger: LedgerSource,
-        fail: Callable[[EngineError], object],
-        measure: Callable[[], None],
+        self, services: Sequence[Service], measure: Callable[[], None]
     ) -> contextlib.AbstractAsyncContextManager[WorkerAddresses]:
         """Serve `services` to routers, and exports to peers, until the block ends; the rest is as `serve_listeners`."""
         return serve_listeners(
@@ -188,10 +192,10 @@ class WorkerRuntime:
             self.probes,
             control=services,
             kv=Service(KV_SERVICE, KvServicer(self.exports, self.tickets).add_to_server),
-            ledger=ledger,
+            ledger=self.audit.ledger,
             cache=self.cache_admin.list_tiers,
             clear=self.cache_admin.clear,
-            fail=fail,
+            fail=self.audit.fail,
             watch_failure=self.engine.watch_failure,
             measure=measure,
             tls=self.tls,
@@ -244,17 +248,19 @@ async def start_runtime(
         stack.callback(changes.close)
         status = StatusHub(identity, load, changes)
         yield WorkerRuntime(
-            config,
-            thread,
             engine,
             identity,
+            ExportRegistry(engine, identity.incarnation, lease_s=lease_s, shards=identity.shards),
+            cache,
+            CacheAdmin(engine, cache),
+            Watchdog(work_counter=engine.work_counter),
+            WorkerAudit(identity, engine),
+            status.notify,
+            config,
+            thread,
             tls,
             tickets,
             probes,
-            Watchdog(work_counter=engine.work_counter),
-            cache,
-            CacheAdmin(engine, cache),
-            ExportRegistry(engine, identity.incarnation, lease_s=lease_s, shards=identity.shards),
             status,
         )
 
@@ -288,6 +294,7 @@ class WorkerApp:
         """`drain_s` is the longest duration of a drain in seconds. A fault of the engine fails all services."""
         self.addresses = addresses
         self.config = runtime.config
+        self.audit = runtime.audit
         self.cache = runtime.cache
         self.status = runtime.status
         self.engine = runtime.engine

@@ -166,7 +166,7 @@ async def test_a_mixed_worker_blames_the_caller() -> None:
         async with asyncio.timeout(WAIT_S):
             while engine.stats().used or not (app.prefill.idle and app.decode.idle):  # noqa: ASYNC110 pages return on several threads
                 await asyncio.sleep(0.01)
-        assert (await app.decode.ledger()).entries == ()
+        assert (await app.audit.ledger()).entries == ()
         answer = await workers.complete(worker, worker, [*prompt, 3], GREEDY)
         assert answer.tokens == [expected_tokens([*prompt, 3], GREEDY.max_tokens or 0, params=GREEDY)]
 

@@ -613,8 +613,8 @@ async def test_a_storm_of_ends_leaves_nothing(seed: int) -> None:
             await asyncio.gather(*(one(number) for number in range(40)))
             workers_here[0].session.call.cancel()
             await until_free(engine)
-        assert (await app.decode.ledger()).violation == ""
-        assert (await app.decode.ledger()).entries == ()
+        assert (await app.audit.ledger()).violation == ""
+        assert (await app.audit.ledger()).entries == ()
         assert app.prefill.idle
         assert app.decode.idle
         worker = workers_here[1]

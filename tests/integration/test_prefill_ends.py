@@ -329,13 +329,13 @@ async def freed(client: Client) -> AsyncIterator[None]:
     yield
     async with asyncio.timeout(WAIT_S):
         await client.pages_back()
-    ledger = await client.app.worker.ledger()
+    ledger = await client.app.audit.ledger()
     assert (list(ledger.entries), ledger.violation) == ([], "")
 
 
 async def owners(client: Client) -> list[LedgerEntry]:
     """The ledger's entries, over the wire's own way of making them."""
-    ledger = await client.app.worker.ledger()
+    ledger = await client.app.audit.ledger()
     assert ledger.violation == ""
     return list(ledger.entries)
 

@@ -28,8 +28,9 @@ from baton.lifecycle import PREFILL_TOKEN_S, State
 from baton.request import CachePolicy, Handoff, RemoteExport, SamplingParams
 from baton.transfer.export import ExportRegistry
 from baton.transfer.fetcher import ExportFetcher
-from baton.worker.health import Watchdog
+from baton.worker.health import Watchdog, WorkerAudit
 from baton.worker.prefix_cache import CacheAdmin
+from baton.worker.start import WorkerParts
 from baton.worker.status import WorkerRole, new_identity
 from decode_svc.attempts import DecodeAttempt
 from decode_svc.loop import StepReport
@@ -81,17 +82,17 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         identity = new_identity(WorkerConfig(), WorkerRole.DECODE, self.engine.spec, "")
         config = DecodeConfig(start_timeout_s=START_S, fetch_timeout_s=FETCH_S, reserve_tokens=RESERVE_TOKENS)
         self.exports = ExportRegistry(self.engine, "ours", unknown_wait_s=0.0)
-        worker = DecodeWorker(
-            config,
+        parts = WorkerParts(
             self.engine,
             identity,
-            cast(ExportFetcher, SimpleNamespace(fetch=self._fetch)),
             self.exports,
             self.cache,
             CacheAdmin(self.engine, self.cache),
             Watchdog(),
-            changed=lambda: None,
+            WorkerAudit(identity, self.engine),
+            lambda: None,
         )
+        worker = DecodeWorker(config, parts, cast(ExportFetcher, SimpleNamespace(fetch=self._fetch)))
         loop = worker.decode_loop
         loop._emit, loop._preempt = self.reports.append, self._preempt_with(loop._preempt, loop._scheduler)
         worker.attempts.take_pages = self._checked(worker, worker.attempts.take_pages)  # type: ignore[method-assign]

@@ -19,8 +19,9 @@ from baton.errors import EngineError
 from baton.request import CachePolicy, Handoff, RemoteExport, ReserveResult, SamplingParams
 from baton.transfer.export import ExportRegistry
 from baton.transfer.fetcher import ExportFetcher
-from baton.worker.health import Watchdog
+from baton.worker.health import Watchdog, WorkerAudit
 from baton.worker.prefix_cache import CacheAdmin
+from baton.worker.start import WorkerParts
 from baton.worker.status import WorkerRole, new_identity
 from decode_svc.messages import AttemptKey, Cancel, FailureKind, Heartbeat, Reserve, Start
 from decode_svc.session import RouterSession
@@ -52,7 +53,9 @@ def made(loop: VirtualLoop, engine: FakeEngine, fetch: Callable[..., Awaitable[H
         config = DecodeConfig(fetch_timeout_s=FETCH_S - 0.3)
         cache, exports = MemoryPrefixCache(), ExportRegistry(engine, "ours")
         tiers = CacheAdmin(engine, cache)
-        return DecodeWorker(config, engine, identity, fetcher(fetch), exports, cache, tiers, Watchdog(), lambda: None)
+        audit = WorkerAudit(identity, engine)
+        parts = WorkerParts(engine, identity, exports, cache, tiers, Watchdog(), audit, lambda: None)
+        return DecodeWorker(config, parts, fetcher(fetch))
 
     return loop.call(make)
 
