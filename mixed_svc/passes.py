@@ -291,8 +291,6 @@ class PackedChunks:
 
     def _publish(self) -> None:
         """Replace the tuple of the engine thread."""
-        for scheduled in [each for each in self._prompts if each not in self._jobs]:
-            del self._prompts[scheduled]
         ready = (self._prompts.get(scheduled) for scheduled in self._scheduler.ready_order())
         self._passes.ready = tuple(prompt for prompt in ready if prompt is not None and prompt.outcome is None)
 

@@ -30,7 +30,8 @@ all blocks before it.
 
 A prompt is long if it needs at least `long_chunks` chunks. A chunk takes about half a second of computing
 (`prefill_svc.scheduler.chunk_size`), so short prompts, which lose little, never wait. The job does not have the engine
-while it waits; other prompts are computed. Saves do not pass through the queue of other writes.
+while it waits; other prompts are computed. On a mixed worker no job waits, because the engine goes on with its prompt
+anyway. Saves do not pass through the queue of other writes.
 
 A decode worker that has the prefix is one more tier (`PeerFetcher`). If a fetch fails, the tokens are computed.
 """
@@ -174,12 +175,12 @@ class PrefixLoader:
                 job.allocated_handle, job.prefix.digests[: job.computed_tokens // self._block_size]
             )
 
-    async def save(self, job: PrefillJob) -> None:
+    async def save(self, job: PrefillJob, *, waits: bool) -> None:
         """Save the final blocks of a long prompt during its next chunk.
 
-        First waits up to SAVE_WAIT_S seconds for the previous save.
+        If it `waits`, waits up to SAVE_WAIT_S seconds for the previous save first; otherwise awaits nothing.
         """
-        await self._saver.save(job)
+        await self._saver.save(job, waits=waits)
 
     async def write_back(self, job: PrefillJob) -> None:
         """Put the job's new blocks into the cache; the caller must keep its pages meanwhile."""
@@ -377,11 +378,15 @@ class LongPromptSaver:
         self._cache, self._blocks, self._block_size = cache, blocks, block_size
         self._long_chunks, self._wait_s = long_chunks, SAVE_WAIT_S
 
-    async def save(self, job: PrefillJob) -> None:
-        """Start to save the final blocks of a job if its prompt is long; call it after each chunk except the last."""
+    async def save(self, job: PrefillJob, *, waits: bool = True) -> None:
+        """Start to save the final blocks of a job if its prompt is long; call it after each chunk except the last.
+
+        If the previous save still runs after the wait, none is started. Without `waits`, there is no wait.
+        """
         if job.prefix.saving is None and not self._is_long(job):
             return
-        await self._wait(job)
+        if waits:
+            await self._wait(job)
         if job.prefix.saving is None or job.prefix.saving.done():
             job.prefix.saving = asyncio.create_task(self._save(job), name=f"save {job.request.name}")
 

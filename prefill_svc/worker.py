@@ -351,7 +351,7 @@ class PrefillWorker:
                 return result
             self._allocate_pages()
             self._changed()
-            await self._prefix.save(job)
+            await self._prefix.save(job, waits=self._shared is None)
 
     def _commit(self, job: PrefillJob, result: ChunkResult) -> Prefilled:
         """Commit the KV to its export or to the reservation that has the pages, with the first token of each choice."""

@@ -161,7 +161,6 @@ class WorkerParts:
     """The parts that each service of a worker uses. `changed` is called when the load has changed."""
 
     engine: Engine
-    identity: WorkerIdentity
     exports: ExportRegistry
     cache: PrefixCache
     cache_admin: CacheAdmin
@@ -175,6 +174,7 @@ class WorkerRuntime(WorkerParts):
     """All parts of a worker but its services."""
 
     config: WorkerConfig
+    identity: WorkerIdentity
     thread: EngineThread
     tls: Tls | None
     tickets: TicketVerifier | None
@@ -249,7 +249,6 @@ async def start_runtime(
         status = StatusHub(identity, load, changes)
         yield WorkerRuntime(
             engine,
-            identity,
             ExportRegistry(engine, identity.incarnation, lease_s=lease_s, shards=identity.shards),
             cache,
             CacheAdmin(engine, cache),
@@ -257,6 +256,7 @@ async def start_runtime(
             WorkerAudit(identity, engine),
             status.notify,
             config,
+            identity,
             thread,
             tls,
             tickets,

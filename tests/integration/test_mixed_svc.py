@@ -514,6 +514,33 @@ async def test_a_prompt_in_place_does_not_wait_for_a_load_of_blocks_that_are_in_
         await worker.prefill.Abandon(prefill_pb2.AbandonRequest(transfer_id="third/0/t", incarnation=incarnation))
 
 
+async def test_a_long_prompt_is_answered_while_the_store_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine goes on with it, so its job must not wait."""
+    monkeypatch.setattr(passes, "CHUNK_S", 0.0)
+    monkeypatch.setattr("prefill_svc.prefix.SAVE_WAIT_S", 2 * WAIT_S)
+    cache, saving, stored = MemoryPrefixCache(), asyncio.Event(), asyncio.Event()
+    monkeypatch.setattr(baton.worker.start, "open_worker_cache", lambda *_, **__: cache)
+    save = cache.save
+
+    async def save_slowly(*args: Any) -> int:
+        saving.set()
+        await stored.wait()
+        return await save(*args)
+
+    monkeypatch.setattr(cache, "save", save_slowly)
+    engine = FakeEngine(page_size=4, pages=512, slots=4, chunk_time=0.05)
+    async with mixed(engine, chunk_size=8, long_prompt_chunks=3) as (app, workers):
+        worker = await workers.connect(app)
+        try:
+            answer = await workers.complete(worker, worker, PROMPT, GREEDY)
+            assert answer.tokens == [expected_tokens(PROMPT, TOKENS)]
+            assert saving.is_set()
+        finally:
+            stored.set()
+        await asyncio.wait_for(app.wait_finished(), WAIT_S)
+        assert len(cache.blocks) == (len(PROMPT) + TOKENS - 1) // 16
+
+
 async def test_a_second_start_with_the_same_transfer_fails_alone() -> None:
     async with mixing() as (engine, _, worker, _, second):
         assert (await worker.session.reserve("late", len(PROMPT), 4)).granted

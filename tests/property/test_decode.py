@@ -84,7 +84,6 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         self.exports = ExportRegistry(self.engine, "ours", unknown_wait_s=0.0)
         parts = WorkerParts(
             self.engine,
-            identity,
             self.exports,
             self.cache,
             CacheAdmin(self.engine, self.cache),

@@ -54,7 +54,7 @@ def made(loop: VirtualLoop, engine: FakeEngine, fetch: Callable[..., Awaitable[H
         cache, exports = MemoryPrefixCache(), ExportRegistry(engine, "ours")
         tiers = CacheAdmin(engine, cache)
         audit = WorkerAudit(identity, engine)
-        parts = WorkerParts(engine, identity, exports, cache, tiers, Watchdog(), audit, lambda: None)
+        parts = WorkerParts(engine, exports, cache, tiers, Watchdog(), audit, lambda: None)
         return DecodeWorker(config, parts, fetcher(fetch))
 
     return loop.call(make)
