@@ -415,13 +415,16 @@ class Dispatcher:
         before, self._usable = self._usable, compatible_decode_addresses(fleet) - fleet.isolated
         if self._usable - before:
             # New requests must not overtake requests that have waited for a worker.
-            self._look_again()
+            self._look_again(isolating=False)
         self._schedule()
 
-    def _look_again(self) -> None:
-        """Let all that have asked workers ask more, and those that have refused again."""
+    def _look_again(self, *, isolating: bool) -> None:
+        """Let all that have asked workers ask more, and those that have refused again.
+
+        Requests that are isolated only look once a second, because they change the workers of others.
+        """
         for reservations in self._waiting:
-            if reservations.isolating or reservations in self.queue.registered:
+            if isolating or not reservations.isolating:
                 reservations.forget_refusals()
                 self._on_change(reservations)
 
@@ -440,7 +443,7 @@ class Dispatcher:
             if now - reservations.unserved_since >= wait_s:
                 why = f"no decode worker is left that could hold the request, after a wait of {wait_s:g} s: "
                 reservations.fail(Unavailable(why + reservations.describe_too_large() if too_large else problem))
-        self._look_again()
+        self._look_again(isolating=True)
         # The pause of a breaker may have ended.
         self._schedule()
         for reservations in self._waiting:

@@ -34,11 +34,13 @@ class Isolation:
         self._attempts: dict[str, int] = {}
         """Number of attempts of each request, by request id, in order of arrival."""
         self._pair: WorkerPair | None = None
-        """Workers for all attempts of the first request, once they serve no other one."""
+        """Workers for all attempts of the first request."""
+        self._empty = False
+        """Whether the pair serves no other request."""
         self._pair_suspicion = Suspicion.NONE
         """The suspicion for which the pair was selected."""
         self._own: frozenset[str] = frozenset()
-        """Addresses of the workers that the first request has for itself."""
+        """Addresses of the workers on which attempts of the first request were placed, and which are kept for it."""
         self._empty_by: float | None = None
 
     def enter(self, request_id: str) -> None:
@@ -49,15 +51,14 @@ class Isolation:
         """Count one attempt fewer. The next request is first when no attempt of the first one is left."""
         was_first = self._is_first(request_id)
         self._attempts[request_id] -= 1
-        if self._attempts[request_id]:
-            if was_first and self._own:
-                # An attempt that gave up may have isolated more workers.
-                self._pool.isolate(self._own)
-            return
-        del self._attempts[request_id]
+        if not self._attempts[request_id]:
+            del self._attempts[request_id]
+            if was_first:
+                self._empty, self._empty_by, self._own = False, None, frozenset()
         if was_first:
-            self._pair, self._empty_by, self._own = None, None, frozenset()
-            self._pool.isolate(self._own)
+            # An attempt that gave up may have kept workers that did not become empty, or that lacked pages.
+            self._pair = self._pair if self._empty else None
+            self._pool.isolate(self._kept)
 
     def select(
         self, request_id: str, criteria: SelectionCriteria, suspicion: Suspicion, asked: Collection[str], now: float
@@ -74,27 +75,32 @@ class Isolation:
             # The time in which a pair must become empty starts when there is a pair.
             self._empty_by = None
             return True, None
-        pair, empty = self._pair, True
-        if pair is None or not self._can_use(pair, criteria, suspicion):
+        pair = self._pair
+        may_change = not self._empty and suspicion is self._pair_suspicion
+        if pair is None or may_change or not self._can_use(pair, criteria, suspicion):
             found = least_loaded_pair(fleet, criteria, isolates_decode=suspicion is Suspicion.PAIR)
             if found is None:
                 return False, None
-            pair, empty = found
-            if empty:
-                self._pair, self._pair_suspicion = found[0], suspicion
-        elif not criteria.needs_decode:
-            pair = WorkerPair(pair.prefill)
-        self._pool.isolate(self._own | self._addresses(pair, suspicion) | ({pair.decode} & {*asked}))
+            pair, self._empty = found
+            self._pair, self._pair_suspicion = pair, suspicion
+        pair = WorkerPair(pair.prefill, pair.decode if criteria.needs_decode else "")
+        waits_for_pages = {pair.decode} & {*asked, *fleet.isolated}
+        self._pool.isolate(self._kept | waits_for_pages)
         self._empty_by = self._empty_by or now + self._wait_s
-        if now >= self._empty_by and (not empty or pair.decode in asked):
+        if now >= self._empty_by and (not self._empty or pair.decode in asked):
             return False, None
-        return True, pair if empty else None
+        return True, pair if self._empty else None
 
     def grant(self, request_id: str, pair: WorkerPair, suspicion: Suspicion) -> IsolationGrant:
         """The right of an attempt that is placed on the pair; other choices of the request may be placed there now."""
         self._own |= self._addresses(pair, suspicion)
-        self._pool.isolate(self._own)
+        self._pool.isolate(self._kept)
         return IsolationGrant(partial(self.leave, request_id), suspicion is Suspicion.PAIR)
+
+    @property
+    def _kept(self) -> frozenset[str]:
+        """Addresses of the workers that the first request has for itself, or waits for until they are empty."""
+        return self._own | (self._addresses(self._pair, self._pair_suspicion) if self._pair else frozenset())
 
     def _is_first(self, request_id: str) -> bool:
         return next(iter(self._attempts), None) == request_id

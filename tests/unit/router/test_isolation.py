@@ -10,7 +10,18 @@ from baton.errors import Unavailable
 from router.placement.policy import FleetView
 from router.workers.failures import Suspicion
 from tests.property.virtual import VirtualLoop
-from tests.unit.router.dispatching import FULL, GRANTED, TOO_LARGE, FakePool, Held, ask, dispatcher, place, settle
+from tests.unit.router.dispatching import (
+    FULL,
+    GRANTED,
+    REFUSED,
+    TOO_LARGE,
+    FakePool,
+    Held,
+    ask,
+    dispatcher,
+    place,
+    settle,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -291,3 +302,37 @@ async def test_an_isolated_request_goes_to_no_prefill_worker_that_began_to_drain
     assert pool.open_requests == {"p": 0, "q": 1, "s": 1}
     await asyncio.gather(first.end(), other.end())
     assert pool.assignments == 0
+
+
+async def test_a_request_that_was_refused_while_it_was_isolated_asks_again_when_it_runs_among_others() -> None:
+    d = dispatcher(pool := FakePool(d=REFUSED))
+    held = await ask(d, "r", again=True, isolated=Suspicion.PAIR)
+    held.suspected = Suspicion.NONE
+    d._on_change(next(iter(d._waiting)))
+    await settle()
+    assert len(d.queue) == 1
+    pool.answer(d=GRANTED)
+    await held.finish()
+    assert pool.assignments == 0
+
+
+async def test_choices_with_other_suspicions_wait_for_the_same_workers() -> None:
+    """They must not take the workers of each other in turn, and so keep the router busy."""
+    d = dispatcher(pool := FakePool(prefill=("p", "q"), d=GRANTED, e=GRANTED))
+    running = [await place(d, f"running {number}") for number in range(4)]
+    choices = [
+        await ask(d, f"{suspicion}", request="r", again=True, isolated=suspicion)
+        for suspicion in (Suspicion.PREFILL, Suspicion.PAIR)
+    ]
+    kept, isolated = list[frozenset[str]](), pool.isolate
+    pool.isolate = lambda addresses: (kept.append(addresses), isolated(addresses))[1]
+    await asyncio.sleep(0.1)
+    assert not any(choice.placed.is_set() for choice in choices)
+    assert {*kept} == {pool.isolated}
+    for each in running:
+        await each.end()
+    for choice in choices:
+        await choice.until_placed()
+        assert choice.place.isolation is not None
+    await asyncio.gather(*(choice.end() for choice in choices))
+    assert (pool.assignments, pool.isolated) == (0, frozenset())
