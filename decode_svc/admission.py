@@ -256,6 +256,8 @@ class Admission:
             (self._forks_next and self._fork_next(progress, limit))
             or self._grant_next(progress, limit, now)
             or self._fork_next(progress, slots - headroom)
+            # If nothing runs, only copies may hold the pages for which reservations wait.
+            or (self._waiting and not (progress.evicting or self._attempts.held_sequences) and self._reclaim())
         ):
             pass
         for waiting in self._in_turn():
