@@ -256,6 +256,8 @@ class Admission:
             (self._forks_next and self._fork_next(progress, limit))
             or self._grant_next(progress, limit, now)
             or self._fork_next(progress, slots - headroom)
+            # If nothing runs, only copies may hold the pages for which reservations wait.
+            or (self._waiting and not (progress.evicting or self._attempts.held_sequences) and self._reclaim())
         ):
             pass
         for waiting in self._in_turn():
@@ -266,7 +268,8 @@ class Admission:
 
     def may_take_for_prompt(self, pages: int, new_pages: int) -> bool:
         """Whether a prompt for another decode worker may take its `pages` now; `new_pages` of them are not shared."""
-        return new_pages <= self._free() and self._may_take(None, pages)
+        free = self._free()
+        return new_pages <= free and self._may_take(None, pages, free)
 
     @property
     def deadline(self) -> float:
@@ -359,17 +362,16 @@ class Admission:
         tried_free, tried_changes = waiting.tried
         may_share = bool(waiting.reservation.pinnable_digests) and self._attempts.changes != tried_changes
         # Only the engine knows how many pages it would share, so it is asked when its answer may be another one.
-        if self._may_take(waiting.party, pages) and (pages <= free or free > tried_free or may_share):
+        if self._may_take(waiting.party, pages, free) and (pages <= free or free > tried_free or may_share):
             return True
         self._line.add(waiting.party, pages)
         return False
 
-    def _may_take(self, party: Party | None, pages: int) -> bool:
+    def _may_take(self, party: Party | None, pages: int, free: int) -> bool:
         """Whether pages that are kept for the batch or set aside for others leave room for so many pages.
 
         Pages that are shared count too, so that a shared prefix can't keep the first in line out.
         """
-        free = self._free()
         room = self._line.room(party, free)
         return (room == free and not self._batch_pages.kept_pages) or pages <= room
 

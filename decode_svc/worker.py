@@ -221,9 +221,9 @@ class DecodeWorker:
             computing = self._offer_pages(attempt, start.source)
         except BatonError as error:
             self._fail(attempt, FailureKind.of(error), str(error))
-            return
-        transfer = self._fetch_and_commit(attempt, start.source, computing)
-        self._transfers[attempt] = asyncio.create_task(transfer, name=f"fetch {start.key}")
+        else:
+            transfer = self._fetch_and_commit(attempt, start.source, computing)
+            self._transfers[attempt] = asyncio.create_task(transfer, name=f"fetch {start.key}")
         self.resume_waiting()
 
     def _offer_pages(self, attempt: DecodeAttempt, source: RemoteExport) -> asyncio.Future[Computed] | None:
@@ -293,6 +293,7 @@ class DecodeWorker:
             self._fail(attempt, FailureKind.ENGINE, f"{type(error).__name__}: {error}")
         finally:
             del self._transfers[attempt]
+            self.resume_waiting()
 
     async def _fetch(self, attempt: DecodeAttempt, source: RemoteExport) -> Handoff:
         length = attempt.reservation.context_tokens
@@ -314,13 +315,12 @@ class DecodeWorker:
             return
         self.admission.forecast.record_ready(now - attempt.reserved_at)
         self.decode_loop.add([sequence])
-        self.resume_waiting()
 
     def resume_waiting(self) -> None:
         """Grant the reservations and make the forks whose turn it is, answer those that wait, and set the timer.
 
-        Called after each event by which work that waits for slots, pages or the time may go on: a command, the commit
-        or end of an attempt, a report of the engine thread, the return of pages, and the timer.
+        Called once after each event by which work that waits for slots, pages or the time may go on: a command, the end
+        of a transfer or of a session, a report of the engine thread, the return of pages, and the timer.
         """
         self._changed()
         progress = Progress()
@@ -332,13 +332,12 @@ class DecodeWorker:
                 self.sessions[waiting.session_number].send(waiting.reservation.key, answer)
             if progress.forked:
                 self.decode_loop.add(progress.forked)
-            if progress.evicting:
+            for attempt, error in progress.failed:
+                self._fail(attempt, FailureKind.ENGINE, f"{attempt.key}: a choice can't be forked: {error}")
+            if progress.evicting or progress.failed:
+                # There may be more to do.
                 self.on_pages_returned()
         self._set_timer()
-        for attempt, error in progress.failed:
-            # `call_soon`, because the end of an attempt calls this method, and all forks may fail.
-            message = f"{attempt.key}: a choice can't be forked: {error}"
-            self._loop.call_soon(self._fail, attempt, FailureKind.ENGINE, message)
 
     def _set_timer(self) -> None:
         """Set the timer to the next deadline."""
@@ -390,20 +389,19 @@ class DecodeWorker:
 
     def _cancel(self, session: RouterSession, cancel: Cancel) -> None:
         """End a waiting reservation, an attempt, or one choice of them."""
-        attempt = self.attempts.get(session.number, cancel.key)
+        attempt, choice = self.attempts.get(session.number, cancel.key), cancel.choice_index
         if attempt is None:
-            self.admission.cancel(session.number, cancel.key, cancel.choice_index)
-            self.resume_waiting()
-            return
-        if cancel.choice_index is not None:
+            self.admission.cancel(session.number, cancel.key, choice)
+        elif choice is None:
+            self._end(attempt)
+        else:
             now = self._loop.time()
-            if dropped := self.attempts.cancel_choice(attempt, cancel.choice_index, now):
+            if dropped := self.attempts.cancel_choice(attempt, choice, now):
                 self.decode_loop.drop(dropped)
                 self.admission.forecast.record_end(now)
-            if not self.attempts.is_finished(attempt):
-                self.resume_waiting()
-                return
-        self._end(attempt)
+            if self.attempts.is_finished(attempt):
+                self._end(attempt)
+        self.resume_waiting()
 
     def _handle_heartbeat(self, session: RouterSession, heartbeat: Heartbeat) -> None:
         """End reservations and attempts that the router does not list: it has ended them, but its message was lost."""
@@ -424,7 +422,8 @@ class DecodeWorker:
     def _end(self, attempt: DecodeAttempt, failure: Failure | None = None) -> None:
         """End an attempt in any state: tell its router, and free everything that it holds. Idempotent.
 
-        Its final KV is published in the pool, unless the engine has failed.
+        Its final KV is published in the pool, unless the engine has failed. The caller must `resume_waiting` when it
+        has ended all that it ends, so that nothing is forked for an attempt whose turn to end comes next.
         """
         now = self._loop.time()
         publish = failure is None or failure.kind is not FailureKind.ENGINE
@@ -441,7 +440,6 @@ class DecodeWorker:
             # `call_soon`, because a task that is cancelled before its first step would never release the export.
             self._loop.call_soon(transfer.cancel)
         self._check_idle()
-        self.resume_waiting()
 
     # The worker as a whole.
 
@@ -485,6 +483,7 @@ class DecodeWorker:
         """End all attempts with a failure."""
         for attempt in self.attempts:
             self._fail(attempt, kind, message)
+        self.resume_waiting()
 
     def fail_engine(self, error: BaseException) -> None:
         """End all attempts because the engine can't go on, and set `failed`."""

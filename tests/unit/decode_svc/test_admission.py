@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine
 from baton.errors import EngineError, InvalidRequest, Overloaded
 from baton.request import ReserveResult, SamplingParams
@@ -684,6 +685,25 @@ def test_copies_that_begin_while_a_reservation_waits_go_on_until_more_pages_are_
     # The engine is asked again, as blocks may be cached now.
     admission.advance(0.0)
     assert reclaimed == [0, 1]
+
+
+def test_a_reservation_does_not_wait_for_copies_if_nothing_else_holds_pages() -> None:
+    worker, copies = Worker(4, pages=8), list[KvHandle]()
+
+    def reclaim() -> bool:
+        ended = [copies.pop() for _ in list(copies)]
+        for copy in ended:
+            worker.engine.free(copy)
+        return bool(ended)
+
+    admission = Admission(worker.engine, worker.attempts, 4, BatchPages(), reclaim)
+    for name, tokens in (("first", 20), ("second", 24)):
+        admission.register(1, Reserve(AttemptKey(name, 0), tokens, 4, 1), 0.0)
+    (first,) = admission.advance(0.0).granted
+    # All pages that its end frees are copied.
+    worker.attempts.end(first, 0.0)
+    copies.append(worker.engine.reserve("copy", 6 * PAGE))
+    assert len(admission.advance(0.0).granted) == 1
 
 
 def test_the_token_that_prefill_computes_here_is_not_pinned() -> None:

@@ -169,10 +169,9 @@ def test_others_are_served_while_blocks_are_evicted_for_a_long_context_or_output
     assert evicting.engine.match_prefix(digests(evicting.engine, evicting.contexts[0])) == 32, "its own prefix stays"
 
 
-def test_forks_that_all_fail_end_all_attempts_and_nothing_else(
-    loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, count = FakeEngine(pages=1600, page_size=4, slots=400), 400
+def kept(loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch, count: int) -> tuple[DecodeWorker, RouterSession]:
+    """A worker with so many attempts of one session, of which each has a pending choice and no sequence."""
+    engine = FakeEngine(pages=4 * count, page_size=4, slots=count)
     ready = prefill(PROMPT, SamplingParams(max_tokens=8, seed=1, n=2), request_id="r", choices=range(2), page_size=4)
 
     async def fetch(source: RemoteExport, handle: KvHandle, *, tokens: range, **limits: float) -> Handoff:
@@ -181,19 +180,44 @@ def test_forks_that_all_fail_end_all_attempts_and_nothing_else(
 
     worker = made(loop, engine, fetch)
     session = loop.call(worker.open_session, "router")
-    monkeypatch.setattr(worker.admission, "_fork_next", lambda *_: False)
-    for number in range(count):
-        key = AttemptKey(f"r{number}", 0)
-        loop.call(worker.handle_command, session, Reserve(key, len(PROMPT), 8, 2))
-        loop.call(worker.handle_command, session, Start(key, RemoteExport(key.request_id, "theirs", ())))
-        loop.call(worker.handle_command, session, Cancel(key, 0))
+    with monkeypatch.context() as patched:
+        patched.setattr(worker.admission, "_fork_next", lambda *_: False)
+        for number in range(count):
+            key = AttemptKey(f"r{number}", 0)
+            loop.call(worker.handle_command, session, Reserve(key, len(PROMPT), 8, 2))
+            loop.call(worker.handle_command, session, Start(key, RemoteExport(key.request_id, "theirs", ())))
+            loop.call(worker.handle_command, session, Cancel(key, 0))
     assert worker.attempts.pending_choices == count
-    monkeypatch.undo()
+    return worker, session
+
+
+def test_forks_that_all_fail_end_all_attempts_and_nothing_else(
+    loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, session = kept(loop, monkeypatch, 400)
     monkeypatch.setattr(worker.attempts, "fork", Mock(side_effect=EngineError("broken")))
     loop.call(worker.resume_waiting)
     loop.settle()
     assert {failure.kind for _, failure in session._down.failures} == {FailureKind.ENGINE}
-    assert (len(session._down.failures), engine.audit()) == (count, {})
+    assert (len(session._down.failures), worker._engine.audit()) == (400, {})
+    loop.call(worker.close_session, session)
+
+
+@pytest.mark.parametrize("end", ["session", "drain", "heartbeat"])
+def test_no_choice_is_forked_of_attempts_that_end_together(
+    loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    worker, session = kept(loop, monkeypatch, 4)
+    fork = Mock(side_effect=worker.attempts.fork)
+    monkeypatch.setattr(worker.attempts, "fork", fork)
+    match end:
+        case "session":
+            loop.call(worker.close_session, session)
+        case "drain":
+            loop.call(worker.cut_short, 1.0)
+        case "heartbeat":
+            loop.call(worker.handle_command, session, Heartbeat(frozenset()))
+    assert (fork.call_count, len(worker.attempts), worker._engine.audit()) == (0, 0, {})
     loop.call(worker.close_session, session)
 
 
