@@ -434,7 +434,9 @@ class Dispatcher:
         fleet, now, wait_s = self._pool.fleet, self._loop.time(), self._config.worker_wait_s
         served = {needs_decode: can_serve(fleet, needs_decode=needs_decode) for needs_decode in (False, True)}
         problem = "" if all(served.values()) else self._pool.describe_missing(wait_s)
+        self._look_again(isolating=True)
         for reservations in self._waiting:
+            reservations.end_silent(now - self._config.reserve_timeout_s)
             too_large = self._is_too_large(reservations)
             if served[reservations.request.needs_decode] and not too_large:
                 reservations.unserved_since = math.inf
@@ -443,11 +445,6 @@ class Dispatcher:
             if now - reservations.unserved_since >= wait_s:
                 why = f"no decode worker is left that could hold the request, after a wait of {wait_s:g} s: "
                 reservations.fail(Unavailable(why + reservations.describe_too_large() if too_large else problem))
-        self._look_again(isolating=True)
-        # The pause of a breaker may have ended.
-        self._schedule()
-        for reservations in self._waiting:
-            reservations.end_silent(now - self._config.reserve_timeout_s)
 
 
 _NO_ANSWER = ReserveResult(False, "no answer")
