@@ -320,14 +320,15 @@ class Dispatcher:
         isolation: IsolationGrant | None = None,
     ) -> None:
         """Place an attempt on workers that have given it all that it needs."""
-        prefill, request = assignment.link.address, reservations.request
+        prefill, request = assignment.link, reservations.request
         reservations.isolating = False
         if reservations in self.queue.registered:
             self.queue.pop(reservations, self._loop.time())
         # The prompt goes there at once, so the worker will soon hold its blocks.
-        expect = self._pool.prefixes.expect
-        expect(prefill, request.digests, assignment.cached_tokens, writes=request.cache.writes)
-        breakers = self._breakers.begin_attempt(prefill, address or None)
+        self._pool.prefixes.expect(
+            prefill.address, prefill.namespace, request.digests, assignment.cached_tokens, writes=request.cache.writes
+        )
+        breakers = self._breakers.begin_attempt(prefill.address, address or None)
         placement = Placement(assignment, breakers, isolation=isolation)
         if address:
             ask, link = reservations.asked.pop(address), self._pool.decode_link(address)
@@ -340,7 +341,7 @@ class Dispatcher:
                 consumer=link.consumer if link is not None else "",
                 pinned_tokens=ask.answer.cached_tokens,
                 peer=self._peer(assignment, link),
-                in_place=address == prefill,
+                in_place=address == prefill.address,
             )
         reservations.place, reservations.placement = None, placement
         if not reservations.placed.done():

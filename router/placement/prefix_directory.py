@@ -355,17 +355,20 @@ class PrefixDirectory:
             return matches[0] if matches else NO_MATCH
         return PrefixMatch(sorted((level for each in matches for level in each.levels), key=lambda level: -level[0]))
 
-    def expect(self, worker: str, digests: Digests, cached_tokens: int, *, writes: bool) -> None:
+    def expect(
+        self, worker: str, namespace: BlockNamespace | None, digests: Digests, cached_tokens: int, *, writes: bool
+    ) -> None:
         """Record that a prompt goes to a prefill worker, which is thought to hold its first `cached_tokens` tokens.
 
         If it `writes` to the cache, its other blocks are expected at the worker.
         """
-        for namespace, blocks in digests.items():
-            found = min(cached_tokens // namespace.block_size, len(blocks))
-            self._hits += found
-            self._misses += len(blocks) - found
-            if writes:
-                self._prefill.expect(worker, blocks, self._clock(), found)
+        if namespace is None or (blocks := digests.get(namespace)) is None:
+            return
+        found = min(cached_tokens // namespace.block_size, len(blocks))
+        self._hits += found
+        self._misses += len(blocks) - found
+        if writes:
+            self._prefill.expect(worker, blocks, self._clock(), found)
 
     def digests_to_pin(self, worker: str, namespace: BlockNamespace | None, digests: Digests) -> bytes:
         """Digests to send to a decode worker, concatenated: of the blocks that it is thought to hold, and some more."""
