@@ -288,9 +288,8 @@ class Dispatcher:
 
     def _is_too_large(self, reservations: Reservations) -> bool:
         """Whether the request is too large for every decode worker that is there, and there is one."""
-        if not (too_small := reservations.too_small):
-            return False
-        present = compatible_decode_addresses(self._pool.fleet)
+        too_small = reservations.too_small
+        present = compatible_decode_addresses(self._pool.fleet) if too_small else frozenset()
         return bool(present) and too_small >= present
 
     def _isolate(self, reservations: Reservations) -> None:
