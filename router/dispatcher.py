@@ -288,9 +288,8 @@ class Dispatcher:
 
     def _is_too_large(self, reservations: Reservations) -> bool:
         """Whether the request is too large for every decode worker that is there, and there is one."""
-        if not (too_small := reservations.too_small):
-            return False
-        present = compatible_decode_addresses(self._pool.fleet)
+        too_small = reservations.too_small
+        present = compatible_decode_addresses(self._pool.fleet) if too_small else frozenset()
         return bool(present) and too_small >= present
 
     def _isolate(self, reservations: Reservations) -> None:
@@ -320,14 +319,15 @@ class Dispatcher:
         isolation: IsolationGrant | None = None,
     ) -> None:
         """Place an attempt on workers that have given it all that it needs."""
-        prefill, request = assignment.link.address, reservations.request
+        prefill, request = assignment.link, reservations.request
         reservations.isolating = False
         if reservations in self.queue.registered:
             self.queue.pop(reservations, self._loop.time())
         # The prompt goes there at once, so the worker will soon hold its blocks.
-        expect = self._pool.prefixes.expect
-        expect(prefill, request.digests, assignment.cached_tokens, writes=request.cache.writes)
-        breakers = self._breakers.begin_attempt(prefill, address or None)
+        self._pool.prefixes.expect(
+            prefill.address, prefill.namespace, request.digests, assignment.cached_tokens, writes=request.cache.writes
+        )
+        breakers = self._breakers.begin_attempt(prefill.address, address or None)
         placement = Placement(assignment, breakers, isolation=isolation)
         if address:
             ask, link = reservations.asked.pop(address), self._pool.decode_link(address)
@@ -340,7 +340,7 @@ class Dispatcher:
                 consumer=link.consumer if link is not None else "",
                 pinned_tokens=ask.answer.cached_tokens,
                 peer=self._peer(assignment, link),
-                in_place=address == prefill,
+                in_place=address == prefill.address,
             )
         reservations.place, reservations.placement = None, placement
         if not reservations.placed.done():
@@ -434,7 +434,9 @@ class Dispatcher:
         fleet, now, wait_s = self._pool.fleet, self._loop.time(), self._config.worker_wait_s
         served = {needs_decode: can_serve(fleet, needs_decode=needs_decode) for needs_decode in (False, True)}
         problem = "" if all(served.values()) else self._pool.describe_missing(wait_s)
+        self._look_again(isolating=True)
         for reservations in self._waiting:
+            reservations.end_silent(now - self._config.reserve_timeout_s)
             too_large = self._is_too_large(reservations)
             if served[reservations.request.needs_decode] and not too_large:
                 reservations.unserved_since = math.inf
@@ -443,11 +445,6 @@ class Dispatcher:
             if now - reservations.unserved_since >= wait_s:
                 why = f"no decode worker is left that could hold the request, after a wait of {wait_s:g} s: "
                 reservations.fail(Unavailable(why + reservations.describe_too_large() if too_large else problem))
-        self._look_again(isolating=True)
-        # The pause of a breaker may have ended.
-        self._schedule()
-        for reservations in self._waiting:
-            reservations.end_silent(now - self._config.reserve_timeout_s)
 
 
 _NO_ANSWER = ReserveResult(False, "no answer")

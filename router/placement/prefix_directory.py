@@ -110,8 +110,8 @@ MAX_EXPECTED = 2048
 have the other blocks, in messages of no more names."""
 
 MAX_FORGOTTEN = 4096
-"""Most blocks of a lost worker that one call forgets, which takes about a millisecond. Of those that are expected no
-longer, a call forgets those of the oldest prompts until it has forgotten as many."""
+"""Number of blocks after which a call forgets no more, about a millisecond's: blocks of a lost worker, those that are
+expected no longer, or those that are left out. The next calls forget the others."""
 
 V = TypeVar("V")
 
@@ -169,8 +169,8 @@ class PrefixIndex:
         self._expected: deque[tuple[float, str, list[bytes]]] = deque()
         self._size = 0
         self._mask = 0
-        self._coarser: set[str] = set()
-        """Workers whose left-out names have not been dropped yet."""
+        self._coarser: list[tuple[str, int]] = []
+        """Workers and buckets whose left-out names have not been dropped yet."""
 
     def __len__(self) -> int:
         """Number of blocks, counted once for each worker that holds them."""
@@ -216,7 +216,6 @@ class PrefixIndex:
             return True
         self._by_worker.pop(worker, None)
         self._alone.pop(worker, None)
-        self._coarser.discard(worker)
         return False
 
     def match(self, digests: Sequence[bytes], block_size: int, now: float) -> PrefixMatch:
@@ -303,14 +302,16 @@ class PrefixIndex:
                 self._drop(worker, [name for name in names if blocks[name[-1]].get(name) == until])
 
     def _bound(self) -> None:
-        """Leave out half of the names if there are too many; each call does this for one worker, to be short."""
+        """Leave out half of the names if there are too many; each call drops those of some buckets, to be short."""
         if self._size > self._most and not self._coarser and self._mask.bit_length() < _MAX_MASK_BITS:
             self._mask = 2 * self._mask + 1
-            self._coarser = set(self._by_worker)
-        if self._coarser:
-            worker = self._coarser.pop()
-            names = chain.from_iterable(self._by_worker[worker])
-            self._drop(worker, [name for name in names if name[0] & self._mask])
+            self._coarser = [(worker, at) for worker, blocks in self._by_worker.items() for at in range(len(blocks))]
+        left = MAX_FORGOTTEN
+        while left > 0 and self._coarser:
+            worker, at = self._coarser.pop()
+            if (blocks := self._by_worker.get(worker)) is not None:
+                left -= len(blocks[at])
+                self._drop(worker, [name for name in blocks[at] if name[0] & self._mask])
 
 
 _MAX_SHARED_BLOCKS = 16
@@ -354,17 +355,20 @@ class PrefixDirectory:
             return matches[0] if matches else NO_MATCH
         return PrefixMatch(sorted((level for each in matches for level in each.levels), key=lambda level: -level[0]))
 
-    def expect(self, worker: str, digests: Digests, cached_tokens: int, *, writes: bool) -> None:
+    def expect(
+        self, worker: str, namespace: BlockNamespace | None, digests: Digests, cached_tokens: int, *, writes: bool
+    ) -> None:
         """Record that a prompt goes to a prefill worker, which is thought to hold its first `cached_tokens` tokens.
 
         If it `writes` to the cache, its other blocks are expected at the worker.
         """
-        for namespace, blocks in digests.items():
-            found = min(cached_tokens // namespace.block_size, len(blocks))
-            self._hits += found
-            self._misses += len(blocks) - found
-            if writes:
-                self._prefill.expect(worker, blocks, self._clock(), found)
+        if namespace is None or (blocks := digests.get(namespace)) is None:
+            return
+        found = min(cached_tokens // namespace.block_size, len(blocks))
+        self._hits += found
+        self._misses += len(blocks) - found
+        if writes:
+            self._prefill.expect(worker, blocks, self._clock(), found)
 
     def digests_to_pin(self, worker: str, namespace: BlockNamespace | None, digests: Digests) -> bytes:
         """Digests to send to a decode worker, concatenated: of the blocks that it is thought to hold, and some more."""

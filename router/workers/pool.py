@@ -238,14 +238,16 @@ class WorkerPool:
         removed = accepted and (link.status is None or self._ticket_problem(link.status.identity) is not None)
         if removed:
             self._remove_accepted(key)
-        if self._choose_fingerprint(link, joins=not accepted) or removed:
+        self.update_view(link)
+        other_fingerprint = self._choose_fingerprint(link, joins=not accepted)
+        if other_fingerprint or removed:
             # Workers that did not match before may join now.
             for other, _ in list(self._links.values()):
                 self._accept_or_refuse(other)
-                self.update_view(other)
+                if other_fingerprint or other.address == link.address:
+                    self.update_view(other)
         elif not accepted:
             self._accept_or_refuse(link)
-        self.update_view(link)
         self._notify()
 
     def update_view(self, link: WorkerLink) -> None:
@@ -296,10 +298,9 @@ class WorkerPool:
     def _choose_fingerprint(self, changed: WorkerLink, *, joins: bool) -> bool:
         """Choose the fingerprint of new requests after a change of a worker; returns whether it is another one now.
 
-        `joins` tells that the worker was not accepted before.
+        `joins` tells that the worker was not accepted before. While a pair serves, the fingerprint stays.
         """
-        if changed.status is not None and not changed.draining and (not joins or self.serving):
-            # A worker that joins changes nothing while others serve.
+        if self.serving or not (joins or changed.draining or changed.status is None):
             return False
         known: dict[str, set[WorkerRole]] = {}
         for link, _ in self._links.values():

@@ -47,7 +47,8 @@ async def test_sent_blocks_are_expected_for_a_while_and_counted(writes: bool) ->
     now = 0.0
     directory = PrefixDirectory(lambda: now)
     directory.update(WorkerRole.PREFILL, "a", news(ONE, 10))
-    directory.expect("a", {ONE: DIGESTS[ONE]}, 160, writes=writes)
+    directory.expect("a", ONE, DIGESTS, 160, writes=writes)
+    directory.expect("a", None, DIGESTS, 0, writes=writes)
     assert directory.match_prefill(DIGESTS).tokens("a") == (640 if writes else 160)
     now = EXPECTED_S
     assert directory.match_prefill(DIGESTS).tokens("a") == 160

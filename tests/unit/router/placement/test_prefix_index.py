@@ -1,6 +1,7 @@
 """The index of prefixes: against a plain list of who holds what, and what bounds it."""
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -146,9 +147,7 @@ def test_memory_is_bounded_and_all_chains_stay_known() -> None:
     talks = [chain(f"talk {number}", *map(str, range(63))) for number in range(40)]
     for number, talk in enumerate(talks):
         store(index, "abcd"[number % 4], talk)
-    # Each call thins out one worker.
-    for worker in "abcd":
-        store(index, worker, ())
+    store(index, "a", ())
     assert len(index) <= 1000
     assert index.granularity == 4
     for number, talk in enumerate(talks):
@@ -157,6 +156,18 @@ def test_memory_is_bounded_and_all_chains_stay_known() -> None:
         assert 64 - 24 <= held["abcd"[number % 4]] / SIZE <= 64
     index.forget("a")
     assert all(tokens(index, talk) == {} for talk in talks[::4])
+
+
+def test_names_are_left_out_in_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.placement.prefix_directory.MAX_FORGOTTEN", 20)
+    index, left = PrefixIndex(most=1000), []
+    store(index, "a", [hashlib.sha256(f"{number}".encode()).digest() for number in range(1001)])
+    while not left or len(index) < left[-1]:
+        left.append(len(index))
+        store(index, "a", ())
+    assert len(left) > 30
+    assert max(before - after for before, after in itertools.pairwise(left)) < 30
+    assert 450 < len(index) < 550
 
 
 def test_of_a_very_long_prompt_only_the_next_blocks_are_expected() -> None:

@@ -326,6 +326,26 @@ def test_the_status_of_a_refused_worker_looks_at_no_other_one(monkeypatch: pytes
     in_simulated_time(fleet, monkeypatch, run)
 
 
+def test_a_worker_that_drains_or_is_lost_changes_no_view_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, looked = Fleet(prefill=5, decode=5), list[str]()
+
+    async def run() -> None:
+        async with fleet.pool() as pool:
+            pool.prefill_link("prefill-0:1").assign(10)
+            await asyncio.sleep(1.5)
+            monkeypatch.setattr(pool, "_mismatch", lambda link, identity: looked.append(link.address))
+            fleet.workers["prefill-0:1"].draining = True
+            await asyncio.sleep(10.0)
+            assert (looked, pool.fleet.prefill["prefill-0:1"].draining) == ([], True)
+            views = {address: id(view) for address, view in pool.fleet.decode.items()}
+            fleet.workers["prefill-0:1"].die()
+            await asyncio.sleep(0.05)
+            assert (looked, "prefill-0:1" in pool.fleet.prefill) == ([], False)
+            assert {address: id(view) for address, view in pool.fleet.decode.items()} == views
+
+    in_simulated_time(fleet, monkeypatch, run)
+
+
 @pytest.mark.parametrize("role", list(WorkerRole))
 def test_workers_of_all_roles_must_have_one_kv_format(role: WorkerRole, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet, other = Fleet(mixed=1), KvFormat(KV.parts, layers=2, block_size=32)
