@@ -320,7 +320,7 @@ class DecodeWorker:
         """Grant the reservations and make the forks whose turn it is, answer those that wait, and set the timer.
 
         Called once after each event by which work that waits for slots, pages or the time may go on: a command, the end
-        of a transfer or of a session, a report of the engine thread, the return of pages, and the timer.
+        of a transfer, of a session or of a drain, a report of the engine thread, the return of pages, and the timer.
         """
         self._changed()
         progress = Progress()
