@@ -29,7 +29,7 @@ from baton.process.executors import WORK, EngineThread, wait_to_end
 from baton.process.load_progress import LoadProgress
 from baton.process.ops import serve_ops
 from baton.process.sockets import bind
-from baton.rpc.admin import ADMIN_SERVICE, AdminSources, CacheClearer, CacheSource, LedgerSource, add_admin
+from baton.rpc.admin import ADMIN_SERVICE, AdminSources, add_admin
 from baton.rpc.server import Listener, check_reach, listen
 from baton.rpc.tls import Tls
 from baton.telemetry.metrics import Exposition
@@ -181,26 +181,56 @@ class WorkerRuntime(WorkerParts):
     probes: WorkerProbes
     status: StatusHub
 
-    def serve(
-        self, services: Sequence[Service], measure: Callable[[], None]
-    ) -> contextlib.AbstractAsyncContextManager[WorkerAddresses]:
-        """Serve `services` to routers, and exports to peers, until the block ends; the rest is as `serve_listeners`."""
-        return serve_listeners(
-            self.config,
-            self.status,
-            self.watchdog,
-            self.probes,
-            control=services,
-            kv=Service(KV_SERVICE, KvServicer(self.exports, self.tickets).add_to_server),
-            ledger=self.audit.ledger,
-            cache=self.cache_admin.list_tiers,
-            clear=self.cache_admin.clear,
-            fail=self.audit.fail,
-            watch_failure=self.engine.watch_failure,
-            measure=measure,
-            tls=self.tls,
-            tickets=self.tickets,
-        )
+    @contextlib.asynccontextmanager
+    async def serve(self, services: Sequence[Service], measure: Callable[[], None]) -> AsyncIterator[WorkerAddresses]:
+        """Serve `services` (with Worker, Admin, health and reflection) to routers, and exports to peers.
+
+        Ends with the block. `watchdog` decides the health of both gRPC listeners, the answers of `probes`, and the
+        stall in `status`. When the engine hangs, the stacks of all threads are logged, /live turns negative, and all
+        services fail. They fail too when the engine reports that it can't go on. With TLS, the control listener accepts
+        calls of CONTROL_ROLES only, the kv listener those of KV_ROLES. `measure` sets the gauges of the worker, before
+        each scrape. Raises ConfigError naming an address that is not allowed or already in use.
+        """
+        config, status, kv = self.config, self.status, KvServicer(self.exports, self.tickets)
+
+        def add_control(server: grpc.aio.Server) -> None:
+            worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(status), server)
+            identity, cache = self.identity, self.cache_admin
+            sources = AdminSources(
+                identity.worker_id, identity.role.value, self.audit.ledger, cache.list_tiers, cache.clear
+            )
+            add_admin(server, sources)
+            for service in services:
+                service.add(server)
+
+        def serve(*, field: str, **what: Any) -> contextlib.AbstractAsyncContextManager[Listener]:
+            address = getattr(config, field)
+            return listen(address, insecure=config.insecure, field=field, tls=self.tls, keys=_keys(config), **what)
+
+        if self.tickets is not None:
+            status.set_ticket_keys(self.tickets.key_ids)
+        async with contextlib.AsyncExitStack() as stack:
+            kv_listener = await stack.enter_async_context(
+                serve(field="kv", add=kv.add_to_server, services=[KV_SERVICE], roles=KV_ROLES)
+            )
+            status.advertise(config.kv_advertise or f":{kv_listener.address.rpartition(':')[2]}")
+            names = [*(each.name for each in services), WORKER_SERVICE, ADMIN_SERVICE]
+            control_listener = await stack.enter_async_context(
+                serve(field="control", add=add_control, services=names, roles=CONTROL_ROLES)
+            )
+            stack.callback(status.close)
+
+            def report(healthy: bool) -> None:
+                for listener in (kv_listener, control_listener):
+                    listener.set_serving(healthy)
+                status.set_stalled(not healthy)
+
+            fail = self.audit.fail
+            hangs = await stack.enter_async_context(_watching_engine(self.watchdog, config.stall_s, report, fail))
+            loop = asyncio.get_running_loop()
+            self.engine.watch_failure(lambda error: loop.call_soon_threadsafe(fail, error))
+            stack.enter_context(self.probes.running(status, self.watchdog, config.stall_s, hangs, measure))
+            yield WorkerAddresses(control_listener.address, kv_listener.address, self.probes.address)
 
 
 @contextlib.asynccontextmanager
@@ -382,67 +412,6 @@ def check_addresses(config: WorkerConfig) -> None:
                 bound.enter_context(bind(getattr(config, field)))
             except ConfigError as error:
                 raise ConfigError(f"{field}: {error}") from None
-
-
-@contextlib.asynccontextmanager
-async def serve_listeners(
-    config: WorkerConfig,
-    status: StatusHub,
-    watchdog: Watchdog,
-    probes: WorkerProbes,
-    *,
-    control: Sequence[Service],
-    kv: Service,
-    ledger: LedgerSource,
-    cache: CacheSource,
-    clear: CacheClearer,
-    fail: Callable[[EngineError], object],
-    watch_failure: Callable[[Callable[[EngineError], object]], None],
-    measure: Callable[[], None],
-    tls: Tls | None = None,
-    tickets: TicketVerifier | None = None,
-) -> AsyncIterator[WorkerAddresses]:
-    """Serve the services of `control` (with Worker, Admin, health and reflection) and `kv` until the block ends.
-
-    `watchdog` decides the health of both gRPC listeners, the answers of `probes`, and the stall in `status`. When the
-    engine hangs, the stacks of all threads are logged, /live turns negative, and `fail` is called. It is called too
-    when `watch_failure` (`Engine.watch_failure`) reports that the engine can't go on. Raises ConfigError naming an
-    address that is not allowed or already in use. With `tls`, control accepts calls of CONTROL_ROLES only, kv of
-    KV_ROLES. Admin uses `ledger`, `cache` and `clear`. `measure` sets the gauges of the worker, before each scrape. The
-    kv service verifies tickets with `tickets`, and `status` reports their key ids to routers.
-    """
-
-    def add_control(server: grpc.aio.Server) -> None:
-        worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(status), server)
-        add_admin(server, AdminSources(status.identity.worker_id, status.identity.role.value, ledger, cache, clear))
-        for service in control:
-            service.add(server)
-
-    def serve(*, field: str, **what: Any) -> contextlib.AbstractAsyncContextManager[Listener]:
-        address = getattr(config, field)
-        return listen(address, insecure=config.insecure, field=field, tls=tls, keys=_keys(config), **what)
-
-    if tickets is not None:
-        status.set_ticket_keys(tickets.key_ids)
-    async with contextlib.AsyncExitStack() as stack:
-        kv_listener = await stack.enter_async_context(serve(field="kv", add=kv.add, services=[kv.name], roles=KV_ROLES))
-        status.advertise(config.kv_advertise or f":{kv_listener.address.rpartition(':')[2]}")
-        services = [*(each.name for each in control), WORKER_SERVICE, ADMIN_SERVICE]
-        control_listener = await stack.enter_async_context(
-            serve(field="control", add=add_control, services=services, roles=CONTROL_ROLES)
-        )
-        stack.callback(status.close)
-
-        def report(healthy: bool) -> None:
-            for listener in (kv_listener, control_listener):
-                listener.set_serving(healthy)
-            status.set_stalled(not healthy)
-
-        hangs = await stack.enter_async_context(_watching_engine(watchdog, config.stall_s, report, fail))
-        loop = asyncio.get_running_loop()
-        watch_failure(lambda error: loop.call_soon_threadsafe(fail, error))
-        stack.enter_context(probes.running(status, watchdog, config.stall_s, hangs, measure))
-        yield WorkerAddresses(control_listener.address, kv_listener.address, probes.address)
 
 
 @contextlib.asynccontextmanager

@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -15,15 +17,13 @@ from baton.config.worker import WorkerConfig
 from baton.engine.contract import EngineSpec
 from baton.engine.fake import FakeEngine
 from baton.kv.format import KvFormat, KvPart
-from baton.ledger import CacheTier, Ledger
 from baton.pb import worker_pb2, worker_pb2_grpc
 from baton.process.load_progress import LoadProgress
 from baton.rpc.channel import control_channel
-from baton.telemetry.metrics import Exposition
 from baton.worker import health as health_module
 from baton.worker import start
-from baton.worker.health import Watchdog
-from baton.worker.start import LOAD_STALL_S, Service, WorkerAddresses, WorkerProbes, serve_listeners, start_runtime
+from baton.worker.health import AuditedService, Watchdog
+from baton.worker.start import LOAD_STALL_S, Service, WorkerAddresses, start_runtime
 from baton.worker.status import StatusHub, WorkerLoad, WorkerRole, new_identity, status_from_proto
 
 FORMAT = KvFormat((KvPart("k", "float32", (2, 4)),), layers=3, block_size=16)
@@ -33,14 +33,6 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 
 def nothing(server: grpc.aio.Server) -> None:
     """Add no service."""
-
-
-async def no_ledger() -> Ledger:
-    return Ledger("w", "decode")
-
-
-async def nothing_cached(shared: bool = False) -> list[CacheTier]:
-    return []
 
 
 async def ops_answer(address: str, path: str) -> tuple[int, str]:
@@ -57,38 +49,25 @@ async def ops_status(address: str, path: str) -> int:
     return (await ops_answer(address, path))[0]
 
 
-REST: dict[str, Any] = {
-    "control": [Service("x.Control", nothing)],
-    "kv": Service("x.Kv", nothing),
-    "ledger": no_ledger,
-    "cache": nothing_cached,
-    "clear": nothing_cached,
-    "fail": nothing,
-    "measure": lambda: None,
-    "watch_failure": lambda failed: None,
-}
-
-
 @contextlib.asynccontextmanager
 async def listeners(
-    config: WorkerConfig, hub: StatusHub, watchdog: Watchdog, **given: Any
-) -> AsyncIterator[WorkerAddresses]:
-    probes = WorkerProbes(LoadProgress(), Exposition("decode", "m"))
-    async with (
-        probes.serve(config.ops),
-        serve_listeners(config, hub, watchdog, probes, **REST | given) as addresses,
-    ):
-        yield addresses
+    config: WorkerConfig, watchdog: Watchdog, fail: Callable[[Exception], object] = lambda _: None
+) -> AsyncIterator[tuple[StatusHub, WorkerAddresses]]:
+    """The status and the addresses of a worker with one service, which fails by `fail`."""
+    async with start_runtime(config, WorkerRole.DECODE, WorkerLoad, engine=FakeEngine(pages=4)) as base:
+        runtime = replace(base, watchdog=watchdog)
+        runtime.audit.add(cast(AuditedService, SimpleNamespace(fail_engine=fail)))
+        async with runtime.serve([Service("x.Control", nothing)], lambda: None) as addresses:
+            yield runtime.status, addresses
 
 
 async def test_watchers_learn_of_worker_and_drain_and_health_follows_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health_module, "HANG_CHECKS", 1_000_000)
     config = WorkerConfig(stall_s=0.05)
-    hub = StatusHub(new_identity(config, WorkerRole.DECODE, SPEC, "digest"), WorkerLoad)
     now = 0.0
     watchdog = Watchdog(lambda: now)
     async with (
-        listeners(config, hub, watchdog) as addresses,
+        listeners(config, watchdog) as (hub, addresses),
         control_channel(addresses.control) as channel,
     ):
         watch = worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest())
@@ -134,9 +113,8 @@ async def test_a_watcher_hears_of_a_drain_that_ends_at_once(drains: bool) -> Non
 
 async def test_a_worker_whose_engine_hangs_is_not_live_and_fails() -> None:
     config, watchdog = WorkerConfig(stall_s=0.01), Watchdog()
-    hub = StatusHub(new_identity(config, WorkerRole.DECODE, SPEC, ""), WorkerLoad)
     failures: asyncio.Queue[Exception] = asyncio.Queue()
-    async with listeners(config, hub, watchdog, fail=failures.put_nowait) as addresses:
+    async with listeners(config, watchdog, failures.put_nowait) as (_, addresses):
         assert await ops_status(addresses.ops, "/live") == 200
         watchdog.record()
         error = await asyncio.wait_for(failures.get(), 60)
@@ -147,8 +125,7 @@ async def test_a_worker_whose_engine_hangs_is_not_live_and_fails() -> None:
 
 async def test_an_advertised_address_replaces_the_bound_one() -> None:
     config = WorkerConfig(kv_advertise="kv.example:7001")
-    hub = StatusHub(new_identity(config, WorkerRole.DECODE, SPEC, ""), WorkerLoad)
-    async with listeners(config, hub, Watchdog()):
+    async with listeners(config, Watchdog()) as (hub, _):
         assert hub.identity.shards[0].kv_address == "kv.example:7001"
 
 
