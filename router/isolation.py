@@ -51,7 +51,9 @@ class Isolation:
         self._attempts[request_id] -= 1
         if self._attempts[request_id]:
             if was_first and self._own:
-                # An attempt that gave up may have isolated more workers.
+                # An attempt that gave up may have isolated more workers, where others may run from now on.
+                if self._pair is not None and not self._addresses(self._pair, self._pair_suspicion) <= self._own:
+                    self._pair = None
                 self._pool.isolate(self._own)
             return
         del self._attempts[request_id]

@@ -291,3 +291,21 @@ async def test_an_isolated_request_goes_to_no_prefill_worker_that_began_to_drain
     assert pool.open_requests == {"p": 0, "q": 1, "s": 1}
     await asyncio.gather(first.end(), other.end())
     assert pool.assignments == 0
+
+
+async def test_a_pair_of_one_that_gave_up_is_not_used_while_others_run_there() -> None:
+    d = dispatcher(pool := Draining(prefill=("p", "q", "s"), d=GRANTED))
+    first = await place(d, "first", request="r", again=True, isolated=Suspicion.PREFILL)
+    pool.drains = ("p",)
+    pool.answer(d=FULL)
+    second = await ask(d, "second", request="r", again=True, isolated=Suspicion.PREFILL)
+    assert pool.isolated == {"p", "q", "d"}
+    await second.cancel()
+    pool.answer(d=GRANTED)
+    other = await place(d, "other")
+    assert pool.open_requests == {"p": 1, "q": 1, "s": 0}
+    third = await place(d, "third", request="r", again=True, isolated=Suspicion.PREFILL)
+    assert pool.open_requests == {"p": 1, "q": 1, "s": 1}
+    assert third.place.isolation is not None
+    await asyncio.gather(first.end(), other.end(), third.end())
+    assert pool.assignments == 0
