@@ -309,3 +309,12 @@ async def test_a_pair_of_one_that_gave_up_is_not_used_while_others_run_there() -
     assert third.place.isolation is not None
     await asyncio.gather(first.end(), other.end(), third.end())
     assert pool.assignments == 0
+
+
+async def test_one_that_gets_pages_of_an_empty_pair_runs_there_even_if_its_time_to_wait_is_over() -> None:
+    d = dispatcher(pool := FakePool(d=GRANTED), isolation_wait_s=0.0)
+    choices = [await place(d, "r", request="r", again=True, isolated=Suspicion.PAIR) for _ in range(2)]
+    assert all(choice.place.isolation is not None for choice in choices)
+    assert pool.order == ["r d", "r d"]
+    await asyncio.gather(*(choice.end() for choice in choices))
+    assert pool.assignments == 0
