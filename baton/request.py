@@ -427,7 +427,9 @@ def check_template_arguments(given: Mapping[str, Any]) -> None:
         if name in _TEMPLATE_VARIABLES:
             raise InvalidRequest(field, "can't be set, because the request itself sets it")
         if not isinstance(value, TemplateArgument):
-            raise InvalidRequest(field, "must be a number, a text, true, false or null", value)
+            # Without the value, which may be large.
+            problem = f"must be a number, a text, true, false or null, not {type(value).__name__}"
+            raise InvalidRequest(field, problem)
         if isinstance(value, str):
             check_length(field, value, MAX_TEMPLATE_TEXT)
             check_unicode(field, value)

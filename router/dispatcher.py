@@ -296,8 +296,10 @@ class Dispatcher:
         """Place an attempt on workers of its own, or let it join the queue if it may run among others."""
         request, suspected, waits, pair = reservations.request, reservations.suspicion(), False, None
         if suspected:
-            criteria, asked = self._criteria(reservations, reservations.too_small), reservations.asked
-            waits, pair = self._isolation.select(request.request_id, criteria, suspected, asked, self._loop.time())
+            criteria = self._criteria(reservations, reservations.too_small)
+            # One that is granted waits no longer, even if the time to wait is over.
+            waits_at = reservations.asked.keys() - reservations.granted
+            waits, pair = self._isolation.select(request.request_id, criteria, suspected, waits_at, self._loop.time())
         if not waits:
             reservations.isolating = False
             reservations.ask_only("")

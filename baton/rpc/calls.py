@@ -250,7 +250,11 @@ def _add_template_arguments(request: pb.GenerateRequest | pb.TokenizeRequest, gi
     if wrong := [key for key in given if not isinstance(key, str)]:
         raise _wrong(name, "a name must be text", wrong[0])
     check_template_arguments(given)
-    request.chat.chat_template_kwargs = json.dumps(dict(given))
+    try:
+        request.chat.chat_template_kwargs = json.dumps(dict(given))
+    except ValueError as error:
+        # Python writes no numbers of more than some thousand digits.
+        raise InvalidRequest(name, f"can't be written as JSON: {error}") from None
     check_length(name, request.chat.chat_template_kwargs, MAX_TEMPLATE_JSON)
 
 

@@ -336,3 +336,30 @@ async def test_choices_with_other_suspicions_wait_for_the_same_workers() -> None
         assert choice.place.isolation is not None
     await asyncio.gather(*(choice.end() for choice in choices))
     assert (pool.assignments, pool.isolated) == (0, frozenset())
+
+
+async def test_an_empty_pair_of_one_that_gave_up_is_kept_for_the_other_choices() -> None:
+    d = dispatcher(pool := Draining(prefill=("p", "q", "s"), d=GRANTED))
+    first = await place(d, "first", request="r", again=True, isolated=Suspicion.PREFILL)
+    pool.drains = ("p",)
+    pool.answer(d=FULL)
+    second = await ask(d, "second", request="r", again=True, isolated=Suspicion.PREFILL)
+    assert pool.isolated == {"p", "q", "d"}
+    await second.cancel()
+    pool.answer(d=GRANTED)
+    other = await place(d, "other")
+    assert pool.open_requests == {"p": 1, "q": 0, "s": 1}
+    third = await place(d, "third", request="r", again=True, isolated=Suspicion.PREFILL)
+    assert pool.open_requests == {"p": 1, "q": 1, "s": 1}
+    assert third.place.isolation is not None
+    await asyncio.gather(first.end(), other.end(), third.end())
+    assert pool.assignments == 0
+
+
+async def test_one_that_gets_pages_of_an_empty_pair_runs_there_even_if_its_time_to_wait_is_over() -> None:
+    d = dispatcher(pool := FakePool(d=GRANTED), isolation_wait_s=0.0)
+    choices = [await place(d, "r", request="r", again=True, isolated=Suspicion.PAIR) for _ in range(2)]
+    assert all(choice.place.isolation is not None for choice in choices)
+    assert pool.order == ["r d", "r d"]
+    await asyncio.gather(*(choice.end() for choice in choices))
+    assert pool.assignments == 0
