@@ -116,12 +116,14 @@ class PageLine:
         if self._places.setdefault(party[0], (party, pages))[0] == party:
             self._places[party[0]] = party, pages
 
-    def remove(self, party: Party, free: int | None = None) -> None:
-        """Remove a party that does not wait any more; if it has taken its pages, `free` are left."""
+    def remove(self, party: Party) -> None:
+        """Remove a party that does not wait any more."""
         if self._places.get(party[0], (None, 0))[0] == party:
             del self._places[party[0]]
-        if free is not None:
-            self._free = free
+
+    def record_grant(self, free: int) -> None:
+        """Record that somebody has just taken pages, none of those that are set aside; `free` are left."""
+        self._free = free
 
 
 @dataclass(eq=False, slots=True)
@@ -271,6 +273,10 @@ class Admission:
         free = self._free()
         return new_pages <= free and self._may_take(None, pages, free)
 
+    def record_prompt(self) -> None:
+        """Record that a prompt for another decode worker has just taken its pages."""
+        self._line.record_grant(self._free())
+
     @property
     def deadline(self) -> float:
         """The earliest deadline of a waiting reservation, at which `advance` refuses it; infinite if there is none."""
@@ -318,8 +324,8 @@ class Admission:
                 return True
             else:
                 self._remove(waiting)
-                self._line.remove(waiting.party, self._free())
-                self._context_line.remove(waiting.party, self._free_context_pages)
+                self._line.record_grant(self._free())
+                self._context_line.record_grant(self._free_context_pages)
                 # The next turn of its session comes after those of the others.
                 if (others := self._waiting.pop(waiting.session_number, None)) is not None:
                     self._waiting[waiting.session_number] = others
@@ -423,7 +429,8 @@ class Admission:
                 progress.failed.append((attempt, error))
                 return False
             self._oldest_leads = not self._oldest_leads
-            self._line.remove(FORKS, self._free())
+            self._line.remove(FORKS)
+            self._line.record_grant(self._free())
             return True
         need = self._fork_need(turns)
         self._line.add(FORKS, need)

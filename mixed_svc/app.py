@@ -92,13 +92,17 @@ def make_services(
     def write_back(owner: str, digests: Sequence[bytes], stored: int) -> None:
         decode.write_backs.add(PublishedBlocks(owner, digests, stored))
 
+    admission = decode.admission
+    shared = SharedEngine(
+        transfers, config.start_timeout_s, admission.may_take_for_prompt, admission.record_prompt, write_back
+    )
     peers = PeerFetcher(base.engine, base.tls, base.identity.consumer, config.cache_budget_s)
     prefill = PrefillWorker(
         config,
         base,
         peers,
         partial(PackedChunks, passes, decode.decode_loop, config.chunk_size),
-        SharedEngine(transfers, config.start_timeout_s, decode.admission.may_take_for_prompt, write_back),
+        shared,
     )
     return decode, prefill
 

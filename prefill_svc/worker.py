@@ -89,6 +89,7 @@ class SharedEngine:
     start_s     longest wait for the start of a reservation, in seconds
     may_take    returns whether a prompt without a reservation may take its pages now, given the number of all of them
                 and of those that it would not share
+    on_taken    called when such a prompt has taken its pages
     write_back  queues a copy of published blocks to the cache: their owner, all digests of the prompt, and the number
                 of leading blocks that need no copy
     """
@@ -96,6 +97,7 @@ class SharedEngine:
     transfers: InPlaceTransfers
     start_s: float
     may_take: Callable[[int, int], bool]
+    on_taken: Callable[[], object]
     write_back: Callable[[str, Sequence[bytes], int], object]
 
 
@@ -469,6 +471,7 @@ class PrefillWorker:
                 raise Overloaded(
                     f"the pages for {len(job.token_ids)} tokens are not free, or kept for requests that decode here"
                 )
+            shared.on_taken()
         self._record_allocation(job)
 
     def _may_take_pages(self, job: PrefillJob, shared: SharedEngine) -> bool:

@@ -9,7 +9,7 @@ import heapq
 import itertools
 import math
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine
 from baton.request import SamplingParams
 from decode_svc.admission import FORK_HEADROOM_DIVISOR, FORKS, Admission
@@ -140,6 +141,23 @@ def test_a_flood_of_large_ones_stops_no_small_ones_and_each_comes_in_bounded_tim
     during = [at for at in small if 2.0 <= at <= large[-1]]
     # They have a fifth of the pages or more: 40 are free beside a large one, of which half is set aside for the next.
     assert len(during) * 2 >= 100 / 5 * (large[-1] - 2.0) / HOLD_S
+
+
+def test_prompts_for_other_decode_workers_delay_a_large_one_for_no_longer_than_the_bound() -> None:
+    worker, prompts = Worker(40, 40), deque[tuple[float, KvHandle]]()
+
+    def arrive() -> None:
+        while prompts and prompts[0][0] <= worker.now:
+            worker.engine.free(prompts.popleft()[1])
+            worker.advance()
+        if worker.admission.may_take_for_prompt(2, 2):
+            prompts.append((worker.now + HOLD_S, worker.engine.reserve("prompt", 2 * PAGE)))
+            worker.admission.record_prompt()
+
+    worker.run(3.0, arrive)
+    worker.ask(0, "large", 36)
+    worker.run(20.0, arrive)
+    assert worker.waited("large") <= (HOLD_S + 0.04) * (1 + math.ceil(math.log2(10)))
 
 
 @pytest.mark.parametrize(("slots", "pages"), [(4, 100), (100, 8)])

@@ -348,7 +348,7 @@ def test_what_others_take_is_not_taken_from_the_first_in_line() -> None:
     line = PageLine()
     line.add(FORKS, 50)
     assert set_aside(line, 20) == 10
-    line.remove((1, AttemptKey("other", 0)), 12)
+    line.record_grant(12)
     assert set_aside(line, 12) == 10
 
 
@@ -359,7 +359,7 @@ def test_sessions_and_all_forks_together_take_turns_in_the_line() -> None:
         line.add(party, 50)
     line.remove(again)
     assert (line.first, set_aside(line, 20)) == (a, 10)
-    line.remove(a, 12)
+    line.remove(a)
     assert (line.first, set_aside(line, 12)) == (FORKS, 6), "half of what is free when it comes to the front"
     line.add(again, 50)
     line.remove(FORKS)
