@@ -218,15 +218,19 @@ class PlacementQueue(Generic[W]):
             return
         if request.deadline <= now:
             raise DeadlineExceeded("the deadline had passed when the request came")
-        overtakes = self.waits_for_decode and not self._hiding()(request)
-        if can_serve(fleet, needs_decode=request.needs_decode) and not overtakes:
-            # The pace of the queue does not tell when a worker will come, nor the wait of one that overtakes others.
+        if can_serve(fleet, needs_decode=request.needs_decode):
+            # The pace of the queue does not tell when a worker will come.
             self._check_wait(request, now)
         self.check_capacity(request.tenant)
         self._queue.append(waiter, request.tenant)
 
     def _check_wait(self, request: PlacementRequest, now: float) -> None:
         left_s, wait_s = request.deadline - now, self.expected_wait_s(request.tenant, now)
+        if wait_s and self.waits_for_decode and not (is_hidden := self._hiding())(request):
+            # It overtakes the others, and waits only for those that overtake them too.
+            fresh = (each for each in self._queue if each not in self.registered)
+            before = sum(not is_hidden(each.request) for each in itertools.islice(fresh, _MAX_SCANNED))
+            wait_s = min(wait_s, before * self._interval)
         if 0 < left_s < wait_s:
             problem = f"the deadline is in {left_s:.1f} s, the queue is expected to take {wait_s:.1f} s"
             raise Overloaded(problem, self.retry_after(), reason="deadline")

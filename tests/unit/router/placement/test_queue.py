@@ -102,6 +102,19 @@ def test_the_pace_is_not_for_requests_that_overtake_those_that_wait() -> None:
         queue.push(waiter("hidden", now, tokens=9, deadline=now + 1), FLEET, now)
 
 
+def test_requests_that_overtake_one_that_waits_are_refused_if_many_of_them_wait() -> None:
+    """For prefill workers, whose pace is one request a second."""
+    queue = queue_of(*many(1, tokens=9), max_wait_s=3.0)
+    assert registered(queue) == ["0"]
+    for now in range(10):
+        queue.push(waiter(f"small {now}", now), FLEET, now)
+        assert place(queue, now) == f"small {now}"
+    for number in range(4):
+        queue.push(waiter(f"waits {number}", now), FLEET, now)
+    with pytest.raises(Overloaded, match=r"the queue is expected to take 4\.0 s, 3 s are allowed"):
+        queue.push(waiter("more", now), FLEET, now)
+
+
 def test_replays_are_in_the_order_in_which_they_came() -> None:
     queue = queue_of(waiter("first"), waiter("oldest", again=True))
     for number in range(5):
