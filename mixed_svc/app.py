@@ -97,13 +97,8 @@ def make_services(
         transfers, config.start_timeout_s, admission.may_take_for_prompt, admission.record_prompt, write_back
     )
     peers = PeerFetcher(base.engine, base.tls, base.identity.consumer, config.cache_budget_s)
-    prefill = PrefillWorker(
-        config,
-        base,
-        peers,
-        partial(PackedChunks, passes, decode.decode_loop, config.chunk_size),
-        shared,
-    )
+    chunks = partial(PackedChunks, passes, decode.decode_loop, config.chunk_size)
+    prefill = PrefillWorker(config, base, peers, chunks, shared)
     return decode, prefill
 
 

@@ -60,6 +60,7 @@ _WORK = {
     WorkerRole.DECODE: frozenset({WorkerRole.DECODE}),
     WorkerRole.MIXED: frozenset({WorkerRole.PREFILL, WorkerRole.DECODE}),
 }
+"""Work of a worker of each role, by the role that does only this work."""
 
 _logger = logging.getLogger(__name__)
 
